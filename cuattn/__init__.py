@@ -1,0 +1,15 @@
+"""FlashAttention-class attention for NumPy and CuPy arrays, without torch."""
+
+from cuattn.attention import (
+    flash_attention,
+    flash_attention_varlen,
+    scaled_dot_product_attention,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "flash_attention",
+    "flash_attention_varlen",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,116 @@
+"""Arrays at the door: which side they live on, and the words of every error about them.
+
+Checks read only metadata, so they cost no device work and no synchronisation.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+#: The dtypes attention computes in; the accumulator of each is float32, or float64 for float64.
+FLOAT_DTYPES = {
+    np.dtype(np.float16): "float16",
+    np.dtype(ml_dtypes.bfloat16): "bfloat16",
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float64): "float64",
+}
+
+
+def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
+    """Bring arguments to one side.
+
+    Parameters
+    ----------
+    function : str
+        The public function, for error messages.
+    **named
+        Arguments by name. ``None`` stays ``None``. NumPy and CuPy arrays are taken as they are; objects with
+        ``__cuda_array_interface__`` or ``__dlpack__`` are wrapped without a copy.
+
+    Returns
+    -------
+    xp : module
+        ``numpy`` or ``cupy``.
+    arrays : list
+        The arguments in order, as arrays of ``xp``.
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array.
+    ValueError
+        Arguments live on different sides, or on different devices.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        ndarray = cupy.ndarray
+        device = None
+        for array in named.values():
+            if array is None:
+                continue
+            if type(array) is not ndarray:
+                break
+            if device is None:
+                device = array.device.id
+            elif array.device.id != device:
+                break
+        else:
+            if device is not None:
+                return cupy, list(named.values())
+
+    arrays = {name: _as_array(function, name, array) for name, array in named.items()}
+    sides = {
+        name: "CPU" if isinstance(array, np.ndarray) else f"GPU {array.device.id}"
+        for name, array in arrays.items()
+        if array is not None
+    }
+    if len(set(sides.values())) > 1:
+        where = ", ".join(f"{name} on {side}" for name, side in sides.items())
+        raise ValueError(f"{function}: all arrays must be on one device, got {where}")
+    xp = np if set(sides.values()) == {"CPU"} else sys.modules["cupy"]
+    return xp, list(arrays.values())
+
+
+def _as_array(function: str, name: str, array: Any) -> Any:
+    if array is None or isinstance(array, np.ndarray):
+        return array
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return array
+    if hasattr(array, "__cuda_array_interface__"):
+        import cupy
+
+        return cupy.asarray(array)
+    if hasattr(array, "__dlpack__"):
+        on_gpu = array.__dlpack_device__()[0] in (2, 13)  # kDLCUDA, kDLCUDAManaged
+        if on_gpu:
+            import cupy
+
+            return cupy.from_dlpack(array)
+        return np.from_dlpack(array)
+    raise TypeError(
+        f"{function}: {name} must be a NumPy or CuPy array (or have __cuda_array_interface__ or "
+        f"__dlpack__), got {type(array).__module__}.{type(array).__qualname__}"
+    )
+
+
+def contiguous_last_axis(xp: ModuleType, array: Any) -> Any:
+    """Return `array`, or a copy of it where its last axis is not contiguous."""
+    if array.strides[-1] == array.itemsize or array.shape[-1] <= 1:
+        return array
+    return xp.ascontiguousarray(array)
+
+
+def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Check that a result of `shape` and `dtype` can be written to `out`."""
+    if out.shape != shape:
+        raise ValueError(f"{function}: out has shape {out.shape}, must be {shape}")
+    if out.dtype != dtype:
+        raise ValueError(f"{function}: out has dtype {out.dtype}, must be {dtype}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError(f"{function}: out is read-only, must be writable")

@@ -1,0 +1,227 @@
+"""What one attention call means, checked once and used by both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from cuattn._arrays import FLOAT_DTYPES
+
+MAX_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The semantics of one attention call: every number that is known on the host.
+
+    Query ``i`` sees keys ``j`` with ``i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q +
+    window_right``; ``None`` on a side means no limit there. ``causal`` is folded into `window_right`. For varlen calls
+    `batch` counts the sequences, `seqlen_q` and `seqlen_k` are totals, and the window is relative to each sequence.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: np.dtype
+    scale: float
+    softcap: float  # 0.0: none
+    window_left: int | None
+    window_right: int | None
+    varlen: bool = False
+
+    @property
+    def acc_dtype(self) -> np.dtype:
+        """The dtype of accumulators, softmax and lse."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """(batch, seqlen_q, heads_q, head_dim_v), or (total, heads_q, head_dim_v) for varlen."""
+        rows = (self.seqlen_q, self.heads_q, self.head_dim_v)
+        return rows if self.varlen else (self.batch, *rows)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(batch, heads_q, seqlen_q), or (heads_q, total) for varlen."""
+        rows = (self.heads_q, self.seqlen_q)
+        return rows if self.varlen else (self.batch, *rows)
+
+    def __hash__(
+        self,
+    ) -> int:  # hashed on every GPU call: the fields that usually differ are enough
+        return hash((self.batch, self.seqlen_q, self.seqlen_k, self.heads_q, self.head_dim))
+
+
+@functools.lru_cache(maxsize=4096)
+def attention_spec(
+    function: str,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    q_dtype: np.dtype,
+    k_dtype: np.dtype,
+    v_dtype: np.dtype,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sequences: int | None = None,
+) -> AttentionSpec:
+    """Check shapes and options of one call; the result is cached by its arguments.
+
+    Parameters
+    ----------
+    function : str
+        The public function, for error messages.
+    q, k, v : tuple of int
+        Shapes: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) where `sequences` is given.
+    q_dtype, k_dtype, v_dtype : numpy.dtype
+        Their dtypes.
+    causal, window, scale, softcap, dropout
+        As in :func:`cuattn.flash_attention`.
+    top_left : bool
+        Align the causal mask to the first key (torch's) instead of the last.
+    sequences : int, optional
+        How many sequences a varlen call holds.
+    """
+    _check_shapes(function, q, k, v, varlen=sequences is not None)
+    _check_dtypes(function, q_dtype, k_dtype, v_dtype)
+    if _number(function, "dropout", dropout) != 0.0:
+        raise NotImplementedError(
+            f"{function}: dropout={dropout} is not implemented yet (it comes with the gradients); use 0.0"
+        )
+    if scale is None:
+        scale = 1.0 / math.sqrt(q[-1])
+    scale = _number(function, "scale", scale)
+    softcap = _number(function, "softcap", 0.0 if softcap is None else softcap)
+    if softcap < 0.0:
+        raise ValueError(f"{function}: softcap is {softcap}, must be positive, or None for no cap")
+    seqlen_q, heads_q, head_dim = q[-3:]
+    seqlen_k, heads_kv, _ = k[-3:]
+    left, right = _check_window(function, window)
+    if causal:
+        diagonal = seqlen_q - seqlen_k if top_left else 0
+        right = diagonal if right is None else min(right, diagonal)
+    return AttentionSpec(
+        batch=q[0] if sequences is None else sequences,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=v[-1],
+        dtype=q_dtype,
+        scale=scale,
+        softcap=softcap,
+        window_left=left,
+        window_right=right,
+        varlen=sequences is not None,
+    )
+
+
+def check_score_array(function: str, name: str, array: Any, spec: AttentionSpec) -> None:
+    """Check that `bias` or `mask` broadcasts to (batch, heads_q, seqlen_q, seqlen_k) and has a fitting dtype."""
+    full = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
+    shape = array.shape
+    fits = len(shape) <= 4 and all(
+        n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{function}: {name} has shape {shape}, which must broadcast to "
+            f"(batch, heads_q, seqlen_q, seqlen_k) = {full}"
+        )
+    if name == "mask" and array.dtype != np.bool_:
+        raise TypeError(f"{function}: mask has dtype {array.dtype}, must be bool (True keeps)")
+    if name == "bias" and array.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{function}: bias has dtype {array.dtype}, must be a floating dtype")
+
+
+def check_head_array(
+    function: str, name: str, array: Any, spec: AttentionSpec, *, batched: bool
+) -> None:
+    """Check `alibi_slopes` (heads_q,) or (batch, heads_q), or `sinks` (heads_q,)."""
+    allowed = [(spec.heads_q,)] + ([(spec.batch, spec.heads_q)] if batched else [])
+    if array.shape not in allowed:
+        shapes = " or ".join(map(str, allowed))
+        raise ValueError(f"{function}: {name} has shape {array.shape}, must be {shapes}")
+    if array.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be a floating dtype")
+
+
+def check_cu_seqlens(function: str, name: str, array: Any) -> None:
+    """Check the shape and dtype of cumulative lengths (sequences + 1,)."""
+    if array.ndim != 1 or array.shape[0] < 1:
+        raise ValueError(f"{function}: {name} has shape {array.shape}, must be (sequences + 1,)")
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be int32")
+
+
+def _check_shapes(function: str, q: tuple, k: tuple, v: tuple, *, varlen: bool) -> None:
+    layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
+    ndim = 3 if varlen else 4
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != ndim:
+            raise ValueError(f"{function}: {name} has shape {shape}, must be {layout}")
+    if not varlen:
+        for name, shape in (("k", k), ("v", v)):
+            if shape[0] != q[0]:
+                raise ValueError(f"{function}: {name} has batch {shape[0]}, must be q's {q[0]}")
+    if v[-3] != k[-3]:
+        raise ValueError(f"{function}: v has length {v[-3]}, must be k's {k[-3]}")
+    if v[-2] != k[-2]:
+        raise ValueError(f"{function}: v has {v[-2]} heads, must be k's {k[-2]}")
+    if k[-1] != q[-1]:
+        raise ValueError(f"{function}: k has head_dim {k[-1]}, must be q's {q[-1]}")
+    if k[-2] < 1 or q[-2] % k[-2]:
+        raise ValueError(f"{function}: k has {k[-2]} heads, which must divide q's {q[-2]}")
+    for name, shape in (("q", q), ("v", v)):
+        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{function}: {name} has head_dim {shape[-1]}, must be from 1 to {MAX_HEAD_DIM}"
+            )
+
+
+def _check_dtypes(function: str, q: np.dtype, k: np.dtype, v: np.dtype) -> None:
+    if q not in FLOAT_DTYPES:
+        allowed = ", ".join(FLOAT_DTYPES.values())
+        raise TypeError(f"{function}: q has dtype {q}, must be one of {allowed}")
+    for name, dtype in (("k", k), ("v", v)):
+        if dtype != q:
+            raise TypeError(f"{function}: {name} has dtype {dtype}, must be q's {q}")
+
+
+def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise ValueError(f"{function}: window is {window!r}, must be a pair (left, right) or None")
+    for side in window:
+        if side is not None and (not isinstance(side, numbers.Integral) or side < 0):
+            raise ValueError(
+                f"{function}: window is {window!r}; each side must be an integer >= 0, "
+                "or None for no limit"
+            )
+    left, right = (None if side is None else int(side) for side in window)
+    return left, right
+
+
+def _number(function: str, name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{function}: {name} must be a number, got {type(value).__qualname__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{function}: {name} is {number}, must be finite")
+    return number

@@ -1,0 +1,409 @@
+"""Attention over whole sequences: the public functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cuattn._arrays import as_arrays, check_out, contiguous_last_axis
+from cuattn._spec import (
+    AttentionSpec,
+    attention_spec,
+    check_cu_seqlens,
+    check_head_array,
+    check_score_array,
+)
+
+__all__ = ["flash_attention", "flash_attention_varlen", "scaled_dot_product_attention"]
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Attention of queries over keys and values, exact, in memory linear in the sequence.
+
+    ``out = softmax(score) @ v`` with, for query ``i`` and key ``j`` and in this order,
+    ``s = scale * q_i.k_j``, ``s = softcap * tanh(s / softcap)``, ``s += bias``,
+    ``s -= alibi_slope * abs(i + seqlen_k - seqlen_q - j)``, then the masks. A query that may see no key gets
+    output 0 and lse -inf.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim) or (seqlen_q, heads_q, head_dim)
+        Queries: float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+        Keys, of q's dtype. heads_kv must divide heads_q: consecutive query heads share a key head (GQA, MQA).
+    v : array (batch, seqlen_k, heads_kv, head_dim_v)
+        Values, of q's dtype.
+    causal : bool
+        Query ``i`` sees keys ``j <= i + seqlen_k - seqlen_q`` (aligned to the last key).
+    window : (left, right), optional
+        Query ``i`` sees keys from ``i + seqlen_k - seqlen_q - left`` to ``i + seqlen_k - seqlen_q + right``,
+        both included; None on a side for no limit there.
+    scale : float, optional
+        Factor of q.k; default ``1 / sqrt(head_dim)``.
+    softcap : float, optional
+        Scores are squashed to ``(-softcap, softcap)`` by tanh.
+    bias : array, optional
+        Added to the scores; floating, broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+    mask : array of bool, optional
+        True keeps a score; broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+    alibi_slopes : array (heads_q,) or (batch, heads_q), optional
+        Slopes of the linear distance penalty [3]_.
+    sinks : array (heads_q,), optional
+        ``exp(sink)`` joins each row's denominator, and no value [4]_.
+    dropout : float
+        Must be 0.0 for now.
+    seed : int
+        Of the dropout.
+    return_lse : bool
+        Also return the natural-log sum of exponentials of each row, sinks included.
+    out : array (batch, seqlen_q, heads_q, head_dim_v), optional
+        Written to and returned.
+
+    Returns
+    -------
+    out : array (batch, seqlen_q, heads_q, head_dim_v)
+        Of q's dtype, and without the batch axis where q has none.
+    lse : array (batch, heads_q, seqlen_q)
+        Only with `return_lse`; float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+    NotImplementedError
+        dropout is not 0.
+
+    References
+    ----------
+    .. [1] Dao, "FlashAttention-2", 2023, section 3.1.
+    .. [2] Shah et al., "FlashAttention-3", 2024.
+    .. [3] Press et al., "Train Short, Test Long", 2021 (ALiBi).
+    .. [4] Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> q = np.random.default_rng(0).standard_normal((1, 128, 8, 64), dtype=np.float32)
+    >>> cuattn.flash_attention(q, q, q, causal=True).shape
+    (1, 128, 8, 64)
+    """
+    name = "flash_attention"
+    xp, (q, k, v, bias, mask, alibi_slopes, sinks, out) = as_arrays(
+        name, q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, out=out
+    )
+    single = q.ndim == 3
+    if single:
+        q, k, v = (_add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
+        out = None if out is None else _add_batch(name, "out", out)
+    spec = attention_spec(
+        name,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        causal=bool(causal),
+        window=_hashable(window),
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    result, lse = _forward(
+        name,
+        xp,
+        q,
+        k,
+        v,
+        spec,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+        return_lse=return_lse,
+    )
+    if single:
+        result = result[0]
+        lse = None if lse is None else lse[0]
+    return (result, lse) if return_lse else result
+
+
+def flash_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Attention within each of several sequences laid end to end, without padding.
+
+    Parameters
+    ----------
+    q : array (total_q, heads_q, head_dim)
+        Queries of all sequences, one after the other.
+    k, v : array (total_k, heads_kv, head_dim), (total_k, heads_kv, head_dim_v)
+        Keys and values, likewise.
+    cu_seqlens_q : int32 array (sequences + 1,)
+        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Starts at 0, never falls, ends at
+        total_q at most; rows past its end are not computed. On a GPU it is read by the kernel only: no synchronisation.
+    cu_seqlens_k : int32 array (sequences + 1,), optional
+        The same of the keys; default cu_seqlens_q.
+    causal, window, scale, softcap, alibi_slopes, sinks, dropout, seed, return_lse, out
+        As in :func:`flash_attention`, with positions and lengths of each sequence; alibi_slopes (heads_q,) or
+        (sequences, heads_q).
+
+    Returns
+    -------
+    out : array (total_q, heads_q, head_dim_v)
+        Of q's dtype. Rows that belong to no sequence are left as they were (`out=`) or undefined.
+    lse : array (heads_q, total_q)
+        Only with `return_lse`; float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Dao, "FlashAttention-2", 2023, section 3.1.
+    """
+    name = "flash_attention_varlen"
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    xp, (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, out) = as_arrays(
+        name,
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+    )
+    for label, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if lengths is None:
+            raise TypeError(f"{name}: {label} must be an int32 array (sequences + 1,), got None")
+        check_cu_seqlens(name, label, lengths)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"{name}: cu_seqlens_k has shape {cu_seqlens_k.shape}, must be "
+            f"cu_seqlens_q's {cu_seqlens_q.shape}"
+        )
+    spec = attention_spec(
+        name,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        causal=bool(causal),
+        window=_hashable(window),
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        sequences=cu_seqlens_q.shape[0] - 1,
+    )
+    result, lse = _forward(
+        name,
+        xp,
+        q,
+        k,
+        v,
+        spec,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q.astype(np.int32, copy=False),
+        cu_seqlens_k=cu_seqlens_k.astype(np.int32, copy=False),
+        out=out,
+        return_lse=return_lse,
+    )
+    return (result, lse) if return_lse else result
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention with the signature, layout and masks of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Parameters
+    ----------
+    query : array (..., heads_q, L, E)
+        Queries; any leading axes, or none beside (L, E). Its strides are free: views of other layouts are not copied.
+    key, value : array (..., heads_kv, S, E), (..., heads_kv, S, Ev)
+        Keys and values.
+    attn_mask : array, optional
+        Boolean (True keeps) or floating (added to the scores); broadcasts to (..., heads_q, L, S).
+    dropout_p : float
+        Must be 0.0 for now.
+    is_causal : bool
+        Query ``i`` sees keys ``j <= i``: aligned to the first key, unlike :func:`flash_attention`'s ``causal``.
+    scale : float, optional
+        Default ``1 / sqrt(E)``.
+    enable_gqa : bool
+        Allow fewer key heads than query heads.
+
+    Returns
+    -------
+    array (..., heads_q, L, Ev)
+        Of query's dtype. A query that may see no key gets 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+    """
+    name = "scaled_dot_product_attention"
+    xp, (query, key, value, attn_mask) = as_arrays(
+        name, query=query, key=key, value=value, attn_mask=attn_mask
+    )
+    for label, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim < 2:
+            raise ValueError(f"{name}: {label} has shape {array.shape}, must be (..., heads, L, E)")
+        if array.ndim != query.ndim or array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name}: {label} has shape {array.shape}, whose leading axes must be "
+                f"those of query {query.shape}"
+            )
+    if query.ndim > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
+        raise ValueError(
+            f"{name}: key has {key.shape[-3]} heads, must be query's {query.shape[-3]} "
+            "(or divide them, with enable_gqa=True)"
+        )
+    if attn_mask is not None and is_causal:
+        raise ValueError(f"{name}: attn_mask must be None where is_causal=True, got an array")
+    q, k, v = (_batch_seq_heads_dim(a) for a in (query, key, value))
+    spec = attention_spec(
+        name,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        causal=bool(is_causal),
+        top_left=True,
+        scale=scale,
+        dropout=dropout_p,
+    )
+    bias = mask = None
+    if attn_mask is not None:
+        full = (*query.shape[:-1], key.shape[-2])
+        try:
+            scores = xp.broadcast_to(attn_mask, full)
+        except ValueError:
+            raise ValueError(
+                f"{name}: attn_mask has shape {attn_mask.shape}, which must broadcast to {full}"
+            ) from None
+        scores = scores.reshape(spec.batch, spec.heads_q, *full[-2:])
+        bias, mask = (None, scores) if attn_mask.dtype == np.bool_ else (scores, None)
+    result, _ = _forward(name, xp, q, k, v, spec, bias=bias, mask=mask)
+    return result.swapaxes(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _forward(
+    function: str,
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    spec: AttentionSpec,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    out: Any = None,
+    return_lse: bool = False,
+) -> tuple[Any, Any]:
+    """Check the optional arrays against `spec` and hand the call to the side the arrays live on."""
+    if bias is not None:
+        check_score_array(function, "bias", bias, spec)
+    if mask is not None:
+        check_score_array(function, "mask", mask, spec)
+    if alibi_slopes is not None:
+        check_head_array(function, "alibi_slopes", alibi_slopes, spec, batched=True)
+    if sinks is not None:
+        check_head_array(function, "sinks", sinks, spec, batched=False)
+    if out is not None:
+        check_out(function, out, spec.out_shape, spec.dtype)
+    if xp is np:
+        from cuattn.reference.attention import forward
+    else:
+        from cuattn.gpu.attention import forward
+    return forward(
+        contiguous_last_axis(xp, q),
+        contiguous_last_axis(xp, k),
+        contiguous_last_axis(xp, v),
+        spec,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        out=out,
+        return_lse=return_lse,
+    )
+
+
+def _add_batch(function: str, name: str, array: Any) -> Any:
+    if array.ndim != 3:
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}, must be (seqlen, heads, head_dim) as q is"
+        )
+    return array[None]
+
+
+def _batch_seq_heads_dim(array: Any) -> Any:
+    """(..., heads, L, E) -> (batch, L, heads, E), a view wherever the leading axes merge."""
+    if array.ndim == 2:
+        array = array[None]
+    batch = math.prod(array.shape[:-3])
+    return array.reshape(batch, *array.shape[-3:]).swapaxes(1, 2)
+
+
+def _hashable(window: Any) -> Any:
+    return tuple(window) if isinstance(window, list) else window

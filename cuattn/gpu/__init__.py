@@ -1,0 +1,1 @@
+"""CuPy: choosing, compiling and launching kernels."""

@@ -1,0 +1,213 @@
+"""CUDA source and a Config -> a kernel.
+
+A kernel file in ``rawkernels/`` is joined with its includes into one text (CuPy's disk cache keys on the text, not on
+included files), under a prelude that states its ``Config``. CuPy compiles it on a GPU machine; :func:`compile_variant`
+compiles the same text with NVRTC where there is no GPU, and reports what ptxas said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import pathlib
+import re
+import time
+from typing import Any
+
+#: The CUDA type of a dtype name.
+CTYPES = {
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float32": "float",
+    "float64": "double",
+}
+
+#: From compute capability to the architecture that has all its instructions.
+ARCH_SPECIFIC = {(9, 0): "sm_90a"}
+
+STATIC_SMEM_LIMIT = 48 * 1024  # above it a kernel must ask
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile. The message shows the kernel, its Config and the compiler's log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One variant of a kernel; a subclass's fields become ``Config``'s constants in CUDA.
+
+    A bool, int or float field ``x`` becomes ``static constexpr``, a dtype name (a str) becomes ``using x = …;``.
+    """
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        raise NotImplementedError
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 0
+
+    def prelude(self) -> str:
+        """The text above the kernel's source."""
+        names = [field.name for field in dataclasses.fields(self)] + ["threads", "smem_bytes"]
+        body = "".join(f"  {_constant(name, getattr(self, name))}\n" for name in names)
+        return f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\nstruct Config {{\n{body}}};\n"
+
+    def __str__(self) -> str:
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return " ".join(f"{name}={value}" for name, value in values)
+
+
+def _constant(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"using {name} = {CTYPES[value]};"
+    ctype = {bool: "bool", int: "int", float: "float"}[type(value)]
+    return f"static constexpr {ctype} {name} = {str(value).lower()};"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One kernel that can be launched: a file below rawkernels/, its entry point and a Config."""
+
+    source: str
+    entry: str
+    config: Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What compiling a variant gave."""
+
+    variant: Variant
+    arch: str
+    registers: int
+    static_smem: int
+    spill_bytes: int
+    warnings: tuple[str, ...]  # serialised wgmma and the like: C7510 to C7519
+    milliseconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing spills and nothing is serialised."""
+        return self.spill_bytes == 0 and not self.warnings
+
+
+@functools.cache
+def source_root() -> pathlib.Path:
+    """The folder of the CUDA sources: installed with the package, or beside it in a source tree."""
+    try:
+        return pathlib.Path(str(importlib.resources.files("cuattn.rawkernels")))
+    except ModuleNotFoundError:
+        return pathlib.Path(__file__).parents[2] / "rawkernels"
+
+
+@functools.cache
+def resolve(source: str) -> str:
+    """The text of `source` (a path below rawkernels/) with every ``#include "…"`` put in once, with ``#line``."""
+    return "".join(_resolve(source, set()))
+
+
+def _resolve(path: str, seen: set[str]) -> list[str]:
+    seen.add(path)
+    parts = [f'#line 1 "{path}"\n']
+    text = (source_root() / path).read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        include = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
+        if include is None:
+            parts.append("\n" if line.strip() == "#pragma once" else line)
+        elif include[1] in seen:
+            parts.append("\n")
+        else:
+            parts += [*_resolve(include[1], seen), f'#line {number + 1} "{path}"\n']
+    return parts
+
+
+def full_source(variant: Variant) -> str:
+    """The one text that is compiled."""
+    return variant.config.prelude() + resolve(variant.source)
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """The compiler options of every kernel."""
+    return ("-std=c++17", f"-arch={arch}")
+
+
+def device_arch(device: int) -> str:
+    """The architecture to compile for on a device, such as ``sm_90a``."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    capability = (properties["major"], properties["minor"])
+    return ARCH_SPECIFIC.get(capability, "sm_{}{}".format(*capability))
+
+
+@functools.cache
+def kernel(variant: Variant, device: int) -> Any:
+    """The ``cupy.RawKernel`` of a variant on a device, which must be the current one.
+
+    Raises
+    ------
+    CompileError
+        With the kernel, the Config and the log.
+    """
+    import cupy
+
+    module = cupy.RawModule(code=full_source(variant), options=options(device_arch(device)))
+    try:
+        function = module.get_function(variant.entry)
+        if variant.config.smem_bytes > STATIC_SMEM_LIMIT:
+            function.max_dynamic_shared_size_bytes = variant.config.smem_bytes
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(_message(variant, device_arch(device), str(error))) from error
+    return function
+
+
+def compile_variant(variant: Variant, arch: str) -> Report:
+    """Compile with NVRTC alone: no GPU, no CuPy. Needs cuda-bindings and NVIDIA's NVRTC and runtime wheels.
+
+    Raises
+    ------
+    CompileError
+        With the kernel, the Config and the log.
+    """
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    include = find_nvidia_header_directory("cudart")
+    flags = [*options(arch), f"-I{include}", "--ptxas-options=-v"]
+    start = time.perf_counter()
+    _, program = nvrtc.nvrtcCreateProgram(
+        full_source(variant).encode(), b"kernel.cu", 0, None, None
+    )
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    milliseconds = (time.perf_counter() - start) * 1e3
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    buffer = bytes(size)
+    nvrtc.nvrtcGetProgramLog(program, buffer)
+    nvrtc.nvrtcDestroyProgram(program)
+    log = buffer.decode(errors="replace").strip("\0\n ")
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(_message(variant, arch, log))
+    return Report(
+        variant=variant,
+        arch=arch,
+        registers=_largest(r"Used (\d+) registers", log),
+        static_smem=_largest(r"(\d+) bytes smem", log),
+        spill_bytes=_largest(r"(\d+) bytes spill stores", log),
+        warnings=tuple(re.findall(r"C751\d", log)),
+        milliseconds=milliseconds,
+    )
+
+
+def _largest(pattern: str, log: str) -> int:
+    return max(map(int, re.findall(pattern, log)), default=0)
+
+
+def _message(variant: Variant, arch: str, log: str) -> str:
+    return (
+        f"{variant.source}: {variant.entry} did not compile for {arch}\n"
+        f"Config: {variant.config}\n{log}"
+    )

@@ -1,0 +1,1 @@
+"""NumPy: the meaning of every operation, and the path taken for NumPy arrays."""
