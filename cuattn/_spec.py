@@ -78,6 +78,7 @@ def attention_spec(
     softcap: float | None = None,
     dropout: float = 0.0,
     sequences: int | None = None,
+    names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> AttentionSpec:
     """Check shapes and options of one call; the result is cached by its arguments.
 
@@ -95,9 +96,11 @@ def attention_spec(
         Align the causal mask to the first key (torch's) instead of the last.
     sequences : int, optional
         How many sequences a varlen call holds.
+    names : tuple of str
+        What the function calls q, k and v.
     """
-    _check_shapes(function, q, k, v, varlen=sequences is not None)
-    _check_dtypes(function, q_dtype, k_dtype, v_dtype)
+    _check_shapes(function, names, q, k, v, varlen=sequences is not None)
+    _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
     if _number(function, "dropout", dropout) != 0.0:
         raise NotImplementedError(
             f"{function}: dropout={dropout} is not implemented yet (it comes with the gradients); use 0.0"
@@ -169,38 +172,43 @@ def check_cu_seqlens(function: str, name: str, array: Any) -> None:
         raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be int32")
 
 
-def _check_shapes(function: str, q: tuple, k: tuple, v: tuple, *, varlen: bool) -> None:
+def _check_shapes(
+    function: str, names: tuple[str, ...], q: tuple, k: tuple, v: tuple, *, varlen: bool
+) -> None:
     layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
     ndim = 3 if varlen else 4
-    for name, shape in (("q", q), ("k", k), ("v", v)):
+    for name, shape in zip(names, (q, k, v), strict=True):
         if len(shape) != ndim:
             raise ValueError(f"{function}: {name} has shape {shape}, must be {layout}")
+    nq, nk, nv = names
     if not varlen:
-        for name, shape in (("k", k), ("v", v)):
+        for name, shape in ((nk, k), (nv, v)):
             if shape[0] != q[0]:
-                raise ValueError(f"{function}: {name} has batch {shape[0]}, must be q's {q[0]}")
+                raise ValueError(f"{function}: {name} has batch {shape[0]}, must be {nq}'s {q[0]}")
     if v[-3] != k[-3]:
-        raise ValueError(f"{function}: v has length {v[-3]}, must be k's {k[-3]}")
+        raise ValueError(f"{function}: {nv} has length {v[-3]}, must be {nk}'s {k[-3]}")
     if v[-2] != k[-2]:
-        raise ValueError(f"{function}: v has {v[-2]} heads, must be k's {k[-2]}")
+        raise ValueError(f"{function}: {nv} has {v[-2]} heads, must be {nk}'s {k[-2]}")
     if k[-1] != q[-1]:
-        raise ValueError(f"{function}: k has head_dim {k[-1]}, must be q's {q[-1]}")
+        raise ValueError(f"{function}: {nk} has head_dim {k[-1]}, must be {nq}'s {q[-1]}")
     if k[-2] < 1 or q[-2] % k[-2]:
-        raise ValueError(f"{function}: k has {k[-2]} heads, which must divide q's {q[-2]}")
-    for name, shape in (("q", q), ("v", v)):
+        raise ValueError(f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}")
+    for name, shape in ((nq, q), (nv, v)):
         if not 1 <= shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(
                 f"{function}: {name} has head_dim {shape[-1]}, must be from 1 to {MAX_HEAD_DIM}"
             )
 
 
-def _check_dtypes(function: str, q: np.dtype, k: np.dtype, v: np.dtype) -> None:
+def _check_dtypes(
+    function: str, names: tuple[str, ...], q: np.dtype, k: np.dtype, v: np.dtype
+) -> None:
     if q not in FLOAT_DTYPES:
         allowed = ", ".join(FLOAT_DTYPES.values())
-        raise TypeError(f"{function}: q has dtype {q}, must be one of {allowed}")
-    for name, dtype in (("k", k), ("v", v)):
+        raise TypeError(f"{function}: {names[0]} has dtype {q}, must be one of {allowed}")
+    for name, dtype in zip(names[1:], (k, v), strict=True):
         if dtype != q:
-            raise TypeError(f"{function}: {name} has dtype {dtype}, must be q's {q}")
+            raise TypeError(f"{function}: {name} has dtype {dtype}, must be {names[0]}'s {q}")
 
 
 def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:

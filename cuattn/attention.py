@@ -325,6 +325,7 @@ def scaled_dot_product_attention(
         top_left=True,
         scale=scale,
         dropout=dropout_p,
+        names=("query", "key", "value"),
     )
     bias = mask = None
     if attn_mask is not None:
