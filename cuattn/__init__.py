@@ -1,5 +1,6 @@
 """FlashAttention-class attention for NumPy and CuPy arrays, without torch."""
 
+from cuattn._config import show_config
 from cuattn.attention import (
     flash_attention,
     flash_attention_varlen,
@@ -12,4 +13,5 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "scaled_dot_product_attention",
+    "show_config",
 ]

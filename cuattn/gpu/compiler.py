@@ -97,11 +97,10 @@ class Report:
 
 @functools.cache
 def source_root() -> pathlib.Path:
-    """The folder of the CUDA sources: installed with the package, or beside it in a source tree."""
-    try:
-        return pathlib.Path(str(importlib.resources.files("cuattn.rawkernels")))
-    except ModuleNotFoundError:
-        return pathlib.Path(__file__).parents[2] / "rawkernels"
+    """The folder of the CUDA sources: inside the installed package, or beside it in a source tree."""
+    package = pathlib.Path(str(importlib.resources.files("cuattn")))
+    installed = package / "rawkernels"
+    return installed if installed.is_dir() else package.parent / "rawkernels"
 
 
 @functools.cache

@@ -1,0 +1,44 @@
+"""Command line: ``python -m cuattn compile`` and ``python -m cuattn config``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m cuattn", description="cuattn's own tools")
+    commands = parser.add_subparsers(dest="command", required=True)
+    compile_ = commands.add_parser(
+        "compile",
+        help="compile every kernel, report its resources, and warm the cache of this machine's GPU",
+        description=(
+            "Compile every kernel variant that can ever be chosen and print one row each: kernel, config, registers, "
+            "shared memory, spills, milliseconds. Needs no GPU; where there is one of a named architecture, its kernel "
+            "cache is filled as well. Exits 1 if a kernel does not compile, spills, or has a serialised instruction."
+        ),
+    )
+    compile_.add_argument(
+        "--arch",
+        type=lambda text: text.split(","),
+        help="comma-separated, such as sm_80,sm_90a,sm_120 (default: those of this machine's GPUs)",
+    )
+    compile_.add_argument(
+        "--jobs", type=int, help="processes to compile in (default: one a core of this machine)"
+    )
+    commands.add_parser("config", help="print versions, devices, tiers and the kernel cache")
+    arguments = parser.parse_args(argv)
+
+    if arguments.command == "config":
+        from cuattn import show_config
+
+        show_config()
+        return 0
+    from cuattn.gpu.report import compile_report
+
+    return compile_report(arguments.arch, arguments.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
