@@ -79,8 +79,8 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
 def _as_array(function: str, name: str, array: Any) -> Any:
     if array is None or isinstance(array, np.ndarray):
         return array
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
+    loaded: Any = sys.modules.get("cupy")
+    if loaded is not None and isinstance(array, loaded.ndarray):
         return array
     if hasattr(array, "__cuda_array_interface__"):
         import cupy

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import pathlib
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import cuattn
 
@@ -42,13 +42,15 @@ def _lines() -> Iterator[str]:
 
 
 def _version(distribution: str) -> str:
+    import importlib.metadata  # 40 ms: not part of `import cuattn`
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _devices(runtime) -> Iterator[str]:
+def _devices(runtime: Any) -> Iterator[str]:
     from cuattn.gpu import compiler
 
     try:
