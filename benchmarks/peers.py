@@ -1,0 +1,94 @@
+"""Other implementations of attention, each behind the same face; those that cannot be imported stay away.
+
+None is a dependency. CuPy arrays go to them by DLPack, without a copy, as 16-bit integers that are then seen as what they
+are, since not every DLPack reader knows bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy
+import numpy as np
+
+from benchmarks import timing
+
+#: Distributions whose versions belong beside a figure.
+DISTRIBUTIONS = ("torch", "jax", "dew-flash-attn-cu13")
+
+
+def versions() -> dict[str, str]:
+    """The versions of the peers that are installed."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def attention_forward(sets: list[tuple], *, causal: bool) -> Iterator[timing.Contestant]:
+    """Every peer that computes this forward attention.
+
+    Parameters
+    ----------
+    sets : list of (q, k, v)
+        float16 or bfloat16 CuPy arrays (batch, seqlen, heads, head_dim), used in turn.
+    causal : bool
+        With as many queries as keys, so that every peer means the same by it.
+    """
+    if importlib.util.find_spec("torch"):
+        for name, backend in (("FA-2", "FLASH_ATTENTION"), ("cuDNN", "CUDNN_ATTENTION")):
+            yield timing.Contestant(name, _torch_sdpa(backend, sets, causal=causal))
+    if importlib.util.find_spec("dew_flash_attn") and importlib.util.find_spec("jax"):
+        run = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
+        yield timing.Contestant("FA-3", run, timing.by_host)
+
+
+def to_cupy(array: Any) -> cupy.ndarray:
+    """A peer's result as float32 (batch, seqlen, heads, head_dim)."""
+    if type(array).__module__.startswith("torch"):
+        return cupy.from_dlpack(array.float().transpose(1, 2))
+    return cupy.from_dlpack(array.astype(np.float32))
+
+
+def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
+    """torch's scaled_dot_product_attention on one of its back ends."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def heads_first(array: cupy.ndarray) -> Any:
+        dtype = getattr(torch, array.dtype.name)
+        return torch.from_dlpack(array.view(np.int16)).view(dtype).transpose(1, 2)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    rotated = timing.rotate(attend, [tuple(map(heads_first, arrays)) for arrays in sets])
+
+    def run(launches: int) -> Any:
+        with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
+            return rotated(launches)
+
+    return run
+
+
+def _to_jax(array: cupy.ndarray) -> Any:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    integers = jax.dlpack.from_dlpack(array.view(np.int16))
+    return jax.lax.bitcast_convert_type(integers, array.dtype)
+
+
+def _jax_flash_mha(*, causal: bool) -> Callable[..., Any]:
+    """FlashAttention-3's Hopper kernels as a JAX call."""
+    import dew_flash_attn
+    import jax
+
+    return jax.jit(lambda q, k, v: dew_flash_attn.flash_mha(q, k, v, is_causal=causal))

@@ -1,0 +1,108 @@
+"""Timing work on a GPU: several contestants, turn by turn, in one process.
+
+A big kernel heats the chip until its clock falls, and the next one measured pays for it. Contestants therefore take
+turns of some milliseconds, round after round, and each is judged by the median of its turns: what one figure is worth
+depends on the day, their ratio does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+
+
+def by_events(run: Callable[[int], Any], launches: int) -> float:
+    """Seconds on the device of ``run(launches)``, by CUDA events on the current stream."""
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    run(launches)
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(start, end) * 1e-3
+
+
+def by_host(run: Callable[[int], Any], launches: int) -> float:
+    """Seconds on the host of ``run(launches)`` and of waiting for its last result: for JAX, whose streams are its own."""
+    cupy.cuda.runtime.deviceSynchronize()
+    start = time.perf_counter()
+    run(launches).block_until_ready()
+    return time.perf_counter() - start
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """Something that can be timed: `run(n)` launches it n times, asynchronously, and returns the last result."""
+
+    name: str
+    run: Callable[[int], Any]
+    timer: Callable[[Callable[[int], Any], int], float] = by_events
+
+    def launches(self, seconds: float) -> int:
+        """How many launches take about `seconds`, once it is warm."""
+        self.timer(self.run, 2)
+        return max(1, min(200, round(seconds / (self.timer(self.run, 4) / 4))))
+
+
+class Clock:
+    """A clock that shows device time: pytest-benchmark reads it, and a race moves it on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+clock = Clock()
+
+
+def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 15, turn: float = 8e-3):
+    """Time contestants turn by turn; pytest-benchmark's figures become the first one's device seconds per launch.
+
+    Parameters
+    ----------
+    benchmark : pytest_benchmark.fixture.BenchmarkFixture
+        Of a test marked with ``pytest.mark.benchmark(timer=timing.clock)``.
+    contestants : list of Contestant
+        The first is the one that is benchmarked.
+    rounds : int
+        How many turns each takes.
+    turn : float
+        About how many seconds a turn lasts.
+
+    Returns
+    -------
+    dict of str to float
+        Median seconds per launch, by name.
+    """
+    launches = [contestant.launches(turn) for contestant in contestants]
+    turns: list[list[float]] = [[] for _ in contestants]
+
+    def one_round() -> None:
+        for contestant, count, seconds in zip(contestants, launches, turns, strict=True):
+            seconds.append(contestant.timer(contestant.run, count) / count)
+        clock.now += turns[0][-1]
+
+    benchmark.pedantic(one_round, rounds=rounds, warmup_rounds=1)
+    medians = (sorted(seconds)[len(seconds) // 2] for seconds in turns)
+    return {contestant.name: m for contestant, m in zip(contestants, medians, strict=True)}
+
+
+def rotate(function: Callable[..., Any], inputs: list[tuple]) -> Callable[[int], Any]:
+    """``run(n)`` that calls `function` on each of several sets of inputs in turn, so that no call finds its own in L2."""
+
+    def run(launches: int) -> Any:
+        for launch in range(launches):
+            result = function(*inputs[launch % len(inputs)])
+        return result
+
+    return run
+
+
+def sets_past_l2(nbytes: int) -> int:
+    """How many sets of `nbytes` it takes so that a set has left L2 when its turn comes again."""
+    l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["l2CacheSize"]
+    return 1 + -(-2 * l2 // nbytes)

@@ -1,0 +1,77 @@
+"""Skips the tests that need a GPU where there is none, and gives every test fresh random numbers that can be had again."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import zlib
+
+import numpy as np
+import pytest
+
+
+@functools.cache
+def missing_gpu() -> str:
+    """Why `gpu`-marked tests cannot run here; empty where they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not available: {error}"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    return ""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-seed",
+        type=int,
+        default=secrets.randbits(32),
+        help="seed of the rng fixture: repeats the inputs of an earlier run (default: new ones)",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    reason = missing_gpu()
+    if reason:
+        gpu = f"skipping the tests that need a GPU ({reason})"
+    else:
+        import cupy
+
+        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"]
+        gpu = f"on {name.decode()}, with CuPy {cupy.__version__}"
+    return [
+        f"cuattn: {gpu}",
+        f"inputs: NumPy {np.__version__}, --random-seed={config.getoption('random_seed')} repeats them",
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = missing_gpu()
+    if reason:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers of this test's own: new in each run, the same for the same test and --random-seed."""
+    seed = request.config.getoption("random_seed")
+    return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture(scope="session")
+def say(request: pytest.FixtureRequest):
+    """Print a line at once, past pytest's capture: what a test is doing that takes a while."""
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def write(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(f"  {line}")
+
+    return write
