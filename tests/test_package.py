@@ -17,8 +17,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-#: What compiling a kernel needs beside the package's own requirements.
-COMPILER = ["cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"]
+#: What compiling a kernel needs beside the package's own requirements, under the names of either CUDA version.
+COMPILER = [
+    "cuda-bindings",
+    "cuda-pathfinder",
+    *("nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
+    *("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"),
+]
 
 needs_compiler = pytest.mark.skipif(
     sys.platform == "darwin", reason="NVIDIA's compiler does not exist for macOS"
@@ -104,14 +109,8 @@ def requirements(wheel: pathlib.Path) -> list[str]:
     return [re.match(r"Requires-Dist: ([\w-]+)", line)[1] for line in wanted]
 
 
-def compiler() -> list[str]:
-    """The compiler's distributions, of whichever CUDA version is installed here."""
-    installed = {dist.name for dist in importlib.metadata.distributions()}
-    return [*(name for name in COMPILER if name in installed), "cuda-pathfinder"]
-
-
 COMPILE_ONE = """
-import itertools, pathlib, sys
+import pathlib
 import cuattn
 from cuattn.gpu import compiler, tiles
 variant = next(tiles.variants("sm_80"))
@@ -156,7 +155,10 @@ def test_wheel_attends_with_its_requirements_alone(distributions, tmp_path, say)
 def test_install_compiles_a_kernel(distributions, source_tree, tmp_path, say, kind):
     say(f"compiling a kernel from the {kind} install, in an empty environment")
     _, wheel = distributions
-    borrow = [*requirements(wheel), *compiler(), *(["setuptools"] if kind == "editable" else [])]
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    borrow = [*requirements(wheel), *(name for name in COMPILER if name in installed)]
+    if kind == "editable":
+        borrow.append("setuptools")
     python, site_packages = empty_environment(tmp_path / "env", borrow=borrow)
     if kind == "wheel":
         pip_install(python, "--no-deps", "--no-index", wheel)

@@ -1,0 +1,182 @@
+"""Recorded figures -> the README's table and the plots.
+
+``python -m benchmarks.report`` prints the table; with ``--write`` it goes into README.md between its ``benchmarks`` marks, and the
+plots into docs/images/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGE = "docs/images/attention_forward.png"
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+
+#: Who stands in which column, and in which colour.
+COLOURS = {"cuattn": "#d1495b", "FA-2": "#9fb1bd", "cuDNN": "#66829a", "FA-3": "#2e4057"}
+
+
+def load(files: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
+    """The benchmarks in files that pytest-benchmark wrote; of each the last one taken, with its machine and commit."""
+    latest: dict[str, dict[str, Any]] = {}
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for run in sorted(runs, key=lambda run: run["datetime"]):
+        for benchmark in run["benchmarks"]:
+            latest[benchmark["fullname"]] = {
+                **benchmark["params"],
+                **benchmark["extra_info"],
+                "group": benchmark["group"],
+                "machine": run["machine_info"],
+                "commit": run["commit_info"]["id"],
+                "date": run["datetime"][:10],
+            }
+    return list(latest.values())
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Forward attention in TFLOP/s as Markdown: a row for each shape, the fastest in bold, and how cuattn compares."""
+    rows = sorted({(r["head_dim"], r["seqlen"]) for r in records})
+    columns = [
+        (causal, name)
+        for causal in sorted({r["causal"] for r in records})
+        for name in COLOURS
+        if any(name in r["tflops"] for r in records)
+    ]
+    cells = {(r["head_dim"], r["seqlen"], r["causal"]): r["tflops"] for r in records}
+    heading = [f"{'causal' if causal else 'full'}: {name}" for causal, name in columns]
+    lines = [
+        "| head_dim | seqlen | " + " | ".join(heading) + " |",
+        "|" + " --- |" * (2 + len(columns)),
+    ]
+    for head_dim, seqlen in rows:
+        line = [str(head_dim), str(seqlen)]
+        for causal, name in columns:
+            cell = cells.get((head_dim, seqlen, causal), {})
+            bold = "**" if cell.get(name) == max(cell.values(), default=None) else ""
+            line.append(f"{bold}{cell[name]:.0f}{bold}" if name in cell else "")
+        lines.append("| " + " | ".join(line) + " |")
+    return "\n".join([*lines, "", *comparison(records), "", provenance(records)])
+
+
+def comparison(records: list[dict[str, Any]]) -> list[str]:
+    """One line for each peer: the geometric mean and the least of cuattn's speed over the peer's."""
+    lines = []
+    for name in COLOURS:
+        ratios = [r["tflops"]["cuattn"] / r["tflops"][name] for r in records if name in r["tflops"]]
+        if name != "cuattn" and ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            lines.append(
+                f"- cuattn's speed over {name}'s: {mean:.2f}× in the geometric mean of {len(ratios)} shapes, "
+                f"{min(ratios):.2f}× at least, {max(ratios):.2f}× at most."
+            )
+    return lines
+
+
+def provenance(records: list[dict[str, Any]]) -> str:
+    """On what, with what and when the figures were taken; one sentence for each run."""
+    runs = {}
+    for r in records:
+        m = r["machine"]
+        peers = ", ".join(
+            f"{name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
+        )
+        runs[(r["date"], r["commit"])] = (
+            f"{r['dtype']}, 16384 tokens, heads · head_dim = 2048; {m['gpu']}, driver {m['driver']}, "
+            f"NVRTC {m['nvrtc']}, CuPy {m['cupy']}, {peers}; {r['date']}, commit {r['commit'][:10]}. "
+            f"In the same process cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³) and a copy "
+            f"{r['copy_tb_per_s']:.2f} TB/s."
+        )
+    return " ".join(runs.values())
+
+
+def plot(records: list[dict[str, Any]], file: pathlib.Path) -> None:
+    """Draw bars of TFLOP/s over seqlen: a row of panels for each mask, a column for each head_dim."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    head_dims = sorted({r["head_dim"] for r in records})
+    masks = sorted({r["causal"] for r in records})
+    seqlens = sorted({r["seqlen"] for r in records})
+    names = [name for name in COLOURS if any(name in r["tflops"] for r in records)]
+    figure, axes = plt.subplots(
+        len(masks),
+        len(head_dims),
+        figsize=(3.6 * len(head_dims), 2.6 * len(masks)),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, causal in enumerate(masks):
+        for column, head_dim in enumerate(head_dims):
+            axis = axes[row][column]
+            panel = {
+                r["seqlen"]: r
+                for r in records
+                if (r["causal"], r["head_dim"]) == (causal, head_dim)
+            }
+            for i, name in enumerate(names):
+                offset = (i - (len(names) - 1) / 2) * 0.8 / len(names)
+                speed = [panel.get(s, {"tflops": {}})["tflops"].get(name, 0) for s in seqlens]
+                places = [place + offset for place in range(len(seqlens))]
+                axis.bar(places, speed, 0.8 / len(names), label=name, color=COLOURS[name])
+            axis.axhline(
+                max(r["matmul_tflops"] for r in records),
+                color="black",
+                linewidth=0.8,
+                linestyle=":",
+            )
+            axis.set_xticks(range(len(seqlens)), [str(s) for s in seqlens])
+            axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[row][0].set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False)
+    gpu = records[0]["machine"]["gpu"]
+    figure.supxlabel(
+        f"attention forward, {records[0]['dtype']}, {gpu}; dotted: cuBLAS matmul in the same process",
+        fontsize=9,
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table, or write it and the plot into the tree."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument(
+        "results", nargs="*", type=pathlib.Path, help="default: benchmarks/results/*.json"
+    )
+    parser.add_argument("--write", action="store_true", help="update README.md and docs/images/")
+    arguments = parser.parse_args(argv)
+    records = load(arguments.results or sorted(RESULTS.glob("*.json")))
+    records = [r for r in records if r["group"] == "attention forward"]
+    if not records:
+        parser.error(
+            "no recorded figures: run pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
+        )
+    text = table(records)
+    if not arguments.write:
+        print(text)
+        return
+    readme = ROOT / "README.md"
+    page = readme.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    picture = f"![TFLOP/s of forward attention by sequence length, cuattn and its peers]({IMAGE})"
+    readme.write_text(f"{before}{BEGIN}\n{picture}\n\n{text}\n{END}{after}", encoding="utf-8")
+    plot(records, ROOT / IMAGE)
+
+
+if __name__ == "__main__":
+    main()
