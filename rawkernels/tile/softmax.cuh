@@ -1,0 +1,98 @@
+// Online softmax on accumulator fragments, for mma.sync and wgmma alike: a thread holds scores of rows g and g + 8 of its
+// warp's 16, d[4j], d[4j + 1] of the first and d[4j + 2], d[4j + 3] of the second (g = lane / 4; a row is four lanes).
+#pragma once
+
+#include "ptx/math.cuh"
+
+namespace tile {
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
+
+__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// exp(x * scale) over a row, a block of columns at a time. row_max is what exponents are relative to: the largest score so
+// far, or one that lags behind it by at most kLag in log2 units. A lagging maximum only makes every term and the sum larger
+// by the same factor, 2^kLag at most, which the last division takes out; moving it costs a product with all of O.
+struct OnlineSoftmax {
+  static constexpr float kLag = 8.0f;
+
+  float row_max[2] = {negative_infinity(), negative_infinity()};
+  float row_sum[2] = {0.0f, 0.0f};  // of this lane's columns; quad_sum gives the row's
+
+  // Replaces scores by exp2((score - row_max) * scale_log2), scale_log2 > 0. Where true is returned (the same in the whole warp)
+  // O is to be multiplied by `correction`, row by row.
+  template <int n>
+  __device__ __forceinline__ bool update(float (&s)[n], float scale_log2, float (&correction)[2]) {
+    float block_max[2] = {row_max[0], row_max[1]};
+#pragma unroll
+    for (int i = 0; i < n; ++i) block_max[i / 2 % 2] = fmaxf(block_max[i / 2 % 2], s[i]);
+    bool grown = false;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      block_max[row] = quad_max(block_max[row]);
+      grown |= (block_max[row] - row_max[row]) * scale_log2 > kLag;
+    }
+    grown = __any_sync(~0u, grown);
+    if (grown) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        correction[row] = ptx::ex2(row_max[row] * scale_log2 - offset(block_max[row], scale_log2));
+        row_sum[row] *= correction[row];
+        row_max[row] = block_max[row];
+      }
+    }
+    const float offsets[2] = {offset(row_max[0], scale_log2), offset(row_max[1], scale_log2)};
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      s[i] = ptx::ex2(fmaf(s[i], scale_log2, -offsets[i / 2 % 2]));
+      row_sum[i / 2 % 2] += s[i];
+    }
+    return grown;
+  }
+
+  // A row that has kept no key yet has no maximum: its terms are exp2(-inf - 0) = 0, and never NaN.
+  __device__ __forceinline__ static float offset(float max, float scale_log2) {
+    return max == negative_infinity() ? 0.0f : max * scale_log2;
+  }
+};
+
+// Multiplies rows of O by a factor each.
+template <int n>
+__device__ __forceinline__ void scale_rows(float (&o)[n], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) o[i] *= factor[i / 2 % 2];
+}
+
+// Two numbers as 16-bit floats, the first in the low half.
+template <class T>
+__device__ __forceinline__ unsigned pack(float low, float high);
+template <>
+__device__ __forceinline__ unsigned pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+template <>
+__device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
+// The A fragment of the next product: accumulators packed in order.
+template <class T, int n>
+__device__ __forceinline__ void pack_fragment(unsigned (&p)[n / 2], const float (&s)[n]) {
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+}
+
+}  // namespace tile
