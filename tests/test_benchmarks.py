@@ -1,0 +1,117 @@
+"""The report of recorded figures: its numbers, its bold face, and where it goes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import report
+
+
+def recorded(folder, name, date, speeds, commit="0123456789abcdef"):
+    """A results file as pytest-benchmark writes it, with ``speeds[head_dim, seqlen, causal] = {name: TFLOP/s}``."""
+    file = folder / f"{name}.json"
+    benchmarks = [
+        {
+            "fullname": f"benchmarks/bench_attention.py::bench_forward[{shape}]",
+            "group": "attention forward",
+            "params": dict(zip(("head_dim", "seqlen", "causal"), shape, strict=True))
+            | {"dtype": "bfloat16"},
+            "extra_info": {"tflops": tflops, "matmul_tflops": 760.0, "copy_tb_per_s": 4.25},
+        }
+        for shape, tflops in speeds.items()
+    ]
+    machine = {
+        "gpu": "GPU X",
+        "driver": "580.1",
+        "nvrtc": "13.0",
+        "cupy": "14.2.0",
+        "torch": "2.11",
+    }
+    run = {
+        "datetime": f"{date}T00:00:00",
+        "machine_info": machine,
+        "commit_info": {"id": commit},
+        "benchmarks": benchmarks,
+    }
+    file.write_text(json.dumps(run), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def results(tmp_path):
+    return [
+        recorded(
+            tmp_path,
+            "first",
+            "2026-01-01",
+            {
+                (64, 512, False): {"cuattn": 100.0, "FA-2": 200.0},
+                (64, 512, True): {"cuattn": 150.0, "FA-2": 100.0},
+            },
+        ),
+        recorded(
+            tmp_path,
+            "second",
+            "2026-01-02",
+            {(64, 512, False): {"cuattn": 300.0, "FA-2": 200.0}},
+            commit="fedcba9876543210",
+        ),
+    ]
+
+
+def test_the_last_figure_of_a_shape_counts(results):
+    records = report.load(reversed(results))
+    speeds = {record["causal"]: record["tflops"]["cuattn"] for record in records}
+    assert speeds == {False: 300.0, True: 150.0}
+
+
+def test_table_compares_and_says_where_the_figures_come_from(results):
+    text = report.table(report.load(results))
+    lines = text.splitlines()
+    assert lines[0] == (
+        "| head_dim | seqlen | full: cuattn | full: FA-2 | causal: cuattn | causal: FA-2 |"
+    )
+    assert lines[2] == "| 64 | 512 | **300** | 200 | **150** | 100 |"
+    # 300 / 200 and 150 / 100
+    assert (
+        "over FA-2's: 1.50× in the geometric mean of 2 shapes, 1.50× at least, 1.50× at most"
+        in text
+    )
+    for part in ("GPU X", "driver 580.1", "torch 2.11", "2026-01-01, commit 0123456789"):
+        assert part in text
+    assert "2026-01-02, commit fedcba9876" in text
+
+
+def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
+    speeds = {(64, 512, False): {"cuattn": 1.0, "FA-3": 2.0}, (64, 1024, False): {"cuattn": 1.0}}
+    text = report.table(report.load([recorded(tmp_path, "run", "2026-01-01", speeds)]))
+    assert "| 64 | 512 | 1 | **2** |" in text
+    assert "| 64 | 1024 | **1** |  |" in text
+
+
+def test_write_puts_table_and_plot_in_their_places(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    for _ in range(2):  # writing again changes nothing
+        report.main(["--write", *map(str, results)])
+        page = readme.read_text(encoding="utf-8")
+        assert page.startswith(f"before\n{report.BEGIN}\n![")
+        assert page.endswith(f"\n{report.END}\nafter\n")
+        assert page.count("| 64 | 512 |") == 1
+        assert "old" not in page
+    assert (tmp_path / report.IMAGE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_has_a_place_for_the_report():
+    page = (report.ROOT / "README.md").read_text(encoding="utf-8")
+    assert page.count(report.BEGIN) == page.count(report.END) == 1
+
+
+def test_no_figures_is_an_error(tmp_path, capsys):
+    file = recorded(tmp_path, "empty", "2026-01-01", {})
+    with pytest.raises(SystemExit):
+        report.main([str(file)])
+    assert "no recorded figures" in capsys.readouterr().err
