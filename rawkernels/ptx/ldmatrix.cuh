@@ -1,0 +1,20 @@
+// ldmatrix: four 8×8 matrices of 16-bit elements from shared memory. Lanes 8i to 8i+7 give the addresses of matrix i's
+// eight rows (16 bytes each, 16-byte aligned); r[i] of lane 4g + t holds row g, columns 2t and 2t+1 of it, or with .trans
+// rows 2t and 2t+1 of column g.
+#pragma once
+
+namespace ptx {
+
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+}  // namespace ptx

@@ -1,0 +1,39 @@
+// Which sequence, and which of its query tiles, a block of a varlen call works on, found on the device from cu_seqlens_q
+// alone: the host launches total / kTileM + batch slots without knowing a length. Sequence b owns the slots from
+// cu_seqlens_q[b] / kTileM + b on, up to the next sequence's first: always enough for its tiles, at most one too many.
+#pragma once
+
+#include "attention/params.cuh"
+
+namespace tile {
+
+struct Sequence {
+  int index;               // of the batch
+  long long begin_q, begin_k;  // first rows in q, out, and in k, v
+  int seqlen_q, seqlen_k;
+  int tile;                // query rows tile * kTileM and on; tile < 0: nothing to do
+};
+
+// All 32 lanes of a warp together, with the same slot. 32 candidates a step: a thousand sequences are found in two reads.
+template <int kTileM>
+__device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params, int slot) {
+  const int* cu_q = params.cu_seqlens_q;
+  const int lane = threadIdx.x % 32;
+  int low = 0, count = params.batch;  // the owner is in [low, low + count)
+  while (count > 1) {
+    const int step = (count + 31) / 32;
+    const int candidate = low + lane * step;
+    const bool starts = candidate < low + count && cu_q[candidate] / kTileM + candidate <= slot;
+    const int last = 31 - __clz(__ballot_sync(~0u, starts));  // lane 0's always starts: low's first slot is <= slot
+    const int end = low + count;
+    low += last * step;
+    count = min(step, end - low);
+  }
+  const int begin_q = cu_q[low], begin_k = params.cu_seqlens_k[low];
+  const int seqlen_q = cu_q[low + 1] - begin_q;
+  const int tile = slot - (begin_q / kTileM + low);
+  const bool exists = tile * static_cast<long long>(kTileM) < seqlen_q;
+  return {low, begin_q, begin_k, seqlen_q, params.cu_seqlens_k[low + 1] - begin_k, exists ? tile : -1};
+}
+
+}  // namespace tile
