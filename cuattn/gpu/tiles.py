@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 
@@ -32,7 +33,7 @@ def variants(arch: str) -> Iterator[Variant]:
 
 
 def forward(spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool) -> Launch:
-    """Choose the kernel of a forward call.
+    """Choose the kernel of a forward call: the fastest tier of `FORWARD_TIERS` that serves it.
 
     Parameters
     ----------
@@ -44,9 +45,17 @@ def forward(spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool) -
         Whether bias, mask or alibi_slopes are given.
     aligned : bool
         Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
+
+    Raises
+    ------
+    LookupError
+        No tier serves the call: only where `FORWARD_TIERS` was cut down, as tests do to reach one tier.
     """
-    # Tiers, fastest first; each falls to the next for what it does not serve.
-    return simt_forward(spec, arch, has_score=has_score)
+    for choose in FORWARD_TIERS.values():
+        launch = choose(spec, arch, has_score=has_score, aligned=aligned)
+        if launch is not None:
+            return launch
+    raise LookupError(f"none of the tiers {', '.join(FORWARD_TIERS)} serves {spec} on {arch}")
 
 
 # ---------------------------------------------------------------------------------------------- forward, simt
@@ -57,13 +66,58 @@ class SimtForwardConfig(Config):
     """attention/forward_simt.cu."""
 
     dtype: str
+    head_dim_v: int  # the next of 64, 128 and 256
+    has_score: bool  # softcap, bias, mask or alibi_slopes
+    tile_m: int
+    tile_n: int
+
+    @property
+    def threads(self) -> int:
+        return 256 if self.dtype == "float64" else 128
 
 
-def simt_forward(spec: AttentionSpec, arch: str, *, has_score: bool) -> Launch:
-    """Choose a variant of attention/forward_simt.cu: it serves every call."""
-    raise NotImplementedError
+SIMT_HEAD_DIMS = (64, 128, 256)
+GRID_Y = 65535  # the most blocks along a grid's second axis
+
+
+def simt_forward(
+    spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool
+) -> Launch | None:
+    """Choose a variant of attention/forward_simt.cu, which serves every call."""
+    config = _simt_config(
+        dtype=spec.dtype.name,
+        head_dim_v=next(n for n in SIMT_HEAD_DIMS if spec.head_dim_v <= n),
+        has_score=has_score or spec.softcap != 0.0,
+    )
+    if spec.varlen:
+        tiles, batch = spec.seqlen_q // config.tile_m + spec.batch, 1
+    else:
+        tiles, batch = -(-spec.seqlen_q // config.tile_m), spec.batch
+    rows = min(batch, GRID_Y)
+    return Launch(_simt_variant(config), (tiles * spec.heads_q, rows, -(-batch // rows)))
 
 
 def simt_forward_variants(arch: str) -> Iterator[Variant]:
     """Every variant of attention/forward_simt.cu."""
-    return iter(())
+    for dtype in FLOAT_DTYPES.values():
+        for head_dim_v in SIMT_HEAD_DIMS:
+            for has_score in (False, True):
+                yield _simt_variant(_simt_config(dtype, head_dim_v, has_score))
+
+
+def _simt_config(dtype: str, head_dim_v: int, has_score: bool) -> SimtForwardConfig:
+    return SimtForwardConfig(
+        dtype=dtype,
+        head_dim_v=head_dim_v,
+        has_score=has_score,
+        tile_m=64 if head_dim_v < 256 or dtype == "float32" else 32,  # or registers spill
+        tile_n=32 if dtype == "float64" else 64,
+    )
+
+
+def _simt_variant(config: SimtForwardConfig) -> Variant:
+    return Variant("attention/forward_simt.cu", "forward_simt", config)
+
+
+#: The tiers of the forward pass, fastest first: each chooses a launch, or None for a call that it leaves to the next.
+FORWARD_TIERS = {"simt": simt_forward}
