@@ -35,9 +35,9 @@ def bench_call(benchmark):
     """One small float16 call with `out`, beside the launch of an empty kernel with arguments of the same size."""
     q, k, v = (cupy.random.standard_normal((1, 64, 2, 64)).astype(np.float16) for _ in "qkv")
     out = cupy.empty_like(q)
-    arguments = (np.zeros(1, "V448")[0],)
+    arguments = (np.zeros(1, "V312")[0],)
     code = """
-    struct Arguments { char bytes[448]; };
+    struct Arguments { char bytes[312]; };
     extern "C" __global__ void empty(const Arguments arguments) {}
     """
     empty = cupy.RawKernel(code, "empty")
