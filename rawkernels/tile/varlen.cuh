@@ -14,6 +14,8 @@ struct Sequence {
   int tile;                // query rows tile * kTileM and on; tile < 0: nothing to do
 };
 
+__device__ __forceinline__ int clamped(int x, int low, int high) { return max(low, min(x, high)); }
+
 // All 32 lanes of a warp together, with the same slot. 32 candidates a step: a thousand sequences are found in two reads.
 template <int kTileM>
 __device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params, int slot) {
@@ -24,16 +26,18 @@ __device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params,
     const int step = (count + 31) / 32;
     const int candidate = low + lane * step;
     const bool starts = candidate < low + count && cu_q[candidate] / kTileM + candidate <= slot;
-    const int last = 31 - __clz(__ballot_sync(~0u, starts));  // lane 0's always starts: low's first slot is <= slot
+    const int last = 31 - __clz(__ballot_sync(~0u, starts || lane == 0));  // low's first slot is <= slot
     const int end = low + count;
     low += last * step;
     count = min(step, end - low);
   }
-  const int begin_q = cu_q[low], begin_k = params.cu_seqlens_k[low];
-  const int seqlen_q = cu_q[low + 1] - begin_q;
+  // Lengths that are not what they must be give nonsense, but no address outside of the arrays.
+  const int* cu_k = params.cu_seqlens_k;
+  const int begin_q = clamped(cu_q[low], 0, params.seqlen_q), end_q = clamped(cu_q[low + 1], begin_q, params.seqlen_q);
+  const int begin_k = clamped(cu_k[low], 0, params.seqlen_k), end_k = clamped(cu_k[low + 1], begin_k, params.seqlen_k);
   const int tile = slot - (begin_q / kTileM + low);
-  const bool exists = tile * static_cast<long long>(kTileM) < seqlen_q;
-  return {low, begin_q, begin_k, seqlen_q, params.cu_seqlens_k[low + 1] - begin_k, exists ? tile : -1};
+  const bool exists = tile * static_cast<long long>(kTileM) < end_q - begin_q;
+  return {low, begin_q, begin_k, end_q - begin_q, end_k - begin_k, exists ? tile : -1};
 }
 
 }  // namespace tile
