@@ -34,7 +34,19 @@ struct OnlineSoftmax {
   // O is to be multiplied by `correction`, row by row.
   template <int n>
   __device__ __forceinline__ bool update(float (&s)[n], float scale_log2, float (&correction)[2]) {
-    float block_max[2] = {row_max[0], row_max[1]};
+    float block_max[2];
+    const bool grown = __any_sync(~0u, outgrown(s, scale_log2, block_max));
+    if (grown) raise(block_max, scale_log2, correction);
+    exponentiate(s, scale_log2);
+    return grown;
+  }
+
+  // The three steps of update, for kernels that do other work in between. First: the largest score so far of each row, and
+  // whether one has left row_max too far behind, by this lane's view.
+  template <int n>
+  __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2, float (&block_max)[2]) const {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) block_max[row] = row_max[row];
 #pragma unroll
     for (int i = 0; i < n; ++i) block_max[i / 2 % 2] = fmaxf(block_max[i / 2 % 2], s[i]);
     bool grown = false;
@@ -43,22 +55,28 @@ struct OnlineSoftmax {
       block_max[row] = quad_max(block_max[row]);
       grown |= (block_max[row] - row_max[row]) * scale_log2 > kLag;
     }
-    grown = __any_sync(~0u, grown);
-    if (grown) {
+    return grown;
+  }
+
+  // Second, if that is so for any lane of the warp: move row_max. O is to be multiplied by `correction`.
+  __device__ __forceinline__ void raise(const float (&block_max)[2], float scale_log2, float (&correction)[2]) {
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        correction[row] = ptx::ex2(row_max[row] * scale_log2 - offset(block_max[row], scale_log2));
-        row_sum[row] *= correction[row];
-        row_max[row] = block_max[row];
-      }
+    for (int row = 0; row < 2; ++row) {
+      correction[row] = ptx::ex2(row_max[row] * scale_log2 - offset(block_max[row], scale_log2));
+      row_sum[row] *= correction[row];
+      row_max[row] = block_max[row];
     }
+  }
+
+  // Third.
+  template <int n>
+  __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) {
     const float offsets[2] = {offset(row_max[0], scale_log2), offset(row_max[1], scale_log2)};
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       s[i] = ptx::ex2(fmaf(s[i], scale_log2, -offsets[i / 2 % 2]));
       row_sum[i / 2 % 2] += s[i];
     }
-    return grown;
   }
 
   // A row that has kept no key yet has no maximum: its terms are exp2(-inf - 0) = 0, and never NaN.
