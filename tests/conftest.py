@@ -6,8 +6,13 @@ import functools
 import secrets
 import zlib
 
+import hypothesis
 import numpy as np
 import pytest
+
+# A first example may compile a kernel or load a library: time is no sign of a fault.
+hypothesis.settings.register_profile("cuattn", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("cuattn")
 
 
 @functools.cache
