@@ -1,0 +1,488 @@
+"""Attention of a few new tokens over a cache of keys and values: the public functions."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis
+from cuattn._spec import attention_spec, check_cu_seqlens, check_head_array
+
+__all__ = ["flash_decode", "merge_attention", "paged_attention"]
+
+MAX_PAGE_SIZE = 256
+
+
+def flash_decode(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    seq_lens: Any,
+    *,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    num_splits: int | str | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Attention of each sequence's newest tokens over its cache, as fast as the cache can be read.
+
+    The result is that of :func:`cuattn.flash_attention` on each sequence's first ``seq_lens[b]`` keys. On a GPU the keys of
+    a sequence are shared out to as many multiprocessors as it takes to keep them all busy [1]_, by the lengths found on
+    the device, in one launch without synchronisation: a captured CUDA graph may be replayed after `seq_lens` has
+    changed in place.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim)
+        Queries of the newest tokens: query ``i`` sits at position ``seq_lens[b] - seqlen_q + i``. float16, bfloat16,
+        float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
+    k_cache : array (batch, capacity, heads_kv, head_dim)
+        Keys, of q's dtype, the new tokens' included. heads_kv must divide heads_q. What lies past a sequence's length may be
+        anything, NaN included, and is not read.
+    v_cache : array (batch, capacity, heads_kv, head_dim_v)
+        Values, of q's dtype.
+    seq_lens : int32 array (batch,)
+        How many keys of each sequence are valid; values beyond the capacity mean the capacity.
+    causal, window, scale, softcap, alibi_slopes, sinks
+        As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k. Keys outside the window are not read.
+    num_splits : int or "fixed", optional
+        How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may then differ in their
+        last bits with the batch around a sequence. "fixed": every 1024 keys, so that a row's result is the same, bit for
+        bit, whatever the batch. An integer: in so many parts.
+    return_lse : bool
+        Also return the natural-log sum of exponentials of each row, sinks included.
+    out : array of q's shape with head_dim_v, optional
+        Written to and returned.
+
+    Returns
+    -------
+    out : array (batch, seqlen_q, heads_q, head_dim_v), or (batch, heads_q, head_dim_v)
+        Of q's dtype. A query that may see no key gets 0.
+    lse : array (batch, heads_q, seqlen_q)
+        Only with `return_lse`; float32 (float64 for float64 inputs). seqlen_q is 1 where q has no such axis.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Dao et al., "Flash-Decoding for long-context inference", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 8, 64), dtype=np.float32)
+    >>> cache = rng.standard_normal((2, 100, 2, 64), dtype=np.float32)
+    >>> cuattn.flash_decode(q, cache, cache, np.array([37, 100], np.int32)).shape
+    (2, 8, 64)
+    """
+    name = "flash_decode"
+    xp, (q, k_cache, v_cache, seq_lens, alibi_slopes, sinks, out) = as_arrays(
+        name,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+    )
+    single = q.ndim == 3
+    if single:
+        q = q[:, None]
+        out = None if out is None else _add_token(name, out)
+    spec = attention_spec(
+        name,
+        q.shape,
+        k_cache.shape,
+        v_cache.shape,
+        q.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        causal=bool(causal),
+        window=tuple(window) if isinstance(window, list) else window,
+        scale=scale,
+        softcap=softcap,
+        names=("q", "k_cache", "v_cache"),
+    )
+    result, lse = _decode(
+        name,
+        xp,
+        q,
+        k_cache,
+        v_cache,
+        spec,
+        seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        num_splits=num_splits,
+        out=out,
+        return_lse=return_lse,
+    )
+    result = result[:, 0] if single else result
+    return (result, lse) if return_lse else result
+
+
+def paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    seq_lens: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    prefix: Any = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    num_splits: int | str | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Attention of each sequence's newest tokens over a cache that lies in pages.
+
+    As :func:`flash_decode`, with token ``j`` of sequence ``b`` in slot ``j % page_size`` of page
+    ``page_table[b, j // page_size]`` [1]_. With `cu_seqlens_q` sequences may have different numbers of queries: decoding
+    and chunks of prompts in one call.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim), or (total, heads_q, head_dim)
+        Queries of the newest tokens; the last form with `cu_seqlens_q`.
+    k_pages : array (num_pages, page_size, heads_kv, head_dim)
+        Keys, of q's dtype. page_size is a power of two up to 256.
+    v_pages : array (num_pages, page_size, heads_kv, head_dim_v)
+        Values, of q's dtype.
+    page_table : int32 array (batch, max_pages)
+        Entries past a sequence's last page may be anything.
+    seq_lens : int32 array (batch,)
+        How many keys each sequence has, the queries' own included.
+    cu_seqlens_q : int32 array (batch + 1,), optional
+        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``: they are the newest
+        of its tokens. Starts at 0, never falls, ends at total at most; rows past its end are not computed.
+    prefix : int or (k, v), optional
+        What the whole batch shares, read once for all of it (cascade). An integer, a multiple of page_size, promises that the
+        first so many keys of every sequence are in the same pages and come before all its queries; the result is what
+        it is without. A pair of arrays (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values
+        before every sequence's own, which alone `page_table` and `seq_lens` then count; not with `window` or
+        `alibi_slopes`.
+    causal, window, scale, softcap, alibi_slopes, sinks, num_splits, return_lse, out
+        As in :func:`flash_decode`.
+
+    Returns
+    -------
+    out : array of q's shape with head_dim_v
+        Of q's dtype. A query that may see no key gets 0; rows that belong to no sequence are undefined.
+    lse : array (batch, heads_q, seqlen_q), or (heads_q, total)
+        Only with `return_lse`; float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+    .. [2] Juravsky et al., "Hydragen", 2024 (shared prefixes).
+    """
+    name = "paged_attention"
+    prefix_k, prefix_v = prefix if isinstance(prefix, tuple) else (None, None)
+    arrays = as_arrays(
+        name,
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        prefix_k=prefix_k,
+        prefix_v=prefix_v,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+    )
+    xp, (q, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, *arrays) = arrays
+    prefix_k, prefix_v, alibi_slopes, sinks, out = arrays
+    _check_pages(name, k_pages, v_pages, page_table)
+    batch, max_pages = page_table.shape
+    page_size = k_pages.shape[1]
+    capacity = (max_pages * page_size, *k_pages.shape[2:])
+    capacity_v = (max_pages * page_size, *v_pages.shape[2:])
+    varlen = cu_seqlens_q is not None
+    single = q.ndim == 3 and not varlen
+    if varlen:
+        check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q)
+        if cu_seqlens_q.shape[0] != batch + 1:
+            raise ValueError(
+                f"{name}: cu_seqlens_q has shape {cu_seqlens_q.shape}, must be page_table's "
+                f"{batch} sequences + 1"
+            )
+        cu_seqlens_q = cu_seqlens_q.astype(np.int32, copy=False)
+    else:
+        capacity, capacity_v = (batch, *capacity), (batch, *capacity_v)
+    if single:
+        q = q[:, None]
+        out = None if out is None else _add_token(name, out)
+    if not varlen and q.shape[:1] != (batch,):
+        raise ValueError(f"{name}: q has batch {q.shape[0]}, must be page_table's {batch}")
+    spec = attention_spec(
+        name,
+        q.shape,
+        capacity,
+        capacity_v,
+        q.dtype,
+        k_pages.dtype,
+        v_pages.dtype,
+        causal=bool(causal),
+        window=tuple(window) if isinstance(window, list) else window,
+        scale=scale,
+        softcap=softcap,
+        sequences=batch if varlen else None,
+        names=("q", "k_pages", "v_pages"),
+    )
+    if isinstance(prefix, tuple):
+        _check_prefix_arrays(name, prefix_k, prefix_v, k_pages, v_pages, window, alibi_slopes)
+        prefix = contiguous_last_axis(xp, prefix_k), contiguous_last_axis(xp, prefix_v)
+        prefix = None if prefix_k.shape[0] == 0 else prefix
+    elif prefix is not None:
+        if not isinstance(prefix, numbers.Integral):
+            raise TypeError(
+                f"{name}: prefix must be an integer or a pair (k, v), got {type(prefix).__qualname__}"
+            )
+        if prefix < 0 or prefix % page_size or prefix > max_pages * page_size:
+            raise ValueError(
+                f"{name}: prefix is {prefix}, must be a multiple of the page size {page_size} from 0 to "
+                f"{max_pages * page_size}"
+            )
+        prefix = int(prefix) or None
+    result, lse = _decode(
+        name,
+        xp,
+        q,
+        k_pages,
+        v_pages,
+        spec,
+        seq_lens=seq_lens,
+        page_table=page_table.astype(np.int32, copy=False),
+        cu_seqlens_q=cu_seqlens_q,
+        prefix=prefix,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        num_splits=num_splits,
+        out=out,
+        return_lse=return_lse,
+    )
+    result = result[:, 0] if single else result
+    return (result, lse) if return_lse else result
+
+
+def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
+    """Merge attention results over disjoint sets of keys into the result over all of them.
+
+    ``out = sum_i w_i out_i / sum_i w_i`` with ``w_i = exp(lse_i - max lse)``, and ``lse = max lse + log(sum_i w_i)``. A partial
+    result with lse -inf has seen no key and weighs nothing.
+
+    Parameters
+    ----------
+    outs : array, or sequence of arrays
+        Partial results, stacked on axis 0: each (batch, seqlen, heads, head_dim), (total, heads, head_dim), or (batch, heads,
+        head_dim).
+    lses : array, or sequence of arrays
+        Their lse, stacked likewise: each (batch, heads, seqlen), (heads, total), or (batch, heads, 1). float32, or
+        float64 for float64 outs.
+
+    Returns
+    -------
+    out : array
+        Of one partial result's shape and dtype.
+    lse : array
+        Of one lse's shape.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> q, k = np.ones((1, 1, 2, 8)), np.random.default_rng(0).standard_normal((1, 6, 2, 8))
+    >>> parts = [cuattn.flash_attention(q, x, x, return_lse=True) for x in (k[:, :4], k[:, 4:])]
+    >>> out, lse = cuattn.merge_attention(*zip(*parts))
+    >>> bool(np.allclose(out, cuattn.flash_attention(q, k, k)))
+    True
+    """
+    name = "merge_attention"
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
+    if len(outs) != len(lses) or not len(outs):
+        raise ValueError(
+            f"{name}: lses has {len(lses)} parts, must be outs' {len(outs)}, at least 1"
+        )
+    labelled = {f"outs[{i}]": out for i, out in enumerate(outs)}
+    labelled |= {f"lses[{i}]": lse for i, lse in enumerate(lses)}
+    xp, arrays = as_arrays(name, **labelled)
+    outs, lses = arrays[: len(outs)], arrays[len(outs) :]
+    first, first_lse = outs[0], lses[0]
+    if first.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name}: outs has dtype {first.dtype}, must be one of {', '.join(FLOAT_DTYPES.values())}"
+        )
+    acc = np.dtype(np.float64 if first.dtype == np.float64 else np.float32)
+    if first.ndim == 4:
+        axes, lse_shape = (0, 2, 1), (first.shape[0], first.shape[2], first.shape[1])
+    elif first.ndim == 3 and first_lse.ndim == 2:
+        axes, lse_shape = (1, 0), first.shape[1::-1]
+    elif first.ndim == 3:
+        axes, lse_shape = (0, 1, 2), (*first.shape[:2], 1)
+    else:
+        raise ValueError(
+            f"{name}: outs[0] has shape {first.shape}, must be (batch, seqlen, heads, head_dim), "
+            "(total, heads, head_dim) or (batch, heads, head_dim)"
+        )
+    for kind, parts, shape, dtype in (
+        ("outs", outs, first.shape, first.dtype),
+        ("lses", lses, lse_shape, acc),
+    ):
+        for i, part in enumerate(parts):
+            if part.shape != shape:
+                raise ValueError(f"{name}: {kind}[{i}] has shape {part.shape}, must be {shape}")
+            if part.dtype != dtype:
+                raise TypeError(f"{name}: {kind}[{i}] has dtype {part.dtype}, must be {dtype}")
+    if first.ndim == 3 and first_lse.ndim == 3:  # one token a sequence
+        outs, axes = [out[:, None] for out in outs], (0, 2, 1)
+    if xp is np:
+        from cuattn.reference.decoding import merge
+    else:
+        from cuattn.gpu.decoding import merge
+    out, lse = merge(outs, lses, axes)
+    return out.reshape(first.shape), lse
+
+
+def _decode(
+    function: str,
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    spec: Any,
+    *,
+    seq_lens: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    num_splits: int | str | None,
+    out: Any,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Check what both kinds of cache have, and hand the call to the side the arrays live on."""
+    if seq_lens is None or seq_lens.shape != (spec.batch,):
+        got = "None" if seq_lens is None else f"shape {seq_lens.shape}"
+        raise ValueError(f"{function}: seq_lens has {got}, must be ({spec.batch},)")
+    if seq_lens.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"{function}: seq_lens has dtype {seq_lens.dtype}, must be int32")
+    if alibi_slopes is not None:
+        check_head_array(function, "alibi_slopes", alibi_slopes, spec, batched=True)
+    if sinks is not None:
+        check_head_array(function, "sinks", sinks, spec, batched=False)
+    if out is not None:
+        check_out(function, out, spec.out_shape, spec.dtype)
+    if isinstance(num_splits, str) and num_splits != "fixed":
+        raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
+    if num_splits is not None and not isinstance(num_splits, str):
+        if not isinstance(num_splits, numbers.Integral):
+            raise TypeError(
+                f'{function}: num_splits must be an integer or "fixed", got '
+                f"{type(num_splits).__qualname__}"
+            )
+        if not 1 <= num_splits <= 1024:
+            raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
+        num_splits = int(num_splits)
+    if xp is np:
+        from cuattn.reference.decoding import decode
+    else:
+        from cuattn.gpu.decoding import decode
+    return decode(
+        contiguous_last_axis(xp, q),
+        contiguous_last_axis(xp, k),
+        contiguous_last_axis(xp, v),
+        spec,
+        seq_lens=seq_lens.astype(np.int32, copy=False),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        num_splits=num_splits,
+        out=out,
+        **options,
+    )
+
+
+def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> None:
+    for label, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.ndim != 4:
+            raise ValueError(
+                f"{function}: {label} has shape {pages.shape}, must be "
+                "(num_pages, page_size, heads_kv, head_dim)"
+            )
+    if v_pages.shape[:2] != k_pages.shape[:2]:
+        raise ValueError(
+            f"{function}: v_pages has shape {v_pages.shape}, must begin with k_pages' "
+            f"(num_pages, page_size) = {k_pages.shape[:2]}"
+        )
+    page_size = k_pages.shape[1]
+    if page_size & (page_size - 1) or not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(
+            f"{function}: k_pages has page size {page_size}, must be a power of two up to {MAX_PAGE_SIZE}"
+        )
+    if page_table.ndim != 2:
+        raise ValueError(
+            f"{function}: page_table has shape {page_table.shape}, must be (batch, max_pages)"
+        )
+    if page_table.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"{function}: page_table has dtype {page_table.dtype}, must be int32")
+
+
+def _check_prefix_arrays(
+    function: str, k: Any, v: Any, k_pages: Any, v_pages: Any, window: Any, alibi_slopes: Any
+) -> None:
+    for label, array, pages in (("prefix[0]", k, k_pages), ("prefix[1]", v, v_pages)):
+        want = ("prefix_len", *pages.shape[2:])
+        if array is None or array.ndim != 3 or array.shape[1:] != pages.shape[2:]:
+            got = "None" if array is None else f"shape {array.shape}"
+            raise ValueError(
+                f"{function}: {label} has {got}, must be ({', '.join(map(str, want))})"
+            )
+        if array.dtype != pages.dtype:
+            raise TypeError(f"{function}: {label} has dtype {array.dtype}, must be {pages.dtype}")
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(
+            f"{function}: prefix[1] has length {v.shape[0]}, must be prefix[0]'s {k.shape[0]}"
+        )
+    if window is not None or alibi_slopes is not None:
+        raise ValueError(
+            f"{function}: prefix is a pair (k, v), so window and alibi_slopes must be None"
+        )
+
+
+def _add_token(function: str, out: Any) -> Any:
+    if out.ndim != 3:
+        raise ValueError(f"{function}: out has shape {out.shape}, must have q's three axes")
+    return out[:, None]
+
+
+def _parts(name: str, arrays: Any) -> list[Any]:
+    """Partial results as a list: of a sequence of arrays its items, of a stacked array views."""
+    if hasattr(arrays, "shape") and not arrays.shape:
+        raise ValueError(f"merge_attention: {name} has no axis to be stacked on")
+    return list(arrays)

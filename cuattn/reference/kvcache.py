@@ -1,0 +1,92 @@
+"""What a paged cache's operations do to its pages, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Batch:
+    """The page table, lengths and new tokens of some sequences; updated in place.
+
+    Attributes
+    ----------
+    page_table : int32 (batch, width)
+    seq_lens : int32 (batch,)
+    cu_new : int32 (batch + 1,)
+        Cumulative numbers of the tokens that the last ``extend`` made room for.
+    """
+
+    def __init__(self, batch: int, width: int) -> None:
+        self.page_table = np.zeros((batch, width), np.int32)
+        self.seq_lens = np.zeros(batch, np.int32)
+        self.cu_new = np.zeros(batch + 1, np.int32)
+
+    def update(
+        self,
+        positions: np.ndarray,
+        columns: np.ndarray,
+        pages: np.ndarray,
+        seq_lens: np.ndarray,
+        cu_new: np.ndarray,
+    ) -> None:
+        """Set some entries of the page table, and all lengths."""
+        self.page_table[positions, columns] = pages
+        self.seq_lens[:] = seq_lens
+        self.cu_new[:] = cu_new
+
+
+def copy_pages(k_pages: np.ndarray, v_pages: np.ndarray, source: list[int], target: list[int]):
+    """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
+    k_pages[:, target] = k_pages[:, source]
+    v_pages[:, target] = v_pages[:, source]
+
+
+def write(
+    k: np.ndarray,
+    v: np.ndarray,
+    k_pages: np.ndarray,
+    v_pages: np.ndarray,
+    batch: Batch,
+    *,
+    rope: tuple[np.ndarray, np.ndarray] | None = None,
+    interleaved: bool = False,
+) -> None:
+    """Put new keys, rotated where asked, and values into their slots.
+
+    Parameters
+    ----------
+    k, v : numpy.ndarray (total, heads, head_dim), (total, heads, head_dim_v)
+        Of the batch's new tokens, sequence by sequence.
+    k_pages, v_pages : numpy.ndarray (num_pages, page_size, heads, head_dim)
+        One layer's pages.
+    batch : Batch
+        Where they go: the last ``cu_new[b + 1] - cu_new[b]`` positions of sequence b.
+    rope, interleaved
+        As in :meth:`cuattn.PagedKVCache.write`.
+    """
+    page_size = k_pages.shape[1]
+    counts = np.diff(batch.cu_new)
+    sequence = np.repeat(np.arange(counts.size), counts)
+    from_end = batch.cu_new[1:][sequence] - np.arange(sequence.size)
+    position = batch.seq_lens[sequence] - from_end
+    page = batch.page_table[sequence, position // page_size]
+    if rope is not None:
+        k = rotate(k, *(table[position][:, None] for table in rope), interleaved)
+    k_pages[page, position % page_size] = k
+    v_pages[page, position % page_size] = v
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Rotate pairs of x's first ``2 * cos.shape[-1]`` features (Su et al., 2021), the halves' or neighbours."""
+    half = cos.shape[-1]
+    acc = np.float64 if x.dtype == np.float64 else np.float32
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(0, half), slice(half, 2 * half))
+    )
+    a, b = x[..., first].astype(acc), x[..., second].astype(acc)
+    out = x.copy()
+    out[..., first] = (a * cos - b * sin).astype(x.dtype)
+    out[..., second] = (b * cos + a * sin).astype(x.dtype)
+    return out

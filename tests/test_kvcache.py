@@ -1,0 +1,363 @@
+"""PagedKVCache on NumPy: its bookkeeping against a plain dict of arrays, and what must not change when a call fails."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import cuattn
+from cuattn.decoding import paged_attention
+from cuattn.kvcache import PagedKVCache
+from cuattn.reference.kvcache import rotate
+
+HEADS, DIM, DIM_V, LAYERS = 2, 4, 3, 2
+
+
+def content(tokens, layer):
+    """The keys and values of tokens: a function of all tokens so far, as a model's are, so that wrong sharing shows."""
+    history = np.zeros(HEADS * (DIM + DIM_V))
+    rows = []
+    for token in tokens:
+        history = np.sin(history * 1.7 + token + np.arange(history.size) + layer)
+        rows.append(history.astype(np.float32))
+    both = np.array(rows, np.float32).reshape(len(tokens), HEADS, DIM + DIM_V)
+    return both[..., :DIM], both[..., DIM:]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random calls, mirrored in a dict from id to tokens."""
+
+    xp = np
+
+    @initialize(page_size=st.sampled_from([1, 2, 4, 8]), num_pages=st.integers(4, 40))
+    def start(self, page_size, num_pages):
+        self.page_size, self.num_pages = page_size, num_pages
+        self.cache = PagedKVCache(
+            num_pages, page_size, HEADS, DIM, num_layers=LAYERS, head_dim_v=DIM_V, dtype=np.float32, xp=self.xp
+        )  # fmt: skip
+        self.tokens: dict[int, list[int]] = {}
+
+    def extend_and_write(self, ids, counts, tokens_of, tell):
+        new = [list(tokens_of(id, n)) for id, n in zip(ids, counts, strict=True)]
+        flat = [token for tokens in new for token in tokens]
+        before = bookkeeping(self.cache)
+        try:
+            self.cache.extend(ids, counts, tokens=flat if tell else None)
+        except MemoryError:
+            assert bookkeeping(self.cache) == before
+            return False
+        for layer in range(LAYERS):
+            parts = [
+                content(self.tokens[id] + tokens, layer)
+                for id, tokens in zip(ids, new, strict=True)
+            ]
+            k, v = (
+                np.concatenate([p[i][len(p[i]) - n :] for p, n in zip(parts, counts, strict=True)])
+                for i in range(2)
+            )
+            self.cache.write(layer, ids, self.xp.asarray(k), self.xp.asarray(v))
+        for id, tokens in zip(ids, new, strict=True):
+            self.tokens[id] += tokens
+        return True
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=24), known=st.booleans())
+    def add(self, tokens, known):
+        id = self.cache.add_sequence(tokens if known else None)
+        start = int(self.cache.seq_lens([id])[0])
+        assert start % self.page_size == 0
+        assert start < max(len(tokens), 1)
+        assert known or start == 0
+        self.tokens[id] = tokens[:start]
+        rest = tokens[start:]
+        if not self.extend_and_write([id], [len(rest)], lambda *_: rest, tell=False):
+            self.cache.remove(id)
+            del self.tokens[id]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def generate(self, data):
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True, min_size=1))
+        counts = [data.draw(st.integers(0, 5)) for _ in ids]
+        draw = st.integers(0, 1)
+        self.extend_and_write(
+            ids,
+            counts,
+            lambda _, n: [data.draw(draw) for _ in range(n)],
+            tell=data.draw(st.booleans()),
+        )
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def fork(self, data):
+        id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.tokens[self.cache.fork(id)] = list(self.tokens[id])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def truncate(self, data):
+        id = data.draw(st.sampled_from(sorted(self.tokens)))
+        n = data.draw(st.integers(0, len(self.tokens[id])))
+        self.cache.truncate(id, n)
+        del self.tokens[id][n:]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def remove(self, data):
+        id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.cache.remove(id)
+        del self.tokens[id]
+
+    @invariant()
+    def holds_what_the_dict_holds(self):
+        ids = sorted(self.tokens)
+        table, lens = to_numpy(self.cache.page_table(ids)), to_numpy(self.cache.seq_lens(ids))
+        assert lens.tolist() == [len(self.tokens[id]) for id in ids]
+        for layer in range(LAYERS):
+            pages = [to_numpy(p) for p in self.cache.pages(layer)]
+            for row, id in zip(table, ids, strict=True):
+                n = len(self.tokens[id])
+                slots = row[: -(-n // self.page_size)]
+                for got, want in zip(pages, content(self.tokens[id], layer), strict=True):
+                    assert np.array_equal(got[slots].reshape(-1, *want.shape[1:])[:n], want)
+
+    @invariant()
+    def every_page_has_one_place(self):
+        cache = self.cache
+        references = np.zeros(self.num_pages, int)
+        for id in self.tokens:
+            row = cache._row_of[id]
+            held = cache._table[row, : cache._held[row]]
+            assert len(held) == -(-len(self.tokens[id]) // self.page_size)
+            np.add.at(references, held, 1)
+        assert np.array_equal(references, cache._references)
+        free = cache._free[: cache._num_free].tolist()
+        assert sorted([*free, *cache._kept, *np.flatnonzero(references)]) == list(
+            range(self.num_pages)
+        )
+        assert {page: digest for digest, page in cache._page_of.items()} == cache._digest_of
+        assert np.array_equal(np.flatnonzero(cache._findable), sorted(cache._digest_of))
+
+
+def to_numpy(array):
+    return array.get() if hasattr(array, "get") else array
+
+
+def bookkeeping(cache):
+    """All host state of a cache that a caller can tell."""
+    names = (
+        "_references",
+        "_num_free",
+        "_kept",
+        "_page_of",
+        "_length",
+        "_held",
+        "_known",
+        "_row_of",
+    )
+    state = {name: copy.deepcopy(getattr(cache, name)) for name in names}
+    state["table"] = [
+        cache._table[row, : cache._held[row]].tolist() for row in cache._row_of.values()
+    ]
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in state.items()}
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def filled(cache, tokens, *, id=None):
+    """A sequence of `tokens`, written; returns its id and how many it found."""
+    id = cache.add_sequence(tokens) if id is None else id
+    found = int(cache.seq_lens([id])[0])
+    cache.extend([id], len(tokens) - found)
+    for layer in range(cache.num_layers):
+        k, v = content(tokens, layer)
+        cache.write(layer, [id], k[found:], v[found:])
+    return id, found
+
+
+def new_cache(num_pages=16, page_size=4, **options):
+    options = {"head_dim_v": DIM_V, "dtype": np.float32} | options
+    return PagedKVCache(num_pages, page_size, HEADS, DIM, **options)
+
+
+def test_prefixes_are_found_while_in_use_and_after():
+    cache = new_cache()
+    first, found = filled(cache, range(10))
+    assert found == 0
+    second, found = filled(cache, range(10))
+    assert found == 8
+    assert np.array_equal(cache.page_table([first])[0, :2], cache.page_table([second])[0, :2])
+    cache.remove(first)
+    cache.remove(second)
+    _, found = filled(cache, [*range(6), 99, 99, 99])
+    assert found == 4
+    assert (cache.hit_pages, cache.missed_pages) == (2 + 1, 2 + 1)
+    assert "prefix hits 3 of 6 pages" in repr(cache)
+
+
+def test_the_last_token_is_always_left_to_run():
+    cache = new_cache()
+    filled(cache, range(8))
+    assert filled(cache, range(8))[1] == 4
+
+
+def test_generated_tokens_are_found_too():
+    cache = new_cache()
+    id, _ = filled(cache, [1, 2, 3])
+    for token in range(4, 12):
+        cache.extend([id], 1, tokens=[token])
+        cache.write(0, [id], *(a[-1:] for a in content(range(1, token + 1), 0)))
+    assert filled(cache, range(1, 12))[1] == 8
+
+
+def test_pages_kept_for_reuse_go_least_recently_used_first():
+    cache = new_cache(num_pages=4, page_size=2)
+    for start in (0, 10):
+        cache.remove(filled(cache, range(start, start + 4))[0])
+    assert repr(cache).count("0 in use, 4 kept for reuse, 0 free") == 1
+    cache.remove(
+        filled(cache, [0, 1, 2])[0]
+    )  # uses the first one's first page again, and evicts its last
+    survivors = [filled(cache, [start, start + 1, start + 2])[1] for start in (10, 0)]
+    assert survivors == [2, 2]
+
+
+def test_running_out_of_pages_changes_nothing():
+    cache = new_cache(num_pages=3)
+    a, _ = filled(cache, range(8))
+    b = cache.fork(a)
+    before = bookkeeping(cache)
+    with pytest.raises(MemoryError, match=r"2 more pages are needed, and 1 are free and 0 kept"):
+        cache.extend([a, b], 1)
+    assert bookkeeping(cache) == before
+    cache.extend([a], 4)
+
+
+def test_forks_write_their_own_pages():
+    cache = new_cache()
+    a, _ = filled(cache, [1, 2, 3, 4, 5])
+    b = cache.fork(a)
+    cache.extend([a, b], 1)
+    ends = [content([1, 2, 3, 4, 5, token], 0) for token in (6, 7)]
+    cache.write(0, [a, b], *(np.concatenate([end[i][-1:] for end in ends]) for i in range(2)))
+    table = cache.page_table([a, b])
+    assert table[0, 0] == table[1, 0]
+    assert table[0, 1] != table[1, 1]
+    for row, (keys, _) in zip(table, ends, strict=True):
+        assert np.array_equal(cache.pages(0)[0][row[1], :2], keys[4:])
+    assert repr(cache).startswith("PagedKVCache(16 pages of 4 tokens: 3 in use")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_rotates_by_position(rng, interleaved):
+    dim, page_size, rotary = 8, 4, 6
+    cache = PagedKVCache(8, page_size, 1, dim, dtype=np.float64)
+    angle = np.arange(20)[:, None] / 10.0 ** np.arange(rotary // 2)
+    ids = [cache.add_sequence() for _ in range(2)]
+    k = rng.standard_normal((2, 7, 1, dim))
+    for new in (slice(0, 5), slice(5, 7)):
+        cache.extend(ids, new.stop - new.start)
+        cache.write(
+            0,
+            ids,
+            k[:, new],
+            k[:, new],
+            rope=(np.cos(angle), np.sin(angle)),
+            interleaved=interleaved,
+        )
+    pages, values = cache.pages(0)
+    pairs = range(0, rotary, 2) if interleaved else range(rotary // 2)
+    for b, row in enumerate(cache.page_table(ids)):
+        got = pages[row[:2]].reshape(-1, dim)[:7]
+        assert np.array_equal(values[row[:2]].reshape(-1, dim)[:7], k[b, :, 0])
+        for i, first in enumerate(pairs):
+            second = first + (1 if interleaved else rotary // 2)
+            z = (k[b, :, 0, first] + 1j * k[b, :, 0, second]) * np.exp(1j * angle[:7, i])
+            np.testing.assert_allclose(got[:, first] + 1j * got[:, second], z, atol=1e-14)
+        assert np.array_equal(got[:, rotary:], k[b, :, 0, rotary:])
+
+
+def test_rotate_in_half_precision_rounds_once(rng):
+    x = rng.standard_normal((50, 1, 8)).astype(np.float16)
+    angle = rng.random((50, 1, 4)).astype(np.float32)
+    want = rotate(x.astype(np.float64), np.cos(angle), np.sin(angle), False)
+    assert (
+        abs(rotate(x, np.cos(angle), np.sin(angle), False) - want).max() <= 2**-11 * abs(want).max()
+    )
+
+
+def test_attention_over_the_cache_is_attention_over_the_arrays(rng):
+    cache = new_cache(num_pages=64, num_layers=2)
+    prompts = [rng.integers(0, 2, n).tolist() for n in (3, 17, 30)]
+    ids = [filled(cache, tokens)[0] for tokens in prompts]
+    for layer in range(2):
+        q = rng.standard_normal((3, 4, DIM)).astype(np.float32)
+        out = paged_attention(q, *cache.pages(layer), cache.page_table(ids), cache.seq_lens(ids))
+        for b, tokens in enumerate(prompts):
+            one = cuattn.flash_attention(q[b][None], *content(tokens, layer), causal=True)
+            np.testing.assert_allclose(out[b], one[0], atol=1e-6)
+
+
+def test_batch_arrays_are_updated_in_place():
+    cache = new_cache(max_seqlen=40)
+    ids = [filled(cache, range(i, i + 5))[0] for i in (0, 10, 20)]
+    table, lens = cache.page_table(ids[:2]), cache.seq_lens(ids[:2])
+    assert lens.tolist() == [5, 5]
+    cache.extend(ids, [4, 1, 8])
+    assert cache.page_table(ids[1:]) is table
+    assert cache.seq_lens(ids[1:]) is lens
+    assert lens.tolist() == [6, 13]
+    cache.page_table(ids[:2])
+    assert lens.tolist() == [9, 6]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c, a: c.extend([a, a], 1), ValueError, "extend: ids has a sequence more than once"),
+        (lambda c, a: c.extend([99], 1), KeyError, "extend: 99 is not the id"),
+        (lambda c, a: c.extend([a], -1), ValueError, "extend: n is -1"),
+        (lambda c, a: c.extend([a], 100), ValueError, "at most max_seqlen=40"),
+        (lambda c, a: c.extend([a], 2, tokens=[1]), ValueError, "tokens has 1 tokens, must be n's 2"),
+        (lambda c, a: c.truncate(a, 6), ValueError, "truncate: n is 6, must be from 0 to"),
+        (lambda c, a: c.add_sequence([0.5]), ValueError, "add_sequence: tokens has"),
+        (lambda c, a: c.write(0, [a], *np.zeros((2, 2, HEADS, DIM), np.float32)), ValueError, "write: k has shape"),
+        (lambda c, a: c.pages(1), IndexError, "layer is 1"),
+        (lambda c, a: new_cache(page_size=3), ValueError, "page_size is 3"),
+        (lambda c, a: new_cache(dtype=np.int8), TypeError, "dtype is int8"),
+        (lambda c, a: new_cache(head_dim_v=300), ValueError, "head_dim_v is 300"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument_and_change_nothing(call, error, message):
+    cache = new_cache(max_seqlen=40)
+    id, _ = filled(cache, range(5))
+    before = bookkeeping(cache)
+    with pytest.raises(error, match=message):
+        call(cache, id)
+    assert bookkeeping(cache) == before
+
+
+def test_many_sequences_cost_little_a_step(record_property):
+    """256 sequences of 32768 tokens: the median step's bookkeeping. The bound leaves a slow machine room; the figure is recorded."""
+    batch, length, page_size = 256, 32768, 16
+    cache = PagedKVCache(batch * length // page_size + batch * 8, page_size, 1, 1, dtype=np.float16)
+    ids = [cache.add_sequence() for _ in range(batch)]
+    cache.extend(ids, [length - i % page_size for i in range(batch)])
+    cache.page_table(ids)
+    steps = []
+    for _ in range(60):
+        start = time.perf_counter()
+        cache.extend(ids, 1)
+        cache.page_table(ids)
+        lens = cache.seq_lens(ids)
+        steps.append(time.perf_counter() - start)
+    record_property("microseconds", 1e6 * sorted(steps)[30])
+    assert lens[0] == length + 60
+    assert sorted(steps)[30] < 1e-3
