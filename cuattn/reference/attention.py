@@ -1,11 +1,12 @@
-"""What attention means, in NumPy: one query tile at a time against tiles of keys, so memory stays linear.
+"""What attention means, in NumPy: tiles of queries against tiles of keys, so that memory stays linear.
 
-The algorithm is FlashAttention-2's online softmax (Dao, 2023, algorithm 1). Nearly all the time is spent in two matrix
-products and one exp; query tiles are independent, so threads take them in turn and the result does not depend on them.
+The algorithm is the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1). Query tiles do not depend on each other:
+threads take them one after the other, and the result is the same whatever their number.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 from collections.abc import Iterator
@@ -15,30 +16,58 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 
-# A query tile has up to kTileRows rows (those of the query heads that share a key head included) and its scores, the
-# largest array, up to kTileScores entries: 256 KiB in float32, which stays in a core's own cache.
+# A tile has up to this many rows (query positions times the heads that share a key head) and scores. Its scores are the
+# largest array at work: 512 KiB in float32, which a core's own cache holds.
 TILE_ROWS = 256
-TILE_SCORES = 256 * 256
-# OpenBLAS runs a product of at most this many multiplications on the calling thread. Worker threads stay below it, or
-# they would wait for each other inside BLAS (measured: 2.5 times slower).
-SERIAL_PRODUCT = 2**18
-# Scores in a call below which starting threads does not pay.
-SERIAL_SCORES = 2**19
+TILE_SCORES = 256 * 512
+# OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise wakes threads of its own,
+# which the workers here would wait for in turn: products are cut into blocks of that size (2.5 times faster at
+# (1, 2048, 8, 64) on two cores, and ahead of one worker with OpenBLAS's threads).
+BLOCK_PRODUCT = 2**18
+BLOCK_ROWS = 8  # fewer rows a block cost speed; queries with fewer rows in all read K as it lies
+BLOCK_COLUMNS = 128  # where there are few rows
+# Fewer multiplications than this in a call (some 0.5 ms) are not worth a second thread.
+SERIAL_PRODUCTS = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-    """One sequence of the batch: views of the call's arrays."""
+    """One sequence of the batch: views of the call's arrays, k and v in the accumulator's dtype."""
 
     q: np.ndarray  # (seqlen_q, heads_q, head_dim)
-    k: np.ndarray  # (heads_kv, head_dim, seqlen_k), of the accumulator's dtype
-    v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v), of the accumulator's dtype
+    k: np.ndarray  # (heads_kv, head_dim, seqlen_k)
+    v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
     bias: np.ndarray | None  # (heads_q, seqlen_q, seqlen_k)
     mask: np.ndarray | None  # (heads_q, seqlen_q, seqlen_k)
     alibi_slopes: np.ndarray | None  # (heads_q, 1, 1)
     sinks: np.ndarray | None  # (heads_q, 1, 1)
     out: np.ndarray  # (seqlen_q, heads_q, head_dim_v)
-    lse: np.ndarray | None  # (heads_q, seqlen_q)
+    lse: np.ndarray  # (heads_q, seqlen_q)
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.q.shape[1] // self.k.shape[0]
+
+    @property
+    def diagonal(self) -> int:
+        """The key beside query 0; the last query is beside the last key."""
+        return self.k.shape[2] - self.q.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Queries that a thread works on at a time: some positions of the query heads of some key heads."""
+
+    sequence: _Sequence
+    heads_kv: slice
+    heads_q: slice
+    rows: slice
+    keys: slice  # those that the window leaves to the rows
+
+    @property
+    def scores(self) -> int:
+        return _size(self.heads_q) * _size(self.rows) * _size(self.keys)
 
 
 def forward(
@@ -56,7 +85,7 @@ def forward(
     out: np.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention forward of NumPy arrays that :mod:`cuattn.attention` has checked.
+    """Attention of NumPy arrays that :mod:`cuattn.attention` has checked.
 
     Parameters
     ----------
@@ -65,7 +94,7 @@ def forward(
     spec : AttentionSpec
         The call.
     bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, return_lse
-        As in :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`.
+        As in :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`; `out` may overlap the inputs.
 
     Returns
     -------
@@ -73,196 +102,243 @@ def forward(
         Of ``spec.out_shape``.
     lse : numpy.ndarray or None
         Of ``spec.lse_shape``, where asked for.
+
+    Raises
+    ------
+    ValueError
+        The lengths of a varlen call do not rise from 0 to at most the total.
     """
-    result = np.empty(spec.out_shape, spec.dtype) if out is None else out
-    lse = np.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-    tiles = []
-    for sequence in _sequences(
-        q, k, v, spec, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, result, lse
-    ):
-        tiles += _tiles(sequence)
+    inputs = [array for array in (q, k, v, bias, mask) if array is not None]
+    overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
+    result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
+    lse = np.empty(spec.lse_shape, spec.acc_dtype)
+    if spec.varlen:
+        cu_seqlens_q = _checked("cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
+        cu_seqlens_k = _checked("cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
 
-    scores = sum(s.q.shape[0] * s.q.shape[1] * s.k.shape[2] for s, _, _ in tiles[:1]) * len(tiles)
-    workers = min(os.cpu_count() or 1, len(tiles)) if scores >= SERIAL_SCORES else 1
-    if workers > 1:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(lambda tile: _attend(*tile, spec, SERIAL_PRODUCT), tiles))
-    else:
-        for tile in tiles:
-            _attend(*tile, spec, None)
-    return result, lse
-
-
-def _sequences(
-    q, k, v, spec, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, lse
-) -> Iterator[_Sequence]:
-    acc = spec.acc_dtype
-    k = np.moveaxis(k, -3, -1).astype(acc, order="K", copy=False)
-    v = np.moveaxis(v, -3, -2).astype(acc, order="K", copy=False)
+    # 16-bit inputs: only q's tiles are converted as they come, as K and V are read once for every query tile.
+    k, v = k.astype(spec.acc_dtype, copy=False), v.astype(spec.acc_dtype, copy=False)
+    few_rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv) < BLOCK_ROWS
+    k = np.moveaxis(k, -3, -1) if few_rows else _keys_last(k)
+    v = np.moveaxis(v, -3, -2)
     scores = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
     bias = None if bias is None else np.broadcast_to(bias, scores)
     mask = None if mask is None else np.broadcast_to(mask, scores)
     if alibi_slopes is not None:
-        alibi_slopes = np.broadcast_to(alibi_slopes.astype(acc), (spec.batch, spec.heads_q))
-        alibi_slopes = alibi_slopes[:, :, None, None]
+        slopes = np.broadcast_to(alibi_slopes, scores[:2])
+        alibi_slopes = slopes.astype(spec.acc_dtype)[:, :, None, None]
     if sinks is not None:
-        sinks = sinks.astype(acc)[:, None, None]
-    for b in range(spec.batch):
+        sinks = sinks.astype(spec.acc_dtype)[:, None, None]
+
+    tiles: collections.deque[_Tile] = collections.deque()
+    for b in range(spec.batch if result.size else 0):
         if spec.varlen:
             queries = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
             keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-            arrays = q[queries], k[..., keys], v[:, keys], None, None
-            results = out[queries], None if lse is None else lse[:, queries]
+            inputs = q[queries], k[:, :, keys], v[:, keys]
+            results = result[queries], lse[:, queries]
         else:
-            score_arrays = (None if bias is None else bias[b], None if mask is None else mask[b])
-            arrays = q[b], k[b], v[b], *score_arrays
-            results = out[b], None if lse is None else lse[b]
-        slopes = None if alibi_slopes is None else alibi_slopes[b]
-        yield _Sequence(*arrays, slopes, sinks, *results)
+            inputs, results = (q[b], k[b], v[b]), (result[b], lse[b])
+        terms = [None if term is None else term[b] for term in (bias, mask, alibi_slopes)]
+        tiles.extend(_tiles(_Sequence(*inputs, *terms, sinks, *results), spec))
+    _run(tiles, spec)
+
+    if overlaps:
+        out[...] = result
+    return result if out is None else out, lse if return_lse else None
 
 
-def _tiles(sequence: _Sequence) -> Iterator[tuple[_Sequence, slice, slice]]:
-    """Query tiles of a sequence: some key heads with all their query heads, and some query positions."""
-    seqlen_q, heads_q, _ = sequence.q.shape
-    heads_kv = sequence.k.shape[0]
-    group = heads_q // heads_kv
+def _checked(name: str, cu_seqlens: np.ndarray, total: int) -> list[int]:
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] > total or sorted(bounds) != bounds:
+        raise ValueError(
+            f"flash_attention_varlen: {name} is {cu_seqlens}, must start at 0, never fall, and end "
+            f"at {total} at most"
+        )
+    return bounds
+
+
+def _keys_last(k: np.ndarray) -> np.ndarray:
+    """(..., seqlen_k, heads_kv, head_dim) -> (..., heads_kv, head_dim, seqlen_k), contiguous: BLAS likes it best."""
+    *batch, seqlen_k, heads_kv, head_dim = k.shape
+    keys_last = np.empty((*batch, heads_kv, head_dim, seqlen_k), k.dtype)
+    for j in range(0, seqlen_k, 64):  # piece by piece, in cache: three times faster than at once
+        piece = np.ascontiguousarray(k[..., j : j + 64, :, :].swapaxes(-3, -2))
+        keys_last[..., j : j + 64] = piece.swapaxes(-2, -1)
+    return keys_last
+
+
+def _tiles(sequence: _Sequence, spec: AttentionSpec) -> Iterator[_Tile]:
+    """Query tiles of a sequence, the longest rows of a causal mask first."""
+    seqlen_q = sequence.q.shape[0]
+    heads_kv, _, seqlen_k = sequence.k.shape
+    group, diagonal = sequence.group, sequence.diagonal
     positions = max(1, min(seqlen_q, TILE_ROWS // group))
     heads = max(1, min(heads_kv, TILE_ROWS // (positions * group)))
-    for i in reversed(range(0, seqlen_q, positions)):  # the long rows of a causal mask first
+    for i in reversed(range(0, seqlen_q, positions)):
+        rows = slice(i, min(i + positions, seqlen_q))
+        start, stop = 0, seqlen_k
+        if spec.window_left is not None:
+            start = max(start, rows.start + diagonal - spec.window_left)
+        if spec.window_right is not None:
+            stop = min(stop, rows.stop + diagonal + spec.window_right)
         for h in range(0, heads_kv, heads):
-            yield (
+            end = min(h + heads, heads_kv)
+            yield _Tile(
                 sequence,
-                slice(h, min(h + heads, heads_kv)),
-                slice(i, min(i + positions, seqlen_q)),
+                heads_kv=slice(h, end),
+                heads_q=slice(h * group, end * group),
+                rows=rows,
+                keys=slice(start, max(start, stop)),
             )
 
 
-@np.errstate(all="ignore")  # NaN and infinities of the inputs, and masked scores, are no surprise
-def _attend(
-    sequence: _Sequence,
-    heads_kv: slice,
-    rows: slice,
-    spec: AttentionSpec,
-    serial_product: int | None,
-    finite_values: bool = True,
-) -> None:
-    """Attention of one query tile, written to the sequence's out and lse."""
-    acc_dtype = spec.acc_dtype
-    group = sequence.q.shape[1] // sequence.k.shape[0]
-    heads = slice(heads_kv.start * group, heads_kv.stop * group)
-    q = np.multiply(sequence.q[rows, heads].swapaxes(0, 1), spec.scale, dtype=acc_dtype)
-    # Rows of a tile: the query heads of a group one after the other, so that K and V are read once for all.
-    shape = num_heads, num_rows = q.shape[:2]
-    q = q.reshape(num_heads // group, group * num_rows, -1)
-    k, v = sequence.k[heads_kv], sequence.v[heads_kv]
+def _size(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _run(tiles: collections.deque[_Tile], spec: AttentionSpec) -> None:
+    """Do all tiles, on as many threads as there are cores where that pays."""
+
+    def work() -> None:
+        buffer = np.empty(TILE_SCORES, spec.acc_dtype)
+        # NaN and infinities of the inputs, and the -inf of masked scores, come as no surprise.
+        with np.errstate(all="ignore"):
+            while True:
+                try:
+                    tile = tiles.popleft()
+                except IndexError:
+                    return
+                _attend(tile, spec, buffer)
+
+    products = sum(tile.scores for tile in tiles) * (spec.head_dim + spec.head_dim_v)
+    threads = min(os.cpu_count() or 1, len(tiles)) if products > SERIAL_PRODUCTS else 1
+    if threads <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for worker in [pool.submit(work) for _ in range(threads)]:
+            worker.result()
+
+
+def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool = True) -> None:
+    """Attention of one tile of queries, written to its sequence's out and lse.
+
+    Scores and results are (heads_q, rows, ...) arrays. BLAS sees them as (heads_kv, group * rows, ...), so that K and V
+    serve all the query heads of a group at once.
+    """
+    sequence, rows = tile.sequence, tile.rows
+    dtype = spec.acc_dtype
+    q = np.multiply(sequence.q[rows, tile.heads_q].swapaxes(0, 1), spec.scale, dtype=dtype)
+    k, v = sequence.k[tile.heads_kv], sequence.v[tile.heads_kv]
+    heads_q, num_rows, head_dim = q.shape
+    stacked = (len(k), sequence.group * num_rows)
+    q = q.reshape(*stacked, head_dim)
 
     if sequence.sinks is None:
-        row_max = np.full((*shape, 1), -np.inf, acc_dtype)
-    else:  # the sink is a score that is there before the first key
-        row_max = np.repeat(sequence.sinks[heads], num_rows, axis=1)
-    row_sum = (row_max > -np.inf).astype(acc_dtype)
-    out = np.zeros((*shape, v.shape[-1]), acc_dtype)
+        row_max = np.full((heads_q, num_rows, 1), -np.inf, dtype)
+    else:  # the score of a key that comes before all others and has no value
+        row_max = np.repeat(sequence.sinks[tile.heads_q], num_rows, axis=1)
+    row_sum = (row_max > -np.inf).astype(dtype)
+    out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
     product = np.empty_like(out)
-    tile_scores = np.empty(TILE_SCORES, acc_dtype)
-    step = max(1, TILE_SCORES // (num_heads * num_rows))
-    for keys in _key_tiles(sequence, rows, spec, step):
-        num_keys = keys.stop - keys.start
-        s = tile_scores[: num_heads * num_rows * num_keys].reshape(*shape, num_keys)
-        _matmul(q, k[:, :, keys], s.reshape(*q.shape[:2], num_keys), serial_product)
-        _apply_score_terms(s, sequence, heads, rows, keys, spec)
+    step = max(
+        1,
+        min(
+            TILE_SCORES // (heads_q * num_rows),
+            BLOCK_PRODUCT // (min(stacked[1], BLOCK_ROWS) * max(head_dim, v.shape[-1])),
+        ),
+    )
+    ones = np.ones(step, dtype)
+    for j in range(tile.keys.start, tile.keys.stop, step):
+        keys = slice(j, min(j + step, tile.keys.stop))
+        num_keys = _size(keys)
+        s = buffer[: heads_q * num_rows * num_keys].reshape(*stacked, num_keys)
+        _matmul(q, k[:, :, keys], out=s)
+        s = s.reshape(heads_q, num_rows, num_keys)
+        _finish_scores(s, tile, keys, spec)
 
         previous = row_max
         row_max = np.maximum(previous, np.max(s, axis=-1, keepdims=True))
-        shift = np.where(row_max == -np.inf, 0, row_max)  # nothing kept so far: exp(-inf) is 0
+        shift = np.where(row_max == -np.inf, 0, row_max)  # no key so far: exp(-inf - 0) is 0
         s -= shift
         np.exp(s, out=s)
         rescale = np.exp(previous - shift)
         row_sum *= rescale
-        row_sum += np.add.reduce(s, axis=-1, keepdims=True)
+        row_sum += np.vecdot(s, ones[:num_keys])[..., None]
         out *= rescale
-        weights, values = s.reshape(*q.shape[:2], num_keys), v[:, keys]
-        flat = product.reshape(*q.shape[:2], -1)
-        if finite_values:
-            _matmul(weights, values, flat, serial_product)
-        else:
-            _matmul_nonfinite(weights, values, flat)
+        matmul = _matmul if finite else _matmul_of_nonfinite
+        matmul(s.reshape(*stacked, num_keys), v[:, keys], out=product.reshape(*stacked, -1))
         out += product
 
     out /= np.where(row_sum == 0, 1, row_sum)
-    if finite_values and not np.isfinite(out).all():
-        # 0 * NaN is NaN: a value no row may see has got in, or one that some rows see and others do not.
-        return _attend(sequence, heads_kv, rows, spec, serial_product, finite_values=False)
-    sequence.out[rows, heads] = out.swapaxes(0, 1)
-    if sequence.lse is not None:
-        row_sum = np.log(row_sum)
-        row_sum += np.where(row_max == -np.inf, 0, row_max)
-        sequence.lse[heads, rows] = row_sum[..., 0]
+    if finite and not np.isfinite(out).all():
+        # 0 * NaN is NaN: values may have got in that a row does not see. Once more, with care.
+        return _attend(tile, spec, buffer, finite=False)
+    sequence.out[rows, tile.heads_q] = out.swapaxes(0, 1)
+    sequence.lse[tile.heads_q, rows] = (np.where(row_max == -np.inf, 0, row_max) + np.log(row_sum))[
+        ..., 0
+    ]
 
 
-def _key_tiles(
-    sequence: _Sequence, rows: slice, spec: AttentionSpec, step: int
-) -> Iterator[slice]:
-    """Tiles of the keys that the window leaves to these rows."""
-    seqlen_k = sequence.k.shape[-1]
-    diagonal = seqlen_k - sequence.q.shape[0]
-    start, stop = 0, seqlen_k
-    if spec.window_left is not None:
-        start = max(start, rows.start + diagonal - spec.window_left)
-    if spec.window_right is not None:
-        stop = min(stop, rows.stop + diagonal + spec.window_right)
-    for j in range(start, stop, step):
-        yield slice(j, min(j + step, stop))
-
-
-def _apply_score_terms(
-    s: np.ndarray, sequence: _Sequence, heads: slice, rows: slice, keys: slice, spec: AttentionSpec
-) -> None:
-    """Turn scale * q.k of a tile (heads, rows, keys) into its scores, in place."""
+def _finish_scores(s: np.ndarray, tile: _Tile, keys: slice, spec: AttentionSpec) -> None:
+    """Turn ``scale * q.k`` of a tile, (heads_q, rows, keys), into its scores, in place."""
+    sequence, heads, rows = tile.sequence, tile.heads_q, tile.rows
     if spec.softcap:
         s /= spec.softcap
         np.tanh(s, out=s)
         s *= spec.softcap
     if sequence.bias is not None:
         s += sequence.bias[heads, rows, keys]
-    diagonal = sequence.k.shape[-1] - sequence.q.shape[0]
-    distance = None  # of key j from the diagonal of row i: (rows, keys)
-    left, right = spec.window_left, spec.window_right
-    cut_left = left is not None and keys.start < rows.stop - 1 + diagonal - left
-    cut_right = right is not None and keys.stop - 1 > rows.start + diagonal + right
-    if sequence.alibi_slopes is not None or cut_left or cut_right:
-        i = np.arange(rows.start, rows.stop)[:, None]
-        distance = np.arange(keys.start, keys.stop) - (i + diagonal)
     if sequence.alibi_slopes is not None:
-        s -= sequence.alibi_slopes[heads] * abs(distance).astype(s.dtype)
-    if cut_left:
-        np.copyto(s, -np.inf, where=distance < -left)
-    if cut_right:
-        np.copyto(s, -np.inf, where=distance > right)
+        distance = abs(_distance(sequence, rows, keys)).astype(s.dtype)
+        s -= sequence.alibi_slopes[heads] * distance
+    # Of the window only the keys that some row does not see.
+    if spec.window_left is not None:
+        first_seen_by_all = rows.stop - 1 + sequence.diagonal - spec.window_left
+        cut = slice(keys.start, min(keys.stop, first_seen_by_all))
+        if cut.start < cut.stop:
+            hidden = _distance(sequence, rows, cut) < -spec.window_left
+            np.copyto(s[:, :, : _size(cut)], -np.inf, where=hidden)
+    if spec.window_right is not None:
+        last_seen_by_all = rows.start + sequence.diagonal + spec.window_right
+        cut = slice(max(keys.start, last_seen_by_all + 1), keys.stop)
+        if cut.start < cut.stop:
+            hidden = _distance(sequence, rows, cut) > spec.window_right
+            np.copyto(s[:, :, -_size(cut) :], -np.inf, where=hidden)
     if sequence.mask is not None:
         np.copyto(s, -np.inf, where=~sequence.mask[heads, rows, keys])
 
 
-def _matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, serial_product: int | None) -> None:
-    """``a @ b`` of stacks of matrices, in pieces of at most `serial_product` multiplications."""
-    if serial_product is None:
-        np.matmul(a, b, out=out)
-        return
-    rows = max(1, serial_product // (b.shape[-2] * b.shape[-1]))
-    whole = a.shape[-2] // rows * rows
-    if whole:
-        pieces = (a.shape[0], whole // rows, rows)
-        np.matmul(
-            a[:, :whole].reshape(*pieces, -1),
-            b[:, None],
-            out=out[:, :whole].reshape(*pieces, -1),
-        )
-    if whole < a.shape[-2]:
-        np.matmul(a[:, whole:], b, out=out[:, whole:])
+def _distance(sequence: _Sequence, rows: slice, keys: slice) -> np.ndarray:
+    """How far each key lies behind the one beside each row: (rows, keys)."""
+    beside = np.arange(rows.start, rows.stop)[:, None] + sequence.diagonal
+    return np.arange(keys.start, keys.stop) - beside
 
 
-def _matmul_nonfinite(weights: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
-    """``weights @ values`` where a weight of 0 leaves even NaN and infinity out."""
-    np.matmul(weights, np.where(np.isfinite(values), values, 0), out=out)
-    for special in (np.inf, -np.inf, np.nan):
-        there = np.isnan(values) if np.isnan(special) else values == special
-        out[weights @ there.astype(weights.dtype) > 0] += special
+def _matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """``a @ b`` of stacks of matrices, in blocks that BLAS multiplies on this thread."""
+    stack, num_rows, inner = a.shape
+    num_columns = b.shape[-1]
+    if num_rows < BLOCK_ROWS:  # blocks of columns
+        count = num_columns // BLOCK_COLUMNS
+        done = count * BLOCK_COLUMNS
+        blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_COLUMNS).swapaxes(1, 2)
+        target = out[:, :, :done].reshape(stack, num_rows, count, BLOCK_COLUMNS).swapaxes(1, 2)
+        np.matmul(a[:, None], blocks, out=target)
+        np.matmul(a, b[:, :, done:], out=out[:, :, done:])
+    else:  # blocks of rows
+        size = min(num_rows, max(1, BLOCK_PRODUCT // (inner * num_columns)))
+        count = num_rows // size
+        done = count * size
+        blocks = a[:, :done].reshape(stack, count, size, inner)
+        target = out[:, :done].reshape(stack, count, size, num_columns)
+        np.matmul(blocks, b[:, None], out=target)
+        np.matmul(a[:, done:], b, out=out[:, done:])
+
+
+def _matmul_of_nonfinite(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """``a @ b`` where a 0 in `a` leaves out even NaN and infinity in `b`."""
+    np.matmul(a, np.where(np.isfinite(b), b, 0), out=out)
+    for special, there in ((np.inf, b == np.inf), (-np.inf, b == -np.inf), (np.nan, np.isnan(b))):
+        out[a @ there.astype(a.dtype) > 0] += special
