@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -17,45 +16,39 @@ import cuattn
 
 cupy = pytest.importorskip("cupy")
 
+from benchmarks import timing  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
-LAUNCHES = 200
 
-
-def _seconds_a_call(call) -> float:
-    """Of the host, which must not wait for the device: fewer launches than its queue holds, of a tiny kernel."""
-    cupy.cuda.runtime.deviceSynchronize()
-    start = time.perf_counter()
-    for _ in range(LAUNCHES):
-        call()
-    return (time.perf_counter() - start) / LAUNCHES
-
-
+@pytest.mark.benchmark(timer=timing.clock)
 def bench_call(benchmark):
     """One small float16 call with `out`, beside the launch of an empty kernel with arguments of the same size."""
     q, k, v = (cupy.random.standard_normal((1, 64, 2, 64)).astype(np.float16) for _ in "qkv")
     out = cupy.empty_like(q)
-    arguments = (np.zeros(1, "V312")[0],)
     code = """
     struct Arguments { char bytes[312]; };
     extern "C" __global__ void empty(const Arguments arguments) {}
     """
     empty = cupy.RawKernel(code, "empty")
 
-    def call() -> None:
+    def call(q, k, v) -> None:
         cuattn.flash_attention(q, k, v, causal=True, out=out)
 
-    def bare() -> None:
-        empty((2,), (128,), arguments)
+    def launch(arguments) -> None:
+        empty((2,), (128,), (arguments,))
 
-    call()
-    bare()
-    turns = [(_seconds_a_call(call), _seconds_a_call(bare)) for _ in range(50)]
-    called, launched = (sorted(seconds)[len(turns) // 2] for seconds in zip(*turns, strict=True))
     benchmark.group = "host"
-    benchmark.extra_info |= {"call_us": called * 1e6, "bare_launch_us": launched * 1e6}
-    benchmark.pedantic(call, rounds=50, iterations=LAUNCHES)
-    print(f"\na call {called * 1e6:.1f} µs, a bare launch {launched * 1e6:.1f} µs")
+    contestants = [
+        timing.Contestant("call", timing.rotate(call, [(q, k, v)]), timing.by_issue),
+        timing.Contestant(
+            "bare launch", timing.rotate(launch, [(np.zeros(1, "V312")[0],)]), timing.by_issue
+        ),
+    ]
+    seconds = timing.race(benchmark, contestants, rounds=50)
+    benchmark.extra_info["microseconds"] = {name: s * 1e6 for name, s in seconds.items()}
+    shown = ", ".join(f"{name} {s * 1e6:.1f} µs" for name, s in seconds.items())
+    print(f"\n{shown}")
 
 
 FIRST_CALL = """
@@ -76,7 +69,9 @@ def bench_first_call(benchmark, tmp_path):
     command = [sys.executable, "-c", FIRST_CALL]
 
     def first_call() -> float:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         return float(done.stdout)
 
     compiling, cached = first_call(), min(first_call() for _ in range(3))

@@ -22,16 +22,17 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 COLOURS = {"cuattn": "#d1495b", "FA-2": "#9fb1bd", "cuDNN": "#66829a", "FA-3": "#2e4057"}
 
 
-def load(files: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
-    """The benchmarks in files that pytest-benchmark wrote; of each the last one taken, with its machine and commit."""
+def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
+    """A group's benchmarks in files that pytest-benchmark wrote: the last of each, with its machine and commit."""
     latest: dict[str, dict[str, Any]] = {}
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for run in sorted(runs, key=lambda run: run["datetime"]):
         for benchmark in run["benchmarks"]:
+            if benchmark["group"] != group:
+                continue
             latest[benchmark["fullname"]] = {
-                **benchmark["params"],
+                **(benchmark["params"] or {}),
                 **benchmark["extra_info"],
-                "group": benchmark["group"],
                 "machine": run["machine_info"],
                 "commit": run["commit_info"]["id"],
                 "date": run["datetime"][:10],
@@ -40,7 +41,7 @@ def load(files: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Forward attention in TFLOP/s as Markdown: a row for each shape, the fastest in bold, and how cuattn compares."""
+    """Forward attention in TFLOP/s as Markdown: a row for each shape, the fastest in bold."""
     rows = sorted({(r["head_dim"], r["seqlen"]) for r in records})
     columns = [
         (causal, name)
@@ -61,7 +62,7 @@ def table(records: list[dict[str, Any]]) -> str:
             bold = "**" if cell.get(name) == max(cell.values(), default=None) else ""
             line.append(f"{bold}{cell[name]:.0f}{bold}" if name in cell else "")
         lines.append("| " + " | ".join(line) + " |")
-    return "\n".join([*lines, "", *comparison(records), "", provenance(records)])
+    return "\n".join(lines)
 
 
 def comparison(records: list[dict[str, Any]]) -> list[str]:
@@ -74,6 +75,23 @@ def comparison(records: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"- cuattn's speed over {name}'s: {mean:.2f}× in the geometric mean of {len(ratios)} shapes, "
                 f"{min(ratios):.2f}× at least, {max(ratios):.2f}× at most."
+            )
+    return lines
+
+
+def host(records: list[dict[str, Any]]) -> list[str]:
+    """What a call costs beside its kernel, one line for each benchmark of it."""
+    lines = []
+    for r in records:
+        if "microseconds" in r:
+            call, bare = r["microseconds"]["call"], r["microseconds"]["bare launch"]
+            lines.append(
+                f"- A call takes the host {call:.1f} µs; the bare launch of an empty kernel takes {bare:.1f} µs."
+            )
+        if "compiling_ms" in r:
+            lines.append(
+                f"- The first call of a variant takes {r['compiling_ms']:.0f} ms, with compiling it, and "
+                f"{r['cached_ms']:.0f} ms in later processes, which find it in the kernel cache."
             )
     return lines
 
@@ -159,13 +177,22 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--write", action="store_true", help="update README.md and docs/images/")
     arguments = parser.parse_args(argv)
-    records = load(arguments.results or sorted(RESULTS.glob("*.json")))
-    records = [r for r in records if r["group"] == "attention forward"]
+    files = arguments.results or sorted(RESULTS.glob("*.json"))
+    records = load(files, "attention forward")
     if not records:
         parser.error(
             "no recorded figures: run pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
         )
-    text = table(records)
+    text = "\n".join(
+        [
+            table(records),
+            "",
+            *comparison(records),
+            *host(load(files, "host")),
+            "",
+            provenance(records),
+        ]
+    )
     if not arguments.write:
         print(text)
         return

@@ -62,13 +62,14 @@ def results(tmp_path):
 
 
 def test_the_last_figure_of_a_shape_counts(results):
-    records = report.load(reversed(results))
-    speeds = {record["causal"]: record["tflops"]["cuattn"] for record in records}
+    records = report.load(reversed(results), "attention forward")
+    speeds = {r["causal"]: r["tflops"]["cuattn"] for r in records}
     assert speeds == {False: 300.0, True: 150.0}
 
 
-def test_table_compares_and_says_where_the_figures_come_from(results):
-    text = report.table(report.load(results))
+def test_report_compares_and_says_where_the_figures_come_from(results, capsys):
+    report.main([str(file) for file in results])
+    text = capsys.readouterr().out
     lines = text.splitlines()
     assert lines[0] == (
         "| head_dim | seqlen | full: cuattn | full: FA-2 | causal: cuattn | causal: FA-2 |"
@@ -79,6 +80,7 @@ def test_table_compares_and_says_where_the_figures_come_from(results):
         "over FA-2's: 1.50× in the geometric mean of 2 shapes, 1.50× at least, 1.50× at most"
         in text
     )
+    assert "A call takes the host 9.0 µs; the bare launch of an empty kernel takes 3.0 µs." in text
     for part in ("GPU X", "driver 580.1", "torch 2.11", "2026-01-01, commit 0123456789"):
         assert part in text
     assert "2026-01-02, commit fedcba9876" in text
@@ -86,7 +88,8 @@ def test_table_compares_and_says_where_the_figures_come_from(results):
 
 def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
     speeds = {(64, 512, False): {"cuattn": 1.0, "FA-3": 2.0}, (64, 1024, False): {"cuattn": 1.0}}
-    text = report.table(report.load([recorded(tmp_path, "run", "2026-01-01", speeds)]))
+    file = recorded(tmp_path, "run", "2026-01-01", speeds)
+    text = report.table(report.load([file], "attention forward"))
     assert "| 64 | 512 | 1 | **2** |" in text
     assert "| 64 | 1024 | **1** |  |" in text
 
