@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import cuattn
+from benchmarks import peers, timing
 
 cupy = pytest.importorskip("cupy")
-
-from benchmarks import peers, timing  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import cuattn
+from benchmarks import timing
 
 cupy = pytest.importorskip("cupy")
-
-from benchmarks import timing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

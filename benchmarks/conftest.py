@@ -6,10 +6,12 @@ import os
 import platform
 import subprocess
 
+import cpuinfo
 import numpy as np
 import pytest
 
 import cuattn
+from benchmarks import peers
 
 
 def _gpu():
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_benchmark_generate_machine_info() -> dict:
     """The GPU, the driver and the versions; nothing about whose machine it is."""
     info = {
-        "cpu": platform.machine(),
+        "cpu": f"{cpuinfo.get_cpu_info().get('brand_raw', platform.machine())}, {os.cpu_count()} cores",
         "system": platform.system(),
         "python": platform.python_version(),
         "cuattn": cuattn.__version__,
@@ -44,16 +46,13 @@ def pytest_benchmark_generate_machine_info() -> dict:
     if properties is not None:
         import cupy
 
-        from benchmarks import peers
-
         info["gpu"] = properties["name"].decode()
         info["driver"] = _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )
         info["nvrtc"] = "{}.{}".format(*cupy.cuda.nvrtc.getVersion())
         info["cupy"] = cupy.__version__
-        info |= peers.versions()
-    return info
+    return info | peers.versions()
 
 
 def pytest_benchmark_generate_commit_info() -> dict:

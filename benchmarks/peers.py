@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy
 import numpy as np
 
 from benchmarks import timing
@@ -50,8 +49,30 @@ def attention_forward(sets: list[tuple], *, causal: bool) -> Iterator[timing.Con
         yield timing.Contestant("FA-3", run, timing.by_host)
 
 
-def to_cupy(array: Any) -> cupy.ndarray:
-    """A peer's result as float32 (batch, seqlen, heads, head_dim)."""
+def attention_forward_cpu(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool
+) -> Iterator[timing.Contestant]:
+    """torch's attention on the CPU, on NumPy arrays (batch, seqlen, heads, head_dim)."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        arrays = [torch.from_numpy(array).transpose(1, 2) for array in (q, k, v)]
+
+        def run(launches: int) -> Any:
+            with torch.no_grad():
+                for _ in range(launches):
+                    out = torch.nn.functional.scaled_dot_product_attention(
+                        *arrays, is_causal=causal
+                    )
+            return out.transpose(1, 2).numpy()
+
+        yield timing.Contestant("torch", run, timing.by_wall)
+
+
+def to_cupy(array: Any) -> Any:
+    """A peer's result as a float32 CuPy array (batch, seqlen, heads, head_dim)."""
+    import cupy
+
     if type(array).__module__.startswith("torch"):
         return cupy.from_dlpack(array.float().transpose(1, 2))
     return cupy.from_dlpack(array.astype(np.float32))
@@ -62,7 +83,7 @@ def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[i
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def heads_first(array: cupy.ndarray) -> Any:
+    def heads_first(array: Any) -> Any:
         dtype = getattr(torch, array.dtype.name)
         return torch.from_dlpack(array.view(np.int16)).view(dtype).transpose(1, 2)
 
@@ -78,7 +99,7 @@ def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[i
     return run
 
 
-def _to_jax(array: cupy.ndarray) -> Any:
+def _to_jax(array: Any) -> Any:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

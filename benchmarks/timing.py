@@ -1,4 +1,4 @@
-"""Timing work on a GPU: several contestants, turn by turn, in one process.
+"""Timing several contestants, turn by turn, in one process.
 
 A big kernel heats the chip until its clock falls, and the next one measured pays for it. Contestants therefore take
 turns of some milliseconds, round after round, and each is judged by the median of its turns: what one figure is worth
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import cupy
-
 
 def by_events(run: Callable[[int], Any], launches: int) -> float:
     """Seconds on the device of ``run(launches)``, by CUDA events on the current stream."""
+    import cupy
+
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
     run(launches)
@@ -27,6 +27,8 @@ def by_events(run: Callable[[int], Any], launches: int) -> float:
 
 def by_host(run: Callable[[int], Any], launches: int) -> float:
     """Seconds on the host of ``run(launches)`` and of waiting for its last result: for JAX, whose streams are its own."""
+    import cupy
+
     cupy.cuda.runtime.deviceSynchronize()
     start = time.perf_counter()
     run(launches).block_until_ready()
@@ -35,7 +37,16 @@ def by_host(run: Callable[[int], Any], launches: int) -> float:
 
 def by_issue(run: Callable[[int], Any], launches: int) -> float:
     """Seconds the host takes to issue ``run(launches)``, on an idle device whose queue holds them all."""
+    import cupy
+
     cupy.cuda.runtime.deviceSynchronize()
+    start = time.perf_counter()
+    run(launches)
+    return time.perf_counter() - start
+
+
+def by_wall(run: Callable[[int], Any], launches: int) -> float:
+    """Seconds of ``run(launches)``, which returns when its work is done: for work on the CPU."""
     start = time.perf_counter()
     run(launches)
     return time.perf_counter() - start
@@ -56,7 +67,7 @@ class Contestant:
 
 
 class Clock:
-    """A clock that shows device time: pytest-benchmark reads it, and a race moves it on."""
+    """A clock that shows what a race measured: pytest-benchmark reads it, and a race moves it on."""
 
     now = 0.0
 
@@ -68,7 +79,7 @@ clock = Clock()
 
 
 def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 15, turn: float = 8e-3):
-    """Time contestants turn by turn; pytest-benchmark's figures become the first one's device seconds per launch.
+    """Time contestants turn by turn; pytest-benchmark's figures become the first one's seconds per launch.
 
     Parameters
     ----------
@@ -112,5 +123,7 @@ def rotate(function: Callable[..., Any], inputs: list[tuple]) -> Callable[[int],
 
 def sets_past_l2(nbytes: int) -> int:
     """How many sets of `nbytes` it takes so that a set has left L2 when its turn comes again."""
+    import cupy
+
     l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["l2CacheSize"]
     return 1 + -(-2 * l2 // nbytes)
