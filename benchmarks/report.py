@@ -96,6 +96,19 @@ def host(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def cpu(records: list[dict[str, Any]]) -> list[str]:
+    """One line on the NumPy side, for each machine that it was measured on."""
+    machines: dict[str, list[str]] = {}
+    for r in sorted(records, key=lambda r: (r["causal"], r["seqlen"])):
+        speeds = ", ".join(f"{name} {speed:.0f}" for name, speed in r["gflops"].items())
+        shape = f"{'causal' if r['causal'] else 'full'} {r['seqlen']}: {speeds}"
+        machines.setdefault(f"{r['machine']['cpu']}; {r['date']}", []).append(shape)
+    return [
+        f"- With NumPy arrays, float32, 8 heads of 64, in GFLOP/s: {'; '.join(shapes)} ({machine})."
+        for machine, shapes in machines.items()
+    ]
+
+
 def provenance(records: list[dict[str, Any]]) -> str:
     """On what, with what and when the figures were taken; one sentence for each run."""
     runs = {}
@@ -189,6 +202,7 @@ def main(argv: list[str] | None = None) -> None:
             "",
             *comparison(records),
             *host(load(files, "host")),
+            *cpu(load(files, "attention forward on the CPU")),
             "",
             provenance(records),
         ]

@@ -88,6 +88,16 @@ def test_report_compares_and_says_where_the_figures_come_from(results, capsys):
     assert "2026-01-02, commit fedcba9876" in text
 
 
+def test_a_line_on_the_cpu():
+    machine = {"machine": {"cpu": "CPU Y, 2 cores"}, "date": "2026-01-01"}
+    records = [
+        {"causal": True, "seqlen": 64, "gflops": {"cuattn": 3.0, "torch": 4.0}, **machine},
+        {"causal": False, "seqlen": 64, "gflops": {"cuattn": 1.0, "torch": 2.0}, **machine},
+    ]
+    (line,) = report.cpu(records)
+    assert "full 64: cuattn 1, torch 2; causal 64: cuattn 3, torch 4 (CPU Y, 2 cores;" in line
+
+
 def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
     speeds = {(64, 512, False): {"cuattn": 1.0, "FA-3": 2.0}, (64, 1024, False): {"cuattn": 1.0}}
     file = recorded(tmp_path, "run", "2026-01-01", speeds)
