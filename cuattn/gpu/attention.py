@@ -81,7 +81,7 @@ def forward(
     if out is None or out.strides[-1] != out.itemsize:
         target = cupy.empty(spec.out_shape, spec.dtype)
     lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-    if target.size or (return_lse and lse.size):
+    if spec.batch and target.size:  # varlen of no sequences: nothing to compute
         plan = _plan(
             spec,
             device,

@@ -70,13 +70,20 @@ class SimtForwardConfig(Config):
     has_score: bool  # softcap, bias, mask or alibi_slopes
     tile_m: int
     tile_n: int
+    thread_cols: int  # threads side by side; each has 1 / thread_cols of the columns of the scores and of O
+    thread_rows: int
 
     @property
     def threads(self) -> int:
-        return 256 if self.dtype == "float64" else 128
+        return self.thread_rows * self.thread_cols
 
 
-SIMT_HEAD_DIMS = (64, 128, 256)
+#: (tile_m, tile_n, thread_cols, thread_rows) by the size of the accumulator and head_dim_v: as many scores and columns
+#: of O for a thread as registers hold, since what a thread reads from shared memory it should use often.
+SIMT_TILES = {
+    4: {64: (128, 64, 8, 16), 128: (64, 128, 16, 8), 256: (32, 128, 16, 8)},
+    8: {64: (64, 64, 16, 8), 128: (64, 64, 16, 16), 256: (32, 64, 16, 16)},
+}
 GRID_Y = 65535  # the most blocks along a grid's second axis
 
 
@@ -86,7 +93,7 @@ def simt_forward(
     """Choose a variant of attention/forward_simt.cu, which serves every call."""
     config = _simt_config(
         dtype=spec.dtype.name,
-        head_dim_v=next(n for n in SIMT_HEAD_DIMS if spec.head_dim_v <= n),
+        head_dim_v=next(n for n in (64, 128, 256) if spec.head_dim_v <= n),
         has_score=has_score or spec.softcap != 0.0,
     )
     if spec.varlen:
@@ -100,19 +107,14 @@ def simt_forward(
 def simt_forward_variants(arch: str) -> Iterator[Variant]:
     """Every variant of attention/forward_simt.cu."""
     for dtype in FLOAT_DTYPES.values():
-        for head_dim_v in SIMT_HEAD_DIMS:
+        for head_dim_v in (64, 128, 256):
             for has_score in (False, True):
                 yield _simt_variant(_simt_config(dtype, head_dim_v, has_score))
 
 
 def _simt_config(dtype: str, head_dim_v: int, has_score: bool) -> SimtForwardConfig:
-    return SimtForwardConfig(
-        dtype=dtype,
-        head_dim_v=head_dim_v,
-        has_score=has_score,
-        tile_m=64 if head_dim_v < 256 or dtype == "float32" else 32,  # or registers spill
-        tile_n=32 if dtype == "float64" else 64,
-    )
+    tile = SIMT_TILES[8 if dtype == "float64" else 4][head_dim_v]
+    return SimtForwardConfig(dtype, head_dim_v, has_score, *tile)
 
 
 def _simt_variant(config: SimtForwardConfig) -> Variant:

@@ -27,20 +27,20 @@ constexpr int kVec = 16 / sizeof(Acc);  // shared memory is read and written 16 
 constexpr int kTileM = Config::tile_m;
 constexpr int kTileN = Config::tile_n;
 constexpr int kHeadDimV = Config::head_dim_v;  // at least head_dim_v; head_dim is walked over at run time
-constexpr int kThreadCols = 16;
+constexpr int kThreadCols = Config::thread_cols;
 constexpr int kThreadRows = Config::threads / kThreadCols;
 constexpr int kRows = kTileM / kThreadRows;
 constexpr int kCols = kTileN / kThreadCols;
 constexpr int kVecsV = kHeadDimV / (kThreadCols * kVec);
-constexpr int kDepth = 128 / sizeof(Acc);  // of a slab of Q and K: 128 bytes of head_dim
+constexpr int kDepth = 64 / sizeof(Acc);  // of a slab of Q and K: 64 bytes of head_dim
 constexpr int kSlabV = 16384 / (kHeadDimV * sizeof(Acc));
 constexpr int kDepthV = kTileN < kSlabV ? kTileN : kSlabV;  // keys in a slab of V: 16 KB
 
 struct Smem {
-  Acc p[kTileM][kTileN + kVec];  // the extra vector a row spreads 8 consecutive rows over all banks
+  Acc p[kTileM][kTileN];
   union {
     struct {
-      Acc q[kTileM][kDepth + kVec];
+      Acc q[kTileM][kDepth + kVec];  // 80 bytes a row: 8 consecutive rows lie in different banks
       Acc k[kTileN][kDepth + kVec];
     };
     Acc v[kDepthV][kHeadDimV];
@@ -91,8 +91,7 @@ __device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], const 
   if (from.packed) {
     constexpr int kRowVecs = kColumns / kVec;
     constexpr int kRowsAtOnce = Config::threads / kRowVecs;
-    constexpr int kLoads = kSlabRows / kRowsAtOnce;
-    static_assert(kLoads * kRowsAtOnce == kSlabRows, "threads cover a slab evenly");
+    constexpr int kLoads = (kSlabRows + kRowsAtOnce - 1) / kRowsAtOnce;
     const int r = threadIdx.x / kRowVecs, c = threadIdx.x % kRowVecs * kVec;
     const T* source = from.data + (row + r) * from.stride + column + c;
     Packed loaded[kLoads];  // all on their way before the first is used
@@ -110,7 +109,7 @@ __device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], const 
         values.x[e] = static_cast<Acc>(loaded[i].x[e]);
         odd |= !isfinite(values.x[e]);
       }
-      reinterpret_cast<Vec&>(slab[r + i * kRowsAtOnce][c]) = values;
+      if (r + i * kRowsAtOnce < kSlabRows) reinterpret_cast<Vec&>(slab[r + i * kRowsAtOnce][c]) = values;
     }
   } else {
 #pragma unroll 2
@@ -276,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 256 / Config::thre
     if (Config::has_score) {
       // By way of shared memory, where a loop can index them: 32 copies of this code would not fit in registers.
       each_score(s, row, col, [&](Acc& score, int i, int j) { smem.p[i][j] = score; });
-#pragma unroll 2
+#pragma unroll 4
       for (int n = 0; n < kRows * kCols; ++n) {
         const int i = row + n / kCols * kThreadRows, j = col + n % kCols * kThreadCols;
         if (first_query + i < seq.seqlen_q && key + j < seq.seqlen_k)
