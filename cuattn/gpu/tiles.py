@@ -70,7 +70,7 @@ class SimtForwardConfig(Config):
     has_score: bool  # softcap, bias, mask or alibi_slopes
     tile_m: int
     tile_n: int
-    thread_cols: int  # threads side by side; each has 1 / thread_cols of the columns of the scores and of O
+    thread_cols: int  # threads that share a row of scores and of O
     thread_rows: int
 
     @property

@@ -1,5 +1,5 @@
 // What every forward attention kernel is told about one call. Mirrored field by field by FORWARD_PARAMS in
-// cuattn/gpu/attention.py; the order keeps every field at its natural alignment, so both sides agree on the bytes.
+// cuattn/gpu/params.py; the order keeps every field at its natural alignment, so both sides agree on the bytes.
 //
 // Strides are in elements. A head_dim axis is always contiguous. With cu_seqlens_q set (varlen) q, k, v and out are
 // (total, heads, head_dim): batch strides are 0, batch is the number of sequences, and seqlen_q, seqlen_k are the totals.
