@@ -1,14 +1,16 @@
 // Attention forward on Hopper: out = softmax(scale * Q K^T) V with wgmma, TMA and specialised warps.
 //
 //   q (batch, seqlen_q, heads_q, head_dim), k and v with heads_kv heads, out; float16 or bfloat16; 16-byte strides.
-//   One block an SM, walking over tiles of 64 * Config::warpgroups queries of one head.
-//   Warpgroup 0 serves: warp 0 brings K and V, block after block of keys through a ring of stages; warp 1 + w brings the
-//   64 queries of consumer w and takes their output away. Warpgroups 1 and on consume: they compute, 64 queries each.
+//   One block an SM, walking over tiles of 64 * Config::warpgroups queries of one head (attention/work_sm90.cuh).
+//   Warpgroup 0 produces: warp 0 brings K and V, block after block of keys, through a ring of stages; warp 1 + w brings
+//   the 64 queries of consumer w. Warpgroups 1 and on consume: 64 queries each, scores and output in registers.
+//
+// A consumer never drains: while P V of one block runs, so does Q K^T of the next, be it of the same tile or of the next
+// one, and the next block's exponentials hide behind the products of this and of the other consumers.
 #include "attention/params.cuh"
 #include "attention/work_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/softmax.cuh"
@@ -16,40 +18,36 @@
 using T = Config::dtype;
 
 constexpr int kWarpgroups = Config::warpgroups;  // that consume
-constexpr int kTileM = 64 * kWarpgroups;
 constexpr int kTileN = Config::tile_n;
-constexpr int kHeadDim = Config::head_dim;      // of q and k, padded: the copy engine fills with zeros
+constexpr int kHeadDim = Config::head_dim;  // of q and k, padded: the copy engine fills with zeros
 constexpr int kHeadDimV = Config::head_dim_v;
-constexpr int kPanels = (kHeadDim + 63) / 64;   // a tile lies in shared memory as panels of 64 columns, 128 bytes a row
-constexpr int kPanelsV = (kHeadDimV + 63) / 64;
-constexpr int kPanelColumns = 64;
+constexpr int kPanelColumns = 64;  // a tile lies in shared memory as panels of 64 columns, 128 bytes a row
 constexpr int kRowBytes = 128;
+constexpr int kPanelsK = (kHeadDim + 63) / 64;
+constexpr int kPanelsV = (kHeadDimV + 63) / 64;
 constexpr int kPanelBytesQ = 64 * kRowBytes;
 constexpr int kPanelBytesK = kTileN * kRowBytes;
 constexpr int kStages = Config::stages;
 constexpr int kSlots = Config::q_slots;
-constexpr int kSlotPanels = kPanels > kPanelsV ? kPanels : kPanelsV;
 
 // Registers of a thread: the block has 65536, and gets them evenly at first.
 constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kWarpgroups == 1 ? 256 : kWarpgroups == 2 ? 232 : 160;
 
 struct Smem {
-  // Queries of one consumer; their output later, as no other warp reads them.
-  alignas(1024) unsigned char q[kSlots][kWarpgroups][kSlotPanels * kPanelBytesQ];
-  alignas(1024) unsigned char k[kStages][kPanels * kPanelBytesK];
+  alignas(1024) unsigned char q[kSlots][kWarpgroups][kPanelsK * kPanelBytesQ];
+  alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
   alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
-  ptx::Mbarrier full_k[kStages], full_v[kStages];    // the copy engine's bytes -> consumers
-  ptx::Mbarrier empty_k[kStages], empty_v[kStages];  // every consumer warp -> loader
-  ptx::Mbarrier full_q[kSlots][kWarpgroups];         // the copy engine's bytes -> one consumer
-  ptx::Mbarrier full_o[kSlots][kWarpgroups];         // one consumer's warps -> its warp of the producers
+  ptx::Mbarrier full_k[kStages], full_v[kStages];                        // the copy engine's bytes -> all consumers
+  ptx::Mbarrier empty_k[kStages], empty_v[kStages];                      // every consumer warp -> warp 0
+  ptx::Mbarrier full_q[kSlots][kWarpgroups], empty_q[kSlots][kWarpgroups];  // the same between a consumer and its warp
 };
 
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
-static_assert(Config::threads == 128 * (kWarpgroups + 1), "one warpgroup serves, the others consume");
-static_assert(kWarpgroups <= 3, "warps 1 to 3 of the serving warpgroup serve a consumer each");
+static_assert(Config::threads == 128 * (kWarpgroups + 1), "one warpgroup produces, the others consume");
+static_assert(kWarpgroups <= 3, "warps 1 to 3 of the producing warpgroup serve one consumer each");
+static_assert(kStages >= 2, "a consumer holds one stage while it waits for the next");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "wgmma multiplies by steps of 16");
-static_assert(kPanelBytesK % 1024 == 0, "panels start where the 128-byte swizzle does");
 
 // Which stage of a ring, and the parity of its current use.
 template <int kSize>
@@ -70,69 +68,51 @@ __device__ __forceinline__ void arrive_warp(ptx::Mbarrier& barrier) {
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
 }
 
-// Brings a block of keys, or of values, when its stage is free.
-template <int kCount>
-__device__ __forceinline__ void load_block(unsigned char* stage, const ptx::TensorMap& map, ptx::Mbarrier& full,
-                                           ptx::Mbarrier& empty, unsigned parity, const Sequence& seq, int row, int head) {
+// Brings `kPanels` panels of rows of one head when the consumers have left their place.
+template <int kPanels, int kPanelBytes>
+__device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap& map, ptx::Mbarrier& full, ptx::Mbarrier& empty,
+                                     unsigned parity, const Sequence& sequence, int row, int head, unsigned long long cache_hint) {
   ptx::mbarrier_wait(empty, parity ^ 1);
-  ptx::mbarrier_arrive_expect_tx(full, kCount * kPanelBytesK);
-#pragma unroll
-  for (int panel = 0; panel < kCount; ++panel)
-    ptx::tma_load(stage + panel * kPanelBytesK, map, full, panel * kPanelColumns, seq.shift + row, head, seq.outer,
-                  ptx::kEvictLast);
-}
-
-__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params, const TensorMaps& maps) {
-  Ring<kStages> ring;
-  for (Work work(params); work.valid(); work.next(params)) {
-    const Tile tile = work.tile(params);
-    Ring<kStages> ring_v = ring;
-    for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-      load_block<kPanels>(smem.k[ring.index], maps.k, smem.full_k[ring.index], smem.empty_k[ring.index], ring.parity,
-                          tile.keys, block * kTileN, tile.head_kv);
-      ring.advance();
-      // The consumers ask for the values of a block after the keys of the next.
-      if (block != tile.block_end - 1) {
-        load_block<kPanelsV>(smem.v[ring_v.index], maps.v, smem.full_v[ring_v.index], smem.empty_v[ring_v.index],
-                             ring_v.parity, tile.keys, (block + 1) * kTileN, tile.head_kv);
-        ring_v.advance();
-      }
-    }
-    if (tile.block_begin < tile.block_end)
-      load_block<kPanelsV>(smem.v[ring_v.index], maps.v, smem.full_v[ring_v.index], smem.empty_v[ring_v.index],
-                           ring_v.parity, tile.keys, tile.block_begin * kTileN, tile.head_kv);
-  }
-}
-
-__device__ __forceinline__ void load_queries(Smem& smem, const ForwardParams& params, const TensorMaps& maps,
-                                             const Tile& tile, int slot, int consumer) {
-  ptx::Mbarrier& full = smem.full_q[slot][consumer];
-  ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesQ);
+  ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel)
-    ptx::tma_load(smem.q[slot][consumer] + panel * kPanelBytesQ, maps.q, full, panel * kPanelColumns,
-                  tile.queries.shift + tile.row + 64 * consumer, tile.head, tile.queries.outer, ptx::kEvictFirst);
+    ptx::tma_load(place + panel * kPanelBytes, map, full, panel * kPanelColumns, sequence.shift + row, head, sequence.outer,
+                  cache_hint);
 }
 
-// Brings queries as far ahead as there are slots; a slot is free again once the output that took its place has been read.
-__device__ __forceinline__ void serve_consumer(Smem& smem, const ForwardParams& params, const TensorMaps& maps, int consumer) {
-  Work ahead(params);
-  for (int slot = 0; slot < kSlots && ahead.valid(); ++slot, ahead.next(params))
-    load_queries(smem, params, maps, ahead.tile(params), slot, consumer);
-  Ring<kSlots> ring;
-  for (Work work(params); work.valid(); work.next(params)) {
-    const Tile tile = work.tile(params);
-    ptx::mbarrier_wait(smem.full_o[ring.index][consumer], ring.parity);
-#pragma unroll
-    for (int panel = 0; panel < kPanelsV; ++panel)
-      ptx::tma_store(maps.out, smem.q[ring.index][consumer] + panel * kPanelBytesQ, panel * kPanelColumns,
-                     tile.queries.shift + tile.row + 64 * consumer, tile.head, tile.queries.outer);
-    ptx::bulk_commit_group();
-    ptx::bulk_wait_group_read<0>();
-    if (ahead.valid()) {
-      load_queries(smem, params, maps, ahead.tile(params), ring.index, consumer);
-      ahead.next(params);
+__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params, const TmaParams& tma) {
+  Ring<kStages> ring_k, ring_v;
+  int pending = -1;  // the block whose keys have been asked for, and whose values have not
+  Sequence keys;
+  int head;
+  const auto load_values = [&] {
+    load<kPanelsV, kPanelBytesK>(smem.v[ring_v.index], tma.v, smem.full_v[ring_v.index], smem.empty_v[ring_v.index],
+                                 ring_v.parity, keys, pending * kTileN, head, ptx::kEvictLast);
+    ring_v.advance();
+  };
+  for (Work work(params, tma); work.valid(); work.next()) {
+    const Tile tile = work.tile();
+    for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+      load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], tma.k, smem.full_k[ring_k.index], smem.empty_k[ring_k.index],
+                                   ring_k.parity, tile.keys, block * kTileN, tile.head_kv, ptx::kEvictLast);
+      ring_k.advance();
+      if (pending >= 0) load_values();  // consumers ask for the values of a block after the keys of the next
+      pending = block;
+      keys = tile.keys;
+      head = tile.head_kv;
     }
+  }
+  if (pending >= 0) load_values();
+}
+
+__device__ __forceinline__ void load_queries(Smem& smem, const ForwardParams& params, const TmaParams& tma, int consumer) {
+  Ring<kSlots> ring;
+  for (Work work(params, tma); work.valid(); work.next()) {
+    const Tile tile = work.tile();
+    if (tile.empty()) continue;
+    load<kPanelsK, kPanelBytesQ>(smem.q[ring.index][consumer], tma.q, smem.full_q[ring.index][consumer],
+                                 smem.empty_q[ring.index][consumer], ring.parity, tile.queries, tile.row + 64 * consumer,
+                                 tile.head, ptx::kEvictFirst);
     ring.advance();
   }
 }
@@ -169,22 +149,36 @@ __device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const Tile& 
   }
 }
 
-// Divides O by the sums, writes it to the slot in the layout of the copy engine's 128-byte swizzle.
-__device__ __forceinline__ void write_output(float (&o)[kHeadDimV / 2], unsigned char* slot) {
+// Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves, so that each writes four
+// columns side by side and a row's writes fill whole 32-byte sectors.
+__device__ __forceinline__ void write_output(float (&o)[kHeadDimV / 2], const tile::OnlineSoftmax& softmax, float scale_log2,
+                                             const ForwardParams& params, const Tile& tile, int row) {
   const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const unsigned base = ptx::shared_address(slot) + row * kRowBytes;
+  const bool odd = lane % 2;
+  float inverse[2], lse[2];
 #pragma unroll
-  for (int step = 0; step < kHeadDimV / 16; ++step) {
-    const int chunk = (step % 4 * 2 + lane / 16) ^ row % 8;
-    unsigned m[4];
+  for (int i = 0; i < 2; ++i) {
+    const float sum = tile::quad_sum(softmax.row_sum[i]);
+    inverse[i] = sum == 0.0f ? 0.0f : ptx::rcp(sum);
+    lse[i] = sum == 0.0f ? tile::negative_infinity() : (softmax.row_max[i] * scale_log2 + ptx::lg2(sum)) * tile::kLn2;
+  }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = tile::pack<T>(o[8 * step + 2 * i], o[8 * step + 2 * i + 1]);
-    ptx::stmatrix_x4(base + step / 4 * kPanelBytesQ + chunk * 16, m);
+  for (int i = 0; i < 2; ++i) {
+    const bool exists = row + 8 * i < tile.queries.length;
+    T* const out = tile.out_row(params, row + 8 * i) + (odd ? 6 + lane % 4 * 2 : lane % 4 * 2);
+#pragma unroll
+    for (int step = 0; step < kHeadDimV / 16; ++step) {
+      const unsigned low = tile::pack<T>(o[8 * step + 2 * i] * inverse[i], o[8 * step + 2 * i + 1] * inverse[i]);
+      const unsigned high = tile::pack<T>(o[8 * step + 2 * i + 4] * inverse[i], o[8 * step + 2 * i + 5] * inverse[i]);
+      const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+      if (exists && (kHeadDimV == 16 * (step + 1) || 16 * step + (odd ? 8 : 0) < params.head_dim_v))
+        *reinterpret_cast<uint2*>(out + 16 * step) = odd ? make_uint2(other, high) : make_uint2(low, other);
+    }
+    if (exists && params.lse != nullptr && lane % 4 == 0) *tile.lse_row(params, row + 8 * i) = lse[i];
   }
 }
 
-__device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params, int consumer) {
+__device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params, const TmaParams& tma, int consumer) {
   // Consumers take turns in issuing products, so that one's exponentials run beside another's products.
   const int turn = 1 + consumer, next_turn = 1 + (consumer + 1) % kWarpgroups;
   const auto wait_turn = [&] {
@@ -195,112 +189,137 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   };
   if (Config::turns && consumer == kWarpgroups - 1) pass_turn();
 
-  const int lane = threadIdx.x % 32;
-  const int lane_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int lane_row = 64 * consumer + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const int lane_column = threadIdx.x % 4 * 2;
   const float scale_log2 = float(params.scale * 1.44269504088896340736);
   Ring<kStages> ring_k, ring_v;
-  Ring<kSlots> slots;
-  float s[kTileN / 2], o[kHeadDimV / 2];
+  Ring<kSlots> ring_q;
+  tile::OnlineSoftmax softmax;
+  float s[kTileN / 2], o[kHeadDimV / 2], correction[2];
   unsigned p[kTileN / 4];
 
-  for (Work work(params); work.valid(); work.next(params), slots.advance()) {
-    const Tile tile = work.tile(params);
-    const int row = tile.row + 64 * consumer;  // of the warpgroup
-    unsigned char* const slot = smem.q[slots.index][consumer];
-    tile::OnlineSoftmax softmax;
-    float correction[2];
+  const auto clear = [&] {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
+  };
+  const auto mask = [&](const Tile& tile, int block) {
+    if (tile.hides_keys(block, 64 * consumer))
+      mask_scores(s, tile, tile.row + lane_row, block * kTileN + lane_column);
+  };
 
-    ptx::mbarrier_wait(smem.full_q[slots.index][consumer], slots.parity);
-    if (tile.block_begin < tile.block_end) {
-      int block = tile.block_end - 1;
-      const int masked_from = tile.end_key(row) / kTileN;  // blocks from here on hide keys from some query
-      const int masked_to = Config::bound_left ? (tile.first_key(row + 63) + kTileN - 1) / kTileN : 0;  // and those before
-      ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
-      ptx::wgmma_keep(s);
-      ptx::wgmma_fence();
-      multiply_keys(s, slot, smem.k[ring_k.index]);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(s);
-      arrive_warp(smem.empty_k[ring_k.index]);
-      ring_k.advance();
-      if (block >= masked_from || block < masked_to) mask_scores(s, tile, row + lane_row, block * kTileN + lane % 4 * 2);
-      softmax.update(s, scale_log2, correction);
-      ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
-      tile::pack_fragment<T>(p, s);
+  Work work(params, tma);
+  // The next tile that has keys. Rows that see no key are zeros.
+  const auto find_tile = [&] {
+    for (; work.valid(); work.next()) {
+      const Tile tile = work.tile();
+      if (!tile.empty()) return tile;
+      clear();
+      write_output(o, tile::OnlineSoftmax(), scale_log2, params, tile, tile.row + lane_row);
+    }
+    return Tile();
+  };
+  Tile tile = find_tile();
+  if (!work.valid()) return;
 
-      for (--block; block >= tile.block_begin; --block) {
-        wait_turn();
-        ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
-        ptx::wgmma_keep(s);
-        ptx::wgmma_fence();
-        multiply_keys(s, slot, smem.k[ring_k.index]);
-        ptx::wgmma_keep(o);
-        ptx::wgmma_fence();
-        multiply_values(o, p, smem.v[ring_v.index]);
-        pass_turn();
-        ptx::wgmma_wait_group<1>();
-        ptx::wgmma_keep(s);
-        arrive_warp(smem.empty_k[ring_k.index]);
-        ring_k.advance();
-        if (block >= masked_from || block < masked_to) mask_scores(s, tile, row + lane_row, block * kTileN + lane % 4 * 2);
-        const bool grown = softmax.update(s, scale_log2, correction);
-        // This block's values are awaited here, a product early, because the loop of the wait keeps ptxas from
-        // moving the exponentials behind the wait for P V.
-        ptx::wgmma_keep(s);
-        ptx::Mbarrier& empty_v = smem.empty_v[ring_v.index];
-        ring_v.advance();
-        ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_keep(o);
-        arrive_warp(empty_v);
-        if (grown) tile::scale_rows(o, correction);
-        tile::pack_fragment<T>(p, s);
+  int block = tile.block_end - 1;
+  const auto release_queries = [&] {
+    if (block > tile.block_begin) return;
+    arrive_warp(smem.empty_q[ring_q.index][consumer]);
+    ring_q.advance();
+  };
+
+  // The first scores, with nothing beside them.
+  ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
+  ptx::mbarrier_wait(smem.full_k[0], 0);
+  ptx::wgmma_keep(s);
+  ptx::wgmma_fence();
+  multiply_keys(s, smem.q[0][consumer], smem.k[0]);
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_keep(s);
+  arrive_warp(smem.empty_k[0]);
+  ring_k.advance();
+  release_queries();
+  mask(tile, block);
+  softmax.update(s, scale_log2, correction);
+  if (Config::early) ptx::mbarrier_wait(smem.full_v[0], 0);
+  tile::pack_fragment<T>(p, s);
+  clear();
+
+  while (true) {
+    const Tile finished = tile;
+    const bool fresh = block == tile.block_begin;  // the next scores are of another tile
+    if (fresh) {
+      work.next();
+      tile = find_tile();
+      if (!work.valid()) {
+        tile = finished;
+        break;
       }
-
-      ptx::wgmma_keep(o);
-      ptx::wgmma_fence();
-      multiply_values(o, p, smem.v[ring_v.index]);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(o);
-      arrive_warp(smem.empty_v[ring_v.index]);
-      ring_v.advance();
+      block = tile.block_end;
+      ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
     }
-
-    float inverse[2], lse[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float sum = tile::quad_sum(softmax.row_sum[i]);
-      inverse[i] = sum == 0.0f ? 0.0f : __frcp_rn(sum);
-      lse[i] = sum == 0.0f ? tile::negative_infinity() : (softmax.row_max[i] * scale_log2 + ptx::lg2(sum)) * tile::kLn2;
+    --block;
+    ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
+    if (!Config::early) ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+    wait_turn();
+    ptx::wgmma_keep(s);
+    ptx::wgmma_keep(o);
+    ptx::wgmma_fence();
+    multiply_keys(s, smem.q[ring_q.index][consumer], smem.k[ring_k.index]);
+    multiply_values(o, p, smem.v[ring_v.index]);
+    pass_turn();
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_keep(s);
+    arrive_warp(smem.empty_k[ring_k.index]);
+    ring_k.advance();
+    release_queries();
+    mask(tile, block);
+    const tile::OnlineSoftmax before = softmax;
+    if (fresh) softmax = tile::OnlineSoftmax();
+    float block_max[2];
+    const bool grown = __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max));
+    if (grown) softmax.raise(block_max, scale_log2, correction);
+    ptx::Mbarrier& empty_v = smem.empty_v[ring_v.index];
+    ring_v.advance();
+    constexpr int kEarly = Config::early * kTileN / 16;
+    softmax.exponentiate<0, kEarly>(s, scale_log2);
+    if (Config::early) {
+      ptx::wgmma_keep(s);
+      ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
     }
-    tile::scale_rows(o, inverse);
-    ptx::bar_sync(8 + consumer, 128);  // no warp of the four reads queries of this slot any more
-    write_output(o, slot);
-    ptx::fence_proxy_async();
-    arrive_warp(smem.full_o[slots.index][consumer]);
-    if (params.lse != nullptr && lane % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (row + lane_row + 8 * i < tile.queries.length)
-          static_cast<float*>(params.lse)[tile.lse_offset(params) + row + lane_row + 8 * i] = lse[i];
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_keep(o);
+    arrive_warp(empty_v);
+    if (fresh) {
+      write_output(o, before, scale_log2, params, finished, finished.row + lane_row);
+      clear();
+    } else if (grown) {
+      tile::scale_rows(o, correction);
     }
+    softmax.exponentiate<kEarly>(s, scale_log2);
+    tile::pack_fragment<T>(p, s);
   }
+
+  if (!Config::early) ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+  ptx::wgmma_keep(o);
+  ptx::wgmma_fence();
+  multiply_values(o, p, smem.v[ring_v.index]);
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_keep(o);
+  write_output(o, softmax, scale_log2, params, tile, tile.row + lane_row);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
-    attention_forward_sm90(const __grid_constant__ ForwardParams params, const __grid_constant__ TensorMaps maps) {
+    attention_forward_sm90(const __grid_constant__ ForwardParams params, const __grid_constant__ TmaParams tma) {
   extern __shared__ __align__(1024) unsigned char shared[];
   Smem& smem = *reinterpret_cast<Smem*>(shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensormap(maps.q);
-    ptx::prefetch_tensormap(maps.k);
-    ptx::prefetch_tensormap(maps.v);
-    ptx::prefetch_tensormap(maps.out);
+    ptx::prefetch_tensormap(tma.q);
+    ptx::prefetch_tensormap(tma.k);
+    ptx::prefetch_tensormap(tma.v);
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::mbarrier_init(smem.full_k[stage], 1);
       ptx::mbarrier_init(smem.full_v[stage], 1);
@@ -309,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     }
     for (int i = 0; i < kSlots * kWarpgroups; ++i) {
       ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
-      ptx::mbarrier_init(smem.full_o[i / kWarpgroups][i % kWarpgroups], 4);
+      ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
     }
     ptx::fence_mbarrier_init();
   }
@@ -318,12 +337,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) {
-      load_keys_and_values(smem, params, maps);
+      load_keys_and_values(smem, params, tma);
     } else if (threadIdx.x % 32 == 0 && warp <= kWarpgroups) {
-      serve_consumer(smem, params, maps, warp - 1);
+      load_queries(smem, params, tma, warp - 1);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(smem, params, warpgroup - 1);
+    consume(smem, params, tma, warpgroup - 1);
   }
 }

@@ -17,6 +17,13 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+// 1 / x, within one unit in the last place.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // tanh(x), relative error 2^-11.
 __device__ __forceinline__ float tanh(float x) {
   float y;
