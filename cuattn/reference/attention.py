@@ -16,17 +16,17 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 
-# A tile has up to this many rows (query positions times the heads that share a key head) and scores. Its scores are the
-# largest array at work: 512 KiB in float32, which a core's own cache holds.
+# A tile has up to this many rows (query positions times the heads that share a key head), and meets this many keys at a
+# time. Its scores are the largest array at work: 512 KiB in float32, which a core's own cache holds.
 TILE_ROWS = 256
-TILE_SCORES = 256 * 512
+TILE_KEYS = 512
 # OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise wakes threads of its own,
-# which the workers here would wait for in turn: products are cut into blocks of that size (2.5 times faster at
-# (1, 2048, 8, 64) on two cores, and ahead of one worker with OpenBLAS's threads).
+# for which the workers here would wait in turn. So products are done in blocks of that size: 2.5 times faster than large
+# ones at (1, 2048, 8, 64) on two cores, and 1.4 times faster than one worker with OpenBLAS's threads.
 BLOCK_PRODUCT = 2**18
-BLOCK_ROWS = 8  # fewer rows a block cost speed; queries with fewer rows in all read K as it lies
-BLOCK_COLUMNS = 128  # where there are few rows
-# Fewer multiplications than this in a call (some 0.5 ms) are not worth a second thread.
+BLOCK_ROWS = 8  # fewer rows a block are slower; with fewer rows in all, columns or the sum are cut
+BLOCK_LENGTH = 128  # of their pieces
+# A call with fewer multiplications than this, some 0.5 ms, is not worth a second thread.
 SERIAL_PRODUCTS = 2**25
 
 
@@ -201,7 +201,7 @@ def _run(tiles: collections.deque[_Tile], spec: AttentionSpec) -> None:
     """Do all tiles, on as many threads as there are cores where that pays."""
 
     def work() -> None:
-        buffer = np.empty(TILE_SCORES, spec.acc_dtype)
+        buffer = np.empty(TILE_ROWS * TILE_KEYS, spec.acc_dtype)
         # NaN and infinities of the inputs, and the -inf of masked scores, come as no surprise.
         with np.errstate(all="ignore"):
             while True:
@@ -242,13 +242,11 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
     row_sum = (row_max > -np.inf).astype(dtype)
     out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
     product = np.empty_like(out)
-    step = max(
-        1,
-        min(
-            TILE_SCORES // (heads_q * num_rows),
-            BLOCK_PRODUCT // (min(stacked[1], BLOCK_ROWS) * max(head_dim, v.shape[-1])),
-        ),
-    )
+    if stacked[1] < BLOCK_ROWS:
+        step = TILE_ROWS * TILE_KEYS // (heads_q * num_rows)
+    else:
+        widest = max(head_dim, v.shape[-1])
+        step = max(1, min(TILE_KEYS, BLOCK_PRODUCT // (BLOCK_ROWS * widest)))
     ones = np.ones(step, dtype)
     for j in range(tile.keys.start, tile.keys.stop, step):
         keys = slice(j, min(j + step, tile.keys.stop))
@@ -320,21 +318,33 @@ def _matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """``a @ b`` of stacks of matrices, in blocks that BLAS multiplies on this thread."""
     stack, num_rows, inner = a.shape
     num_columns = b.shape[-1]
-    if num_rows < BLOCK_ROWS:  # blocks of columns
-        count = num_columns // BLOCK_COLUMNS
-        done = count * BLOCK_COLUMNS
-        blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_COLUMNS).swapaxes(1, 2)
-        target = out[:, :, :done].reshape(stack, num_rows, count, BLOCK_COLUMNS).swapaxes(1, 2)
-        np.matmul(a[:, None], blocks, out=target)
-        np.matmul(a, b[:, :, done:], out=out[:, :, done:])
-    else:  # blocks of rows
+    if num_rows >= BLOCK_ROWS:
         size = min(num_rows, max(1, BLOCK_PRODUCT // (inner * num_columns)))
-        count = num_rows // size
-        done = count * size
+        count, done = _pieces(num_rows, size)
         blocks = a[:, :done].reshape(stack, count, size, inner)
         target = out[:, :done].reshape(stack, count, size, num_columns)
         np.matmul(blocks, b[:, None], out=target)
-        np.matmul(a[:, done:], b, out=out[:, done:])
+        if done < num_rows:
+            np.matmul(a[:, done:], b, out=out[:, done:])
+    elif num_columns > inner:
+        count, done = _pieces(num_columns, BLOCK_LENGTH)
+        blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_LENGTH).swapaxes(1, 2)
+        target = out[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH).swapaxes(1, 2)
+        np.matmul(a[:, None], blocks, out=target)
+        if done < num_columns:
+            np.matmul(a, b[:, :, done:], out=out[:, :, done:])
+    else:
+        count, done = _pieces(inner, BLOCK_LENGTH)
+        left = a[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH).swapaxes(1, 2)
+        right = b[:, :done].reshape(stack, count, BLOCK_LENGTH, num_columns)
+        np.add.reduce(left @ right, axis=1, out=out)
+        if done < inner:
+            out += a[:, :, done:] @ b[:, done:]
+
+
+def _pieces(length: int, size: int) -> tuple[int, int]:
+    """How many whole pieces a length has, and where they end."""
+    return length // size, length // size * size
 
 
 def _matmul_of_nonfinite(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
