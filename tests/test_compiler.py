@@ -226,3 +226,16 @@ def test_cupy_compiles_for_the_architecture_with_all_instructions():
     kernel = cupy.RawModule(code=code, options=compiler.options(arch)).get_function("specific")
     kernel((1,), (1,), (flag,))
     assert int(flag[0]) == 1
+
+
+@pytest.mark.gpu
+def test_command_fills_the_kernel_cache(variant, monkeypatch, tmp_path):
+    import cupy
+
+    example = variant(CLEAN)
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(tiles, "variants", lambda arch: iter([example]))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
+    arch = compiler.device_arch(cupy.cuda.Device().id)
+    assert main(["compile", "--arch", arch, "--jobs", "1"]) == 0
+    assert list(cache.glob("*.cubin"))
