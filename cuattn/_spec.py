@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,22 @@ class AttentionSpec:
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.heads_q, self.head_dim))
 
 
-@functools.lru_cache(maxsize=4096)
+def _cached(function: Callable[..., AttentionSpec]) -> Callable[..., AttentionSpec]:
+    """Remember results by arguments; one that cannot be hashed goes to the checks, which name it."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> AttentionSpec:
+        try:
+            return cached(*args, **options)
+        except TypeError:
+            pass
+        return function(*args, **options)
+
+    return call
+
+
+@_cached
 def attention_spec(
     function: str,
     q: tuple[int, ...],
@@ -78,7 +94,7 @@ def attention_spec(
     softcap: float | None = None,
     dropout: float = 0.0,
     sequences: int | None = None,
-    names: tuple[str, str, str] = ("q", "k", "v"),
+    names: tuple[str, ...] = ("q", "k", "v"),
 ) -> AttentionSpec:
     """Check shapes and options of one call; the result is cached by its arguments.
 
@@ -97,13 +113,14 @@ def attention_spec(
     sequences : int, optional
         How many sequences a varlen call holds.
     names : tuple of str
-        What the function calls q, k and v.
+        What the function calls q, k, v and, where it has another name there, dropout.
     """
-    _check_shapes(function, names, q, k, v, varlen=sequences is not None)
-    _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
-    if _number(function, "dropout", dropout) != 0.0:
+    _check_shapes(function, names[:3], q, k, v, varlen=sequences is not None)
+    _check_dtypes(function, names[:3], q_dtype, k_dtype, v_dtype)
+    dropout_name = (*names, "dropout")[3]
+    if _number(function, dropout_name, dropout) != 0.0:
         raise NotImplementedError(
-            f"{function}: dropout={dropout} is not implemented yet (it comes with the gradients); use 0.0"
+            f"{function}: {dropout_name}={dropout} is not implemented yet (it comes with the gradients); use 0.0"
         )
     if scale is None:
         scale = 1.0 / math.sqrt(q[-1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import as_arrays, check_out, contiguous_last_axis
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -107,6 +107,7 @@ def flash_attention(
     (1, 128, 8, 64)
     """
     name = "flash_attention"
+    _check_given(name, q=q, k=k, v=v)
     xp, (q, k, v, bias, mask, alibi_slopes, sinks, out) = as_arrays(
         name, q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, out=out
     )
@@ -200,6 +201,7 @@ def flash_attention_varlen(
     .. [1] Dao, "FlashAttention-2", 2023, section 3.1.
     """
     name = "flash_attention_varlen"
+    _check_given(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     xp, (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, out) = as_arrays(
@@ -214,8 +216,6 @@ def flash_attention_varlen(
         out=out,
     )
     for label, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if lengths is None:
-            raise TypeError(f"{name}: {label} must be an int32 array (sequences + 1,), got None")
         check_cu_seqlens(name, label, lengths)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
@@ -294,6 +294,7 @@ def scaled_dot_product_attention(
         An argument does not fit; the message names it.
     """
     name = "scaled_dot_product_attention"
+    _check_given(name, query=query, key=key, value=value)
     xp, (query, key, value, attn_mask) = as_arrays(
         name, query=query, key=key, value=value, attn_mask=attn_mask
     )
@@ -325,10 +326,15 @@ def scaled_dot_product_attention(
         top_left=True,
         scale=scale,
         dropout=dropout_p,
-        names=("query", "key", "value"),
+        names=("query", "key", "value", "dropout_p"),
     )
     bias = mask = None
     if attn_mask is not None:
+        if attn_mask.dtype != np.bool_ and attn_mask.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{name}: attn_mask has dtype {attn_mask.dtype}, must be bool (True keeps) or a "
+                "floating dtype"
+            )
         full = (*query.shape[:-1], key.shape[-2])
         try:
             scores = xp.broadcast_to(attn_mask, full)
@@ -388,6 +394,12 @@ def _forward(
         out=out,
         return_lse=return_lse,
     )
+
+
+def _check_given(function: str, **arrays: Any) -> None:
+    for name, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{function}: {name} must be a NumPy or CuPy array, got None")
 
 
 def _add_batch(function: str, name: str, array: Any) -> Any:

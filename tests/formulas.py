@@ -31,10 +31,11 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q).
 
-    Every step is rounded to `precision`; the softmax of 16-bit scores is in float32, as everybody has it.
+    Every step is rounded to `precision`; the softmax of 16-bit scores is in float32, as everybody has it. What float64 is
+    to be judged by needs np.longdouble.
     """
     precision = np.dtype(precision)
-    dtype = np.float64 if precision == np.float64 else np.float32
+    dtype = precision.type if precision.itemsize >= 8 else np.float32
 
     def rounded(x: np.ndarray) -> np.ndarray:
         return x.astype(precision).astype(dtype)
@@ -92,8 +93,8 @@ def varlen_attention(
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return out (total, heads_q, head_dim_v) and lse (heads_q, total), NaN in rows of no sequence."""
-    out = np.full((*q.shape[:2], v.shape[2]), np.nan)
-    lse = np.full((q.shape[1], q.shape[0]), np.nan)
+    out = np.full((*q.shape[:2], v.shape[2]), np.nan, np.longdouble)
+    lse = np.full((q.shape[1], q.shape[0]), np.nan, np.longdouble)
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
@@ -108,23 +109,27 @@ def varlen_attention(
 
 
 def assert_accurate(
-    actual: np.ndarray, exact: np.ndarray, plain: np.ndarray, slack: float | None = None
+    actual: np.ndarray, exact: np.ndarray, *plain: np.ndarray, slack: float | None = None
 ) -> None:
     """Assert ``max|actual - exact| <= 2 max|plain - exact| + slack``; infinities have to be the same.
 
-    `slack`, what luck may spare the plain formula, is one rounding of a number of exact's size unless given. float64 has
-    nothing more exact to be compared with, so `plain` is `exact` there, and the slack a longer chain of roundings.
+    Of several plain results the worst counts. `slack`, what luck may spare the plain formula, is one rounding of a number of
+    exact's size unless given; 256 of them for float64, where `plain` may have to be `exact` for want of a wider type.
     """
-    actual, exact, plain = (np.asarray(a) for a in (actual, exact, plain))
+    actual, exact = np.asarray(actual), np.asarray(exact)
     assert actual.shape == exact.shape
     if not exact.size:
         return
-    if slack is None:
-        largest = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
-        roundings = 256 if actual.dtype == np.float64 else 1
-        slack = roundings * float(ml_dtypes.finfo(actual.dtype).eps) * largest
-    values, plain = actual.astype(np.float64), plain.astype(np.float64)
     finite = np.isfinite(exact)
-    np.testing.assert_array_equal(values[~finite], exact[~finite])
-    error, usual = (np.abs(a[finite] - exact[finite]).max(initial=0.0) for a in (values, plain))
-    assert error <= 2 * usual + slack, f"error {error:.3g}, the formula's {usual:.3g}"
+    np.testing.assert_array_equal(actual[~finite].astype(np.float64), exact[~finite])
+
+    def error(result: np.ndarray) -> float:
+        return np.abs(result.astype(exact.dtype) - exact)[finite].max(initial=0.0)
+
+    if slack is None:
+        roundings = 256 if actual.dtype == np.float64 else 1
+        slack = roundings * float(ml_dtypes.finfo(actual.dtype).eps)
+        slack *= np.abs(exact[finite]).max(initial=0.0)
+    with np.errstate(invalid="ignore"):  # inf - inf, where finite is False
+        ours, usual = error(actual), max(error(np.asarray(p)) for p in plain)
+    assert ours <= 2 * usual + slack, f"error {ours:.3g}, the formula's {usual:.3g}"

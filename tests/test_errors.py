@@ -1,0 +1,326 @@
+"""Bad input: each error names the function, the argument, what it was and what it may be."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuattn
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+# A call that is right, and for each case what is different and what is said about it.
+
+FLASH_ATTENTION = {"q": zeros(2, 5, 8, 16), "k": zeros(2, 7, 4, 16), "v": zeros(2, 7, 4, 24)}
+SCORES = "(batch, heads_q, seqlen_q, seqlen_k) = (2, 8, 5, 7)"
+LAYOUT = "(batch, seqlen, heads, head_dim)"
+DTYPES = "float16, bfloat16, float32, float64"
+ARRAY = "must be a NumPy or CuPy array (or have __cuda_array_interface__ or __dlpack__), got"
+
+FLASH_ATTENTION_CASES = [
+    # Arrays
+    ({"q": [[0.0]]}, TypeError, f"q {ARRAY} builtins.list"),
+    ({"k": None}, TypeError, "k must be a NumPy or CuPy array, got None"),
+    ({"mask": True}, TypeError, f"mask {ARRAY} builtins.bool"),
+    ({"sinks": 1.0}, TypeError, f"sinks {ARRAY} builtins.float"),
+    ({"out": "out"}, TypeError, f"out {ARRAY} builtins.str"),
+    # Shapes
+    ({"q": zeros(5, 16)}, ValueError, f"q has shape (5, 16), must be {LAYOUT}"),
+    ({"q": zeros(1, 2, 5, 8, 16)}, ValueError, f"q has shape (1, 2, 5, 8, 16), must be {LAYOUT}"),
+    ({"k": zeros(7, 4, 16)}, ValueError, f"k has shape (7, 4, 16), must be {LAYOUT}"),
+    (
+        {"q": zeros(5, 8, 16)},
+        ValueError,
+        "k has shape (2, 7, 4, 16), must be (seqlen, heads, head_dim) as q is",
+    ),
+    ({"k": zeros(3, 7, 4, 16)}, ValueError, "k has batch 3, must be q's 2"),
+    ({"v": zeros(3, 7, 4, 24)}, ValueError, "v has batch 3, must be q's 2"),
+    ({"v": zeros(2, 6, 4, 24)}, ValueError, "v has length 6, must be k's 7"),
+    ({"v": zeros(2, 7, 8, 24)}, ValueError, "v has 8 heads, must be k's 4"),
+    ({"k": zeros(2, 7, 4, 8)}, ValueError, "k has head_dim 8, must be q's 16"),
+    (
+        {"k": zeros(2, 7, 6, 16), "v": zeros(2, 7, 6, 24)},
+        ValueError,
+        "k has 6 heads, which must divide q's 8",
+    ),
+    (
+        {"k": zeros(2, 7, 0, 16), "v": zeros(2, 7, 0, 24)},
+        ValueError,
+        "k has 0 heads, which must divide q's 8",
+    ),
+    (
+        {"q": zeros(2, 5, 8, 257), "k": zeros(2, 7, 4, 257)},
+        ValueError,
+        "q has head_dim 257, must be from 1 to 256",
+    ),
+    ({"v": zeros(2, 7, 4, 0)}, ValueError, "v has head_dim 0, must be from 1 to 256"),
+    # Dtypes
+    (
+        {"q": zeros(2, 5, 8, 16, dtype=np.int32)},
+        TypeError,
+        f"q has dtype int32, must be one of {DTYPES}",
+    ),
+    (
+        {"k": zeros(2, 7, 4, 16, dtype=np.float16)},
+        TypeError,
+        "k has dtype float16, must be q's float32",
+    ),
+    (
+        {"v": zeros(2, 7, 4, 24, dtype=np.float64)},
+        TypeError,
+        "v has dtype float64, must be q's float32",
+    ),
+    # Numbers
+    ({"scale": "1"}, TypeError, "scale must be a number, got str"),
+    ({"scale": [1.0]}, TypeError, "scale must be a number, got list"),
+    ({"scale": 1j}, TypeError, "scale must be a number, got complex"),
+    ({"scale": float("nan")}, ValueError, "scale is nan, must be finite"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0, must be positive, or None for no cap"),
+    ({"softcap": zeros(1)}, TypeError, "softcap must be a number, got ndarray"),
+    ({"softcap": float("inf")}, ValueError, "softcap is inf, must be finite"),
+    (
+        {"dropout": 0.1},
+        NotImplementedError,
+        "dropout=0.1 is not implemented yet (it comes with the gradients); use 0.0",
+    ),
+    # Window
+    ({"window": 3}, ValueError, "window is 3, must be a pair (left, right) or None"),
+    (
+        {"window": (1, 2, 3)},
+        ValueError,
+        "window is (1, 2, 3), must be a pair (left, right) or None",
+    ),
+    (
+        {"window": (-1, 0)},
+        ValueError,
+        "window is (-1, 0); each side must be an integer >= 0, or None for no limit",
+    ),
+    (
+        {"window": (None, 0.5)},
+        ValueError,
+        "window is (None, 0.5); each side must be an integer >= 0, or None for no limit",
+    ),
+    # Bias and mask
+    (
+        {"bias": zeros(5, 8)},
+        ValueError,
+        f"bias has shape (5, 8), which must broadcast to {SCORES}",
+    ),
+    (
+        {"bias": zeros(1, 2, 8, 5, 7)},
+        ValueError,
+        f"bias has shape (1, 2, 8, 5, 7), which must broadcast to {SCORES}",
+    ),
+    (
+        {"bias": zeros(5, 7, dtype=np.int64)},
+        TypeError,
+        "bias has dtype int64, must be a floating dtype",
+    ),
+    (
+        {"mask": zeros(3, 1, 5, 7, dtype=bool)},
+        ValueError,
+        f"mask has shape (3, 1, 5, 7), which must broadcast to {SCORES}",
+    ),
+    ({"mask": zeros(5, 7)}, TypeError, "mask has dtype float32, must be bool (True keeps)"),
+    # One number a head
+    (
+        {"alibi_slopes": zeros(4)},
+        ValueError,
+        "alibi_slopes has shape (4,), must be (8,) or (2, 8)",
+    ),
+    (
+        {"alibi_slopes": zeros(8, dtype=np.int32)},
+        TypeError,
+        "alibi_slopes has dtype int32, must be a floating dtype",
+    ),
+    ({"sinks": zeros(2, 8)}, ValueError, "sinks has shape (2, 8), must be (8,)"),
+    (
+        {"sinks": zeros(8, dtype=bool)},
+        TypeError,
+        "sinks has dtype bool, must be a floating dtype",
+    ),
+    # Out
+    (
+        {"out": zeros(2, 5, 8, 16)},
+        ValueError,
+        "out has shape (2, 5, 8, 16), must be (2, 5, 8, 24)",
+    ),
+    (
+        {"out": zeros(2, 5, 8, 24, dtype=np.float64)},
+        ValueError,
+        "out has dtype float64, must be float32",
+    ),
+    (
+        {"out": read_only(zeros(2, 5, 8, 24))},
+        ValueError,
+        "out is read-only, must be writable",
+    ),
+]
+
+VARLEN = {
+    "q": zeros(9, 8, 16),
+    "k": zeros(12, 4, 16),
+    "v": zeros(12, 4, 24),
+    "cu_seqlens_q": np.int32([0, 4, 9]),
+    "cu_seqlens_k": np.int32([0, 12, 12]),
+}
+RISE = "must start at 0, never fall, and end at"
+
+VARLEN_CASES = [
+    (
+        {"q": zeros(1, 9, 8, 16)},
+        ValueError,
+        "q has shape (1, 9, 8, 16), must be (total, heads, head_dim)",
+    ),
+    (
+        {"cu_seqlens_q": None},
+        TypeError,
+        "cu_seqlens_q must be a NumPy or CuPy array, got None",
+    ),
+    ({"cu_seqlens_q": [0, 4, 9]}, TypeError, f"cu_seqlens_q {ARRAY} builtins.list"),
+    (
+        {"cu_seqlens_q": np.float32([0, 4, 9])},
+        TypeError,
+        "cu_seqlens_q has dtype float32, must be int32",
+    ),
+    (
+        {"cu_seqlens_k": np.int32([[0, 12, 12]])},
+        ValueError,
+        "cu_seqlens_k has shape (1, 3), must be (sequences + 1,)",
+    ),
+    (
+        {"cu_seqlens_q": np.int32([])},
+        ValueError,
+        "cu_seqlens_q has shape (0,), must be (sequences + 1,)",
+    ),
+    (
+        {"cu_seqlens_k": np.int32([0, 12])},
+        ValueError,
+        "cu_seqlens_k has shape (2,), must be cu_seqlens_q's (3,)",
+    ),
+    (
+        {"cu_seqlens_q": np.int32([1, 4, 9])},
+        ValueError,
+        f"cu_seqlens_q is [1 4 9], {RISE} 9 at most",
+    ),
+    (
+        {"cu_seqlens_q": np.int32([0, 4, 10])},
+        ValueError,
+        f"cu_seqlens_q is [ 0  4 10], {RISE} 9 at most",
+    ),
+    (
+        {"cu_seqlens_k": np.int32([0, 12, 5])},
+        ValueError,
+        f"cu_seqlens_k is [ 0 12  5], {RISE} 12 at most",
+    ),
+    (
+        {"alibi_slopes": zeros(3, 8)},
+        ValueError,
+        "alibi_slopes has shape (3, 8), must be (8,) or (2, 8)",
+    ),
+    ({"out": zeros(9, 8, 16)}, ValueError, "out has shape (9, 8, 16), must be (9, 8, 24)"),
+]
+
+SDPA = {"query": zeros(2, 8, 5, 16), "key": zeros(2, 8, 7, 16), "value": zeros(2, 8, 7, 24)}
+
+SDPA_CASES = [
+    ({"query": 1.0}, TypeError, f"query {ARRAY} builtins.float"),
+    ({"query": zeros(16)}, ValueError, "query has shape (16,), must be (..., heads, L, E)"),
+    (
+        {"key": zeros(3, 8, 7, 16)},
+        ValueError,
+        "key has shape (3, 8, 7, 16), whose leading axes must be those of query (2, 8, 5, 16)",
+    ),
+    (
+        {"value": zeros(8, 7, 24)},
+        ValueError,
+        "value has shape (8, 7, 24), whose leading axes must be those of query (2, 8, 5, 16)",
+    ),
+    (
+        {"key": zeros(2, 4, 7, 16), "value": zeros(2, 4, 7, 24)},
+        ValueError,
+        "key has 4 heads, must be query's 8 (or divide them, with enable_gqa=True)",
+    ),
+    (
+        {"key": zeros(2, 3, 7, 16), "value": zeros(2, 3, 7, 24), "enable_gqa": True},
+        ValueError,
+        "key has 3 heads, which must divide query's 8",
+    ),
+    ({"key": zeros(2, 8, 7, 8)}, ValueError, "key has head_dim 8, must be query's 16"),
+    ({"value": zeros(2, 8, 6, 24)}, ValueError, "value has length 6, must be key's 7"),
+    (
+        {"key": zeros(2, 8, 7, 16, dtype=np.float64)},
+        TypeError,
+        "key has dtype float64, must be query's float32",
+    ),
+    (
+        {"attn_mask": zeros(5, 8)},
+        ValueError,
+        "attn_mask has shape (5, 8), which must broadcast to (2, 8, 5, 7)",
+    ),
+    (
+        {"attn_mask": zeros(5, 7, dtype=np.int64)},
+        TypeError,
+        "attn_mask has dtype int64, must be bool (True keeps) or a floating dtype",
+    ),
+    (
+        {"attn_mask": zeros(5, 7), "is_causal": True},
+        ValueError,
+        "attn_mask must be None where is_causal=True, got an array",
+    ),
+    (
+        {"dropout_p": 0.5},
+        NotImplementedError,
+        "dropout_p=0.5 is not implemented yet (it comes with the gradients); use 0.0",
+    ),
+]
+
+
+def cases(function: str, right: dict[str, Any], different: list) -> list:
+    return [
+        pytest.param(function, right | options, error, words, id=f"{function}: {words}")
+        for options, error, words in different
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "words"),
+    [
+        *cases("flash_attention", FLASH_ATTENTION, FLASH_ATTENTION_CASES),
+        *cases("flash_attention_varlen", VARLEN, VARLEN_CASES),
+        *cases("scaled_dot_product_attention", SDPA, SDPA_CASES),
+    ],
+)
+def test_message(function, arguments, error, words):
+    with pytest.raises(error, match="^" + re.escape(f"{function}: {words}") + "$"):
+        getattr(cuattn, function)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("flash_attention", FLASH_ATTENTION),
+        ("flash_attention_varlen", VARLEN),
+        ("scaled_dot_product_attention", SDPA),
+    ],
+)
+def test_the_call_itself_is_right(function, arguments):
+    getattr(cuattn, function)(**arguments)
+
+
+def test_no_result_is_written_where_an_argument_is_wrong():
+    out = np.full((2, 5, 8, 24), 7, np.float32)
+    with pytest.raises(ValueError, match="sinks"):
+        cuattn.flash_attention(**FLASH_ATTENTION, out=out, sinks=zeros(3))
+    assert (out == 7).all()
