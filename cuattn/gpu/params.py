@@ -75,6 +75,127 @@ def forward_shape(
     )
 
 
+#: DecodeParams of rawkernels/decoding/params.cuh, field by field.
+DECODE_PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("q", "k", "v", "out", "lse", "alibi_slopes", "sinks")),
+        *((name, np.uint64) for name in ("page_table", "seq_lens", "cu_seqlens_q")),
+        *((name, np.uint64) for name in ("partial_out", "partial_max_sum", "arrived", "ticket")),
+        *((f"{name}_stride", np.int64, 3) for name in ("q", "out", "k", "v")),
+        *((name, np.int64) for name in ("table_stride", "alibi_batch_stride")),
+        *((name, np.int64) for name in ("lse_batch_stride", "lse_head_stride")),
+        ("scale", np.float64),
+        ("softcap", np.float64),
+        *((name, np.int32) for name in ("batch", "seqlen_q", "capacity", "heads_q", "heads_kv")),
+        *((name, np.int32) for name in ("head_dim", "head_dim_v", "window_left", "window_right")),
+        *((name, np.int32) for name in ("page_shift", "first_key", "unit_keys", "num_splits")),
+        *((name, np.int32) for name in ("split_units", "out_is_acc")),
+    ],
+    align=True,
+)
+DECODE_ARGUMENT = np.dtype((np.void, DECODE_PARAMS.itemsize))
+
+#: Packs the 14 pointers and the ticket that DECODE_PARAMS begins with.
+decode_pointers = struct.Struct("14Q").pack
+_DECODE_SHAPE = struct.Struct("12q 4q 2d 15i 4x")
+#: MergeParams of rawkernels/decoding/merge.cu.
+MERGE_PARAMS = np.dtype(
+    [
+        ("outs", np.uint64, 32),
+        ("lses", np.uint64, 32),
+        ("out", np.uint64),
+        ("lse", np.uint64),
+        ("out_stride", np.int64, 3),
+        ("lse_stride", np.int64, 3),
+        ("rows", np.int64),
+        *((name, np.int32) for name in ("middle", "inner", "head_dim_v", "parts", "packed")),
+    ],
+    align=True,
+)
+
+#: WriteParams of rawkernels/kvcache/write.cu.
+CACHE_WRITE_PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("k", "v", "k_pages", "v_pages", "page_table", "seq_lens")),
+        *((name, np.uint64) for name in ("cu_new", "cos", "sin")),
+        *((name, np.int64) for name in ("k_token", "k_head", "v_token", "v_head")),
+        ("k_page", np.int64, 3),
+        ("v_page", np.int64, 3),
+        ("table_stride", np.int64),
+        *((name, np.int32) for name in ("total", "batch", "heads", "head_dim", "head_dim_v")),
+        *((name, np.int32) for name in ("page_shift", "pairs", "interleaved")),
+    ],
+    align=True,
+)
+CONTIGUOUS_PAGE_SHIFT = 30  # a contiguous cache is one page a sequence
+
+
+def decode_shape(
+    spec: AttentionSpec,
+    strides: tuple[tuple[int, ...], ...],
+    alibi_slopes: tuple | None,
+    *,
+    out_itemsize: int,
+    table_stride: int,
+    lse_strides: tuple[int, int],
+    page_size: int | None,
+    first_key: int,
+    unit_keys: int,
+    num_splits: int | str | None,
+) -> bytes:
+    """Pack DECODE_PARAMS after its pointers.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The call, with the cache's capacity as seqlen_k.
+    strides : tuple
+        Of q, out, k and v, in bytes; k and v have those of pages, or of a contiguous cache.
+    alibi_slopes : tuple, optional
+        (shape, strides in bytes, dtype).
+    out_itemsize : int
+        Of the array that is written to.
+    table_stride, lse_strides : int, (int, int)
+        In elements: of the page table's rows; of lse's batch and heads.
+    page_size : int, optional
+        None for a contiguous cache.
+    first_key, unit_keys, num_splits
+        As in DecodeParams; `num_splits` as in :func:`cuattn.flash_decode`.
+    """
+    slopes_batch = 0
+    if alibi_slopes is not None and len(alibi_slopes[0]) == 2:
+        slopes_batch = alibi_slopes[1][0] // alibi_slopes[2].itemsize
+    q, out, k, v = strides
+    itemsize = spec.dtype.itemsize
+    return _DECODE_SHAPE.pack(
+        *_row_strides(spec, q),
+        *([0] if spec.varlen else []),
+        *(stride // out_itemsize for stride in out[:-1]),
+        *(stride // itemsize for stride in k[:-1]),
+        *(stride // itemsize for stride in v[:-1]),
+        table_stride,
+        slopes_batch,
+        *lse_strides,
+        spec.scale,
+        spec.softcap,
+        spec.batch,
+        spec.seqlen_q,
+        spec.seqlen_k,
+        spec.heads_q,
+        spec.heads_kv,
+        spec.head_dim,
+        spec.head_dim_v,
+        _bounded(spec.window_left),
+        _bounded(spec.window_right),
+        CONTIGUOUS_PAGE_SHIFT if page_size is None else page_size.bit_length() - 1,
+        first_key,
+        unit_keys,
+        num_splits if isinstance(num_splits, int) else 0,
+        num_splits is not None,
+        out_itemsize != itemsize,
+    )
+
+
 def _row_strides(spec: AttentionSpec, strides: tuple[int, ...]) -> list[int]:
     """Element strides of batch, seq and head."""
     elements = [stride // spec.dtype.itemsize for stride in strides[:-1]]

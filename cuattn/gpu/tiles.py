@@ -30,6 +30,7 @@ def capability(arch: str) -> int:
 def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
     yield from simt_forward_variants(arch)
+    yield from decode_variants(arch)
 
 
 def forward(spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool) -> Launch:
@@ -72,17 +73,18 @@ class SimtForwardConfig(Config):
     tile_n: int
     thread_cols: int  # threads that share a row of scores and of O
     thread_rows: int
+    blocks_per_sm: int  # that registers must suffice for
 
     @property
     def threads(self) -> int:
         return self.thread_rows * self.thread_cols
 
 
-#: (tile_m, tile_n, thread_cols, thread_rows) by the size of the accumulator and head_dim_v: as many scores and columns
-#: of O for a thread as registers hold, since what a thread reads from shared memory it should use often.
+#: (tile_m, tile_n, thread_cols, thread_rows, blocks_per_sm) by the size of the accumulator and head_dim_v: as many
+#: scores and columns of O for a thread as registers hold, since it should use often what it reads from shared memory.
 SIMT_TILES = {
-    4: {64: (128, 64, 8, 16), 128: (64, 128, 16, 8), 256: (32, 128, 16, 8)},
-    8: {64: (64, 64, 16, 8), 128: (64, 64, 16, 16), 256: (32, 64, 16, 16)},
+    4: {64: (64, 64, 16, 8, 3), 128: (64, 64, 16, 8, 2), 256: (32, 64, 16, 8, 2)},
+    8: {64: (64, 64, 16, 8, 2), 128: (64, 64, 16, 16, 1), 256: (32, 64, 16, 16, 1)},
 }
 GRID_Y = 65535  # the most blocks along a grid's second axis
 
@@ -123,3 +125,224 @@ def _simt_variant(config: SimtForwardConfig) -> Variant:
 
 #: The tiers of the forward pass, fastest first: each chooses a launch, or None for a call that it leaves to the next.
 FORWARD_TIERS = {"simt": simt_forward}
+
+
+# ---------------------------------------------------------------------------------------------- decoding
+
+#: Shared memory of a multiprocessor in KiB, by compute capability; others have at least 100. A block can have 1 less.
+SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
+RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm80DecodeConfig(Config):
+    """decoding/decode_sm80.cu."""
+
+    dtype: str
+    head_dim: int  # the next of 64, 128 and 256, for both
+    warp_rows: int  # of a row tile, a warp's
+    warp_keys: int  # of a key tile, a slice's
+    warps_q: int  # that share a slice of the keys
+    warps_k: int  # slices
+    stages: int
+    blocks_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warp_rows * self.warps_q
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile."""
+        return self.warp_keys * self.warps_k
+
+    @property
+    def threads(self) -> int:
+        """One warp for each slice of the keys and part of the rows."""
+        return 32 * self.warps_q * self.warps_k
+
+    @property
+    def smem_bytes(self) -> int:
+        """The rings, then Q or O, then what is small."""
+        rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
+        rows = max(
+            self.rows * self.head_dim * 2, self.warps_k * 8 * self.warps_q * self.head_dim * 4
+        )
+        warps = self.warps_k * self.warps_q
+        return -(-(rings + rows + 64 * warps + 16 * self.rows + 96 * (warps + 1) + 96) // 128) * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SimtDecodeConfig(Config):
+    """decoding/decode_simt.cu."""
+
+    dtype: str
+    head_dim: int  # the next of 128 and 256, for both
+    rows: int
+    blocks_per_sm: int
+    tile_keys: int
+
+    @property
+    def threads(self) -> int:
+        """Four warps, which take keys in turn."""
+        return 128
+
+
+def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> Launch:
+    """Choose the kernel of a decoding call: the fastest tier of `DECODE_TIERS` that serves it.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The call, with the cache's capacity as seqlen_k.
+    arch : str
+        The device's architecture.
+    multiprocessors : int
+        How many the device has.
+    aligned : bool
+        Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
+
+    Raises
+    ------
+    LookupError
+        No tier serves the call: only where `DECODE_TIERS` was cut down.
+    """
+    for choose in DECODE_TIERS.values():
+        variant = choose(spec, arch, aligned)
+        if variant is not None:
+            return Launch(variant, (multiprocessors * variant.config.blocks_per_sm,))
+    raise LookupError(f"none of the tiers {', '.join(DECODE_TIERS)} serves {spec} on {arch}")
+
+
+def decode_slots(
+    spec: AttentionSpec, launch: Launch, num_splits: int | str | None, unit: int
+) -> int:
+    """How many partial results a decoding launch may have to keep at most."""
+    config = launch.variant.config
+    if num_splits is None:
+        return 2 * launch.grid[0]  # a block leaves at most two items incomplete
+    group = spec.heads_q // spec.heads_kv
+    if spec.varlen:
+        row_tiles = spec.seqlen_q * group // config.rows + spec.batch
+    else:
+        row_tiles = spec.batch * -(-spec.seqlen_q * group // config.rows)
+    # A sequence of several row tiles is not split.
+    units = num_splits if isinstance(num_splits, int) else -(-spec.seqlen_k // unit)
+    return spec.heads_kv * (row_tiles + spec.batch * max(units, 1))
+
+
+def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None:
+    """Choose a variant of decoding/decode_sm80.cu."""
+    dims = spec.head_dim, spec.head_dim_v
+    if capability(arch) < 80 or spec.dtype.itemsize != 2 or not aligned or any(d % 8 for d in dims):
+        return None
+    head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
+    group = spec.heads_q // spec.heads_kv
+    # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a small tile wastes least.
+    tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.varlen else spec.seqlen_q
+    rows = next((n for n in (8, 32) if tokens * group <= n), 64)
+    return _sm80_decode_variant(spec.dtype.name, head_dim, rows, arch)
+
+
+def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Variant:
+    """The variant with the deepest rings that leave an architecture's shared memory and registers room."""
+    shared = SHARED_KIB.get(capability(arch), 100) * 1024
+    warp_rows = min(rows, 32, 4096 // head_dim)  # O takes head_dim * warp_rows / 32 registers
+    warp_keys = 32 if head_dim == 64 else 16
+    wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
+    for warps_k, stages, blocks in ((4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip
+        config = Sm80DecodeConfig(
+            dtype, head_dim, warp_rows, warp_keys, rows // warp_rows, warps_k, stages, blocks
+        )
+        fits = blocks * (config.smem_bytes + RING_BLOCK_BYTES) <= shared
+        if fits and blocks * config.threads <= (256 if wide else 512):
+            return Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+    raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}")
+
+
+def simt_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant:
+    """Choose a variant of decoding/decode_simt.cu, which serves every call."""
+    return _simt_decode_variant(
+        spec.dtype.name, next(n for n in (128, 256) if max(spec.head_dim, spec.head_dim_v) <= n)
+    )
+
+
+def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
+    rows = 2 if dtype == "float64" else 4
+    config = SimtDecodeConfig(dtype, head_dim, rows, blocks_per_sm=4, tile_keys=64)
+    return Variant("decoding/decode_simt.cu", "decode_simt", config)
+
+
+#: The tiers of decoding, fastest first: each chooses a variant, or None for a call that it leaves to the next.
+DECODE_TIERS = {"sm80": sm80_decode, "simt": simt_decode}
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeConfig(Config):
+    """decoding/merge.cu."""
+
+    dtype: str
+    out_dtype: str
+
+    @property
+    def threads(self) -> int:
+        """Each has four columns of a row at a time."""
+        return 256
+
+
+def merge(dtype: str, out_dtype: str) -> Variant:
+    """Choose a variant of decoding/merge.cu."""
+    return Variant("decoding/merge.cu", "merge", MergeConfig(dtype, out_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheWriteConfig(Config):
+    """kvcache/write.cu."""
+
+    dtype: str
+    vec_bytes: int
+    loads: int
+
+    @property
+    def threads(self) -> int:
+        """Each copies `loads` pieces."""
+        return 256
+
+
+def cache_write(dtype: str, itemsize: int, *, aligned: bool) -> Variant:
+    """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
+    config = CacheWriteConfig(dtype, 16 if aligned else itemsize, loads=4)
+    return Variant("kvcache/write.cu", "write", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheUpdateConfig(Config):
+    """kvcache/update.cu."""
+
+    @property
+    def threads(self) -> int:
+        """Each sets some numbers."""
+        return 256
+
+
+CACHE_UPDATE = Variant("kvcache/update.cu", "update", CacheUpdateConfig())
+
+
+def decode_variants(arch: str) -> Iterator[Variant]:
+    """Every variant of the kernels in decoding/ and kvcache/."""
+    if capability(arch) >= 80:
+        for dtype in ("float16", "bfloat16"):
+            for head_dim in (64, 128, 256):
+                for rows in (8, 32, 64):
+                    yield _sm80_decode_variant(dtype, head_dim, rows, arch)
+    for dtype in FLOAT_DTYPES.values():
+        for head_dim in (128, 256):
+            yield _simt_decode_variant(dtype, head_dim)
+    for dtype, name in FLOAT_DTYPES.items():
+        yield merge(name, name)
+        if dtype.itemsize == 2:
+            yield merge("float32", name)
+        for aligned in (False, True):
+            yield cache_write(name, dtype.itemsize, aligned=aligned)
+    yield CACHE_UPDATE

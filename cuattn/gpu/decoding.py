@@ -1,0 +1,363 @@
+"""Decoding on a GPU: tier, scratch, launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu import compiler, tiles
+from cuattn.gpu.params import DECODE_ARGUMENT, MERGE_PARAMS, decode_pointers, decode_shape
+
+UNIT_KEYS = 1024  # of num_splits="fixed"
+MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
+
+_tickets = random.Random()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All of a launch but the pointers."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    smem_bytes: int
+    shape: bytes  # DECODE_PARAMS after its pointers
+    partial_out: int  # bytes of scratch
+    partial_max_sum: int
+    arrived: int
+
+
+def decode(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    spec: AttentionSpec,
+    *,
+    seq_lens: cupy.ndarray,
+    page_table: cupy.ndarray | None = None,
+    cu_seqlens_q: cupy.ndarray | None = None,
+    prefix: int | tuple[cupy.ndarray, cupy.ndarray] | None = None,
+    alibi_slopes: cupy.ndarray | None = None,
+    sinks: cupy.ndarray | None = None,
+    num_splits: int | str | None = None,
+    out: cupy.ndarray | None = None,
+    return_lse: bool = False,
+) -> tuple[cupy.ndarray, cupy.ndarray | None]:
+    """Attention of a few queries a sequence over a cache, on CuPy's current stream, without synchronising.
+
+    Parameters and result as of :func:`cuattn.reference.decoding.decode`.
+    """
+    device = q.device.id
+    if device != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(device):
+            return decode(
+                q,
+                k,
+                v,
+                spec,
+                seq_lens=seq_lens,
+                page_table=page_table,
+                cu_seqlens_q=cu_seqlens_q,
+                prefix=prefix,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                num_splits=num_splits,
+                out=out,
+                return_lse=return_lse,
+            )
+    if alibi_slopes is not None:
+        alibi_slopes = cupy.ascontiguousarray(alibi_slopes, dtype=spec.acc_dtype)
+    if sinks is not None:
+        sinks = cupy.ascontiguousarray(sinks, dtype=spec.acc_dtype)
+    seq_lens = cupy.ascontiguousarray(seq_lens)
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = cupy.ascontiguousarray(cu_seqlens_q)
+    if page_table is not None and page_table.strides[1] != page_table.itemsize:
+        page_table = cupy.ascontiguousarray(page_table)
+    # Where positions count, a shared prefix is read with the rest: its queries are at as many positions as sequences.
+    if isinstance(prefix, int) and (spec.window_left is not None or alibi_slopes is not None):
+        prefix = None
+
+    target = out
+    if out is None or out.strides[-1] != out.itemsize:
+        target = cupy.empty(spec.out_shape, spec.dtype)
+    lse = None
+    if not target.size or not spec.batch:
+        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+    elif prefix is not None:
+        lse = _cascade(
+            q, k, v, spec, seq_lens, page_table, cu_seqlens_q, prefix, sinks, num_splits, target
+        )
+        lse = lse if return_lse else None
+    else:
+        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+        _launch(
+            q,
+            k,
+            v,
+            target,
+            lse,
+            spec,
+            seq_lens=seq_lens,
+            page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            num_splits=num_splits,
+        )
+    if out is not None and target is not out:
+        out[...] = target
+        target = out
+    return target, lse
+
+
+def _cascade(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    spec: AttentionSpec,
+    seq_lens: cupy.ndarray,
+    page_table: cupy.ndarray,
+    cu_seqlens_q: cupy.ndarray | None,
+    prefix: int | tuple[cupy.ndarray, cupy.ndarray],
+    sinks: cupy.ndarray | None,
+    num_splits: int | str | None,
+    out: cupy.ndarray,
+) -> cupy.ndarray:
+    """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's own, merged; returns lse."""
+    rows = q.reshape(1, -1, *q.shape[-2:])
+    total = rows.shape[1]
+    if isinstance(prefix, int):
+        first_key, length = prefix, prefix
+        prefix_k, prefix_v, prefix_table = k, v, page_table[:1]
+    else:
+        first_key, length = 0, prefix[0].shape[0]
+        prefix_k, prefix_v, prefix_table = prefix[0][None], prefix[1][None], None
+    outs = cupy.empty((2, total, *spec.out_shape[-2:]), spec.acc_dtype)
+    lses = cupy.empty((2, spec.heads_q, total), spec.acc_dtype)
+    shared = dataclasses.replace(
+        spec,
+        batch=1,
+        seqlen_q=total,
+        seqlen_k=length,
+        window_left=None,
+        window_right=None,
+        varlen=False,
+    )
+    _launch(
+        rows,
+        prefix_k,
+        prefix_v,
+        outs[0][None],
+        lses[0],
+        shared,
+        page_table=prefix_table,
+        num_splits=num_splits,
+    )
+    _launch(
+        q,
+        k,
+        v,
+        outs[1].reshape(spec.out_shape),
+        lses[1],
+        spec,
+        seq_lens=seq_lens,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        sinks=sinks,
+        num_splits=num_splits,
+        first_key=first_key,
+        lse_strides=(0 if spec.varlen else spec.seqlen_q, total),
+    )
+    merged = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
+    lse = cupy.empty((spec.heads_q, total), spec.acc_dtype)
+    _merge(list(outs), list(lses), merged.reshape(total, *spec.out_shape[-2:]), lse, (1, 0))
+    if merged is not out:
+        out[...] = merged
+    if spec.varlen:
+        return lse
+    return lse.reshape(spec.heads_q, spec.batch, spec.seqlen_q).transpose(1, 0, 2)
+
+
+def _launch(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    out: cupy.ndarray,
+    lse: cupy.ndarray | None,
+    spec: AttentionSpec,
+    *,
+    seq_lens: cupy.ndarray | None = None,
+    page_table: cupy.ndarray | None = None,
+    cu_seqlens_q: cupy.ndarray | None = None,
+    alibi_slopes: cupy.ndarray | None = None,
+    sinks: cupy.ndarray | None = None,
+    num_splits: int | str | None = None,
+    first_key: int = 0,
+    lse_strides: tuple[int, int] | None = None,
+) -> None:
+    """Launch the decoding kernel. `out` is of q's dtype, or of the accumulators'; without `seq_lens` the cache is full."""
+    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr)
+    if lse_strides is None:
+        lse_strides = (0 if spec.varlen else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
+    plan = _plan(
+        spec,
+        q.device.id,
+        (q.strides, out.strides, k.strides, v.strides),
+        out.itemsize,
+        None
+        if alibi_slopes is None
+        else (alibi_slopes.shape, alibi_slopes.strides, alibi_slopes.dtype),
+        None if page_table is None else k.shape[1],
+        0 if page_table is None else page_table.strides[0] // page_table.itemsize,
+        lse_strides,
+        first_key,
+        num_splits,
+        (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
+    )
+    scratch = _scratch(plan.partial_out + plan.partial_max_sum + plan.arrived)
+    partial_max_sum = scratch.ptr + plan.partial_out
+    params = decode_pointers(
+        *pointers,
+        _pointer(lse),
+        _pointer(alibi_slopes),
+        _pointer(sinks),
+        _pointer(page_table),
+        _pointer(seq_lens),
+        _pointer(cu_seqlens_q),
+        scratch.ptr,
+        partial_max_sum,
+        partial_max_sum + plan.partial_max_sum,
+        _tickets.getrandbits(64),
+    )
+    argument = np.frombuffer(params + plan.shape, DECODE_ARGUMENT)[0]
+    plan.kernel(plan.grid, plan.block, (argument,), shared_mem=plan.smem_bytes)
+
+
+def _scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
+    """Memory for one launch, in stream order. While a graph is captured it is the graph's own, since the pool would give it away again
+    before the graph runs.
+    """
+    if cupy.cuda.get_current_stream().is_capturing():
+        return cupy.cuda.malloc_async(nbytes)
+    return cupy.cuda.alloc(nbytes)
+
+
+def _pointer(array: cupy.ndarray | None) -> int:
+    return 0 if array is None else array.data.ptr
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    spec: AttentionSpec,
+    device: int,
+    strides: tuple[tuple[int, ...], ...],
+    out_itemsize: int,
+    alibi_slopes: tuple | None,
+    page_size: int | None,
+    table_stride: int,
+    lse_strides: tuple[int, int],
+    first_key: int,
+    num_splits: int | str | None,
+    aligned: bool,
+) -> Plan:
+    """Choose and compile the kernel of a call, and pack what stays the same between calls like it."""
+    launch = tiles.decode(
+        spec,
+        compiler.device_arch(device),
+        multiprocessors=cupy.cuda.runtime.deviceGetAttribute(
+            cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, device
+        ),
+        aligned=aligned and all(n % 16 == 0 for array in strides for n in array[:-1]),
+    )
+    config = launch.variant.config
+    unit = config.tile_keys if num_splits is None else UNIT_KEYS
+    slots = tiles.decode_slots(spec, launch, num_splits, unit)
+    row_bytes = slots * config.rows * spec.acc_dtype.itemsize
+    return Plan(
+        kernel=compiler.kernel(launch.variant, device),
+        grid=launch.grid,
+        block=(config.threads,),
+        smem_bytes=config.smem_bytes,
+        shape=decode_shape(
+            spec,
+            strides,
+            alibi_slopes,
+            out_itemsize=out_itemsize,
+            table_stride=table_stride,
+            lse_strides=lse_strides,
+            page_size=page_size,
+            first_key=first_key,
+            unit_keys=unit,
+            num_splits=num_splits,
+        ),
+        partial_out=row_bytes * config.head_dim,
+        partial_max_sum=row_bytes * 2,
+        arrived=slots * 8,
+    )
+
+
+def merge(
+    outs: list[cupy.ndarray], lses: list[cupy.ndarray], lse_axes: tuple[int, ...]
+) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """Merge partial results. Parameters and result as of :func:`cuattn.reference.decoding.merge`."""
+    device = outs[0].device.id
+    if device != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(device):
+            return merge(outs, lses, lse_axes)
+    while len(outs) > MAX_PARTS:
+        merged = merge(outs[:MAX_PARTS], lses[:MAX_PARTS], lse_axes)
+        outs, lses = [merged[0], *outs[MAX_PARTS:]], [merged[1], *lses[MAX_PARTS:]]
+    outs = _same_strides(outs)
+    lses = [cupy.ascontiguousarray(lse) for lse in lses]
+    out, lse = cupy.empty(outs[0].shape, outs[0].dtype), cupy.empty(lses[0].shape, lses[0].dtype)
+    if out.size:
+        _merge(outs, lses, out, lse, lse_axes)
+    return out, lse
+
+
+def _same_strides(arrays: list[cupy.ndarray]) -> list[cupy.ndarray]:
+    first = arrays[0].strides
+    if first[-1] == arrays[0].itemsize and all(a.strides == first for a in arrays):
+        return arrays
+    return [cupy.ascontiguousarray(a) for a in arrays]
+
+
+def _merge(
+    outs: list[cupy.ndarray],
+    lses: list[cupy.ndarray],
+    out: cupy.ndarray,
+    lse: cupy.ndarray,
+    lse_axes: tuple[int, ...],
+) -> None:
+    """Launch the merge kernel: parts of the same strides, `out` contiguous."""
+    part, device = outs[0], out.device.id
+    kernel = compiler.kernel(tiles.merge(part.dtype.name, out.dtype.name), device)
+    rows, dim = part.shape[:-1], part.shape[-1]
+    lse_strides = [lse.strides[axis] // lse.itemsize for axis in lse_axes]
+    strides = [stride // part.itemsize for stride in part.strides[:-1]]
+    packed = dim % 4 == 0 and all(
+        stride % 4 == 0 and a.data.ptr % 16 == 0 for a in (*outs, out) for stride in strides
+    )
+    params = np.zeros((), MERGE_PARAMS)
+    params["outs"][: len(outs)] = [a.data.ptr for a in outs]
+    params["lses"][: len(lses)] = [a.data.ptr for a in lses]
+    params["out"], params["lse"] = out.data.ptr, lse.data.ptr
+    missing = 3 - len(rows)
+    params["out_stride"], params["lse_stride"] = (
+        [0] * missing + strides,
+        [0] * missing + lse_strides,
+    )
+    params["rows"] = out.size // dim
+    _, params["middle"], params["inner"] = (1,) * missing + rows
+    params["head_dim_v"], params["parts"], params["packed"] = dim, len(outs), packed
+    threads = 256
+    blocks = min(-(-int(params["rows"]) * -(-dim // 4) // threads), 1 << 16)
+    kernel((blocks,), (threads,), (params.view((np.void, MERGE_PARAMS.itemsize))[()],))

@@ -1,0 +1,150 @@
+// Decoding in plain CUDA C++: every call of the contract, on any architecture. The kernel to read first.
+//
+//   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or in pages, any strides;
+//   float16, bfloat16, float32, float64; head_dims up to kHeadDim. DecodeParams has the rest. Arithmetic is in float, or
+//   double for float64.
+//   A tile's rows are kRows pairs of a query token and one of the query heads that share a key head. The warps of a block
+//   take keys in turn, kBatch at a time, a row of K and V spread over a warp's lanes; each warp keeps the running maximum,
+//   sum and O of every row (online softmax), and the block merges its warps' when a piece (schedule.cuh) is done.
+#include "decoding/combine.cuh"
+
+using T = Config::dtype;
+using Acc = decoding::Accumulator<T>::type;
+constexpr int kHeadDim = Config::head_dim;
+constexpr int kRows = Config::rows;
+constexpr int kWarps = Config::threads / 32;
+constexpr int kTileKeys = 64;  // of a unit of work
+constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 ? 4 : 2;  // keys on their way at a time
+constexpr int kLaneDims = kHeadDim / 32;  // lane l has columns l, l + 32, …
+
+using Work = decoding::Schedule<kRows, kTileKeys>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, false>;
+
+static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
+
+struct Smem {
+  alignas(16) Acc o[kWarps][kRows][kHeadDim];
+  Acc max_sum[kWarps][kRows][2];
+};
+static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
+
+struct Slice {
+  Acc q[kRows][kLaneDims];
+  Acc o[kRows][kLaneDims] = {};
+  Acc row_max[kRows], row_sum[kRows] = {};
+  Acc slope[kRows];
+  decoding::KeyRange visible[kRows];
+
+  __device__ __forceinline__ Slice(const DecodeParams& params, const decoding::Piece& piece) {
+    const int group = params.heads_q / params.heads_kv, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Rows that do not exist do as the last one does.
+      const int index = min(piece.tile * kRows + r, piece.seq.seqlen_q * group - 1);
+      const int head = piece.head * group + index % group;
+      const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
+                        (piece.seq.begin_q + index / group) * params.q_stride.seq + head * params.q_stride.head;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i)
+        q[r][i] = lane + 32 * i < params.head_dim ? static_cast<Acc>(source[lane + 32 * i]) : 0;
+      visible[r] = visible_keys(params, piece.seq, index / group);
+      slope[r] = params.alibi_slopes == nullptr
+                     ? 0
+                     : static_cast<const Acc*>(params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride + head];
+      row_max[r] = decoding::minus_infinity<Acc>();
+    }
+  }
+
+  __device__ __forceinline__ void see(const DecodeParams& params, const decoding::Piece& piece, int key,
+                                      const Acc (&k)[kLaneDims], const Acc (&v)[kLaneDims]) {
+    const int group = params.heads_q / params.heads_kv;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Acc s = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) s = fma(q[r][i], k[i], s);
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) s += __shfl_xor_sync(~0u, s, distance);
+      s *= static_cast<Acc>(params.scale);
+      if (params.softcap != 0) s = static_cast<Acc>(params.softcap) * tanh(s / static_cast<Acc>(params.softcap));
+      if (params.alibi_slopes != nullptr) {
+        const int token = min(piece.tile * kRows + r, piece.seq.seqlen_q * group - 1) / group;
+        s -= slope[r] * static_cast<Acc>(abs(piece.seq.length - piece.seq.seqlen_q + token - key));
+      }
+      if (key < visible[r].begin || key >= visible[r].end) continue;
+      s *= Writer::kLog2e;
+      const Acc new_max = fmax(row_max[r], s);
+      const Acc shift = new_max == decoding::minus_infinity<Acc>() ? 0 : new_max;
+      const Acc factor = decoding::exp2_of(row_max[r] - shift), weight = decoding::exp2_of(s - shift);
+      row_max[r] = new_max;
+      row_sum[r] = fma(row_sum[r], factor, weight);
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) o[r][i] = fma(o[r][i], factor, weight * v[i]);
+    }
+  }
+};
+
+// A row of K or V, spread over the warp.
+__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const void* pages, const PageStrides& strides, int page,
+                                         int slot, int head, int dims) {
+  const T* source = static_cast<const T*>(pages) + page * strides.page + slot * strides.seq + head * strides.head;
+#pragma unroll
+  for (int i = 0; i < kLaneDims; ++i) {
+    const int column = threadIdx.x % 32 + 32 * i;
+    row[i] = column < dims ? static_cast<Acc>(source[column]) : 0;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    decode_simt(const __grid_constant__ DecodeParams params) {
+  __shared__ Smem smem;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Work work;
+  work.start(params);
+  decoding::Piece piece;
+  while (work.next(params, piece)) {
+    Slice slice(params, piece);
+    for (int first = piece.begin + warp * kBatch; first < piece.end; first += kWarps * kBatch) {
+      Acc k[kBatch][kLaneDims], v[kBatch][kLaneDims];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int key = min(first + i, piece.end - 1);
+        const int page = params.page_table == nullptr
+                             ? piece.seq.index
+                             : params.page_table[piece.seq.index * params.table_stride + (key >> params.page_shift)];
+        const int slot = key & ((1 << params.page_shift) - 1);
+        load_row(k[i], params.k, params.k_stride, page, slot, piece.head, params.head_dim);
+        load_row(v[i], params.v, params.v_stride, page, slot, piece.head, params.head_dim_v);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i < piece.end) slice.see(params, piece, first + i, k[i], v[i]);
+    }
+
+    __syncthreads();  // the piece before has been combined
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) smem.o[warp][r][lane + 32 * i] = slice.o[r][i];
+      if (lane == 0) {
+        smem.max_sum[warp][r][0] = slice.row_max[r];
+        smem.max_sum[warp][r][1] = slice.row_sum[r];
+      }
+    }
+    __syncthreads();
+    const Writer writer = {params, piece};
+    const int vecs = (params.head_dim_v + 3) / 4;
+    for (int i = threadIdx.x; i < writer.rows() * vecs; i += Config::threads) {
+      const int row = i / vecs, column = i % vecs * 4;
+      decoding::Partial<Acc> whole;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w)
+        whole.add(reinterpret_cast<const decoding::Vec<Acc>&>(smem.o[w][row][column]), smem.max_sum[w][row][0],
+                  smem.max_sum[w][row][1]);
+      writer.put(row, column, whole);
+    }
+    writer.finish();
+  }
+}

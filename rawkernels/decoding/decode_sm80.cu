@@ -1,0 +1,437 @@
+// Decoding on tensor cores (mma.sync), for Ampere and later: a few query tokens a sequence over a long cache, at the speed
+// the cache can be read.
+//
+//   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or in pages; float16 or
+//   bfloat16, head_dims multiples of 8 up to kHeadDim, everything 16-byte aligned. DecodeParams has the rest.
+//   A tile's rows are query tokens times the query heads that share a key head, so that K and V are read once for all.
+//   A & B are swapped: keys fill the 16 rows of an mma, 8 query rows its columns, so few queries waste little:
+//     Sᵀ (keys × rows) = K Qᵀ,   Oᵀ (head_dim × rows) += Vᵀ Pᵀ.
+//   kWarpsK slices of a tile's keys each have their own softmax and O, and their own ring of kStages stages of K and V, so
+//   nothing in the main loop waits for the block; kWarpsQ warps share a slice and have kWarpRows rows each.
+//   The rings run ahead over the ends of pieces (schedule.cuh): while a piece is finished the next one's keys arrive.
+#include "decoding/combine.cuh"
+#include "ptx/bar.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/movmatrix.cuh"
+#include "ptx/shared.cuh"
+#include "tile/score.cuh"
+#include "tile/softmax.cuh"
+
+using T = Config::dtype;
+constexpr int kHeadDim = Config::head_dim;
+constexpr int kWarpRows = Config::warp_rows;
+constexpr int kWarpKeys = Config::warp_keys;
+constexpr int kWarpsQ = Config::warps_q;
+constexpr int kWarpsK = Config::warps_k;
+constexpr int kStages = Config::stages;
+
+constexpr int kRows = kWarpRows * kWarpsQ;
+constexpr int kTileKeys = kWarpKeys * kWarpsK;
+constexpr int kSliceThreads = 32 * kWarpsQ;
+constexpr int kRowBlocks = kWarpRows / 8;
+constexpr int kKeyBlocks = kWarpKeys / 16;
+constexpr int kSteps = kHeadDim / 16;
+constexpr int kChunks = kHeadDim / 8;
+constexpr int kPasses = kWarpKeys * kChunks / kSliceThreads;
+
+static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32, "whole mma tiles, and a lane for each key");
+static_assert(kHeadDim % 64 == 0 && kWarpKeys * kChunks % kSliceThreads == 0, "whole passes of 16-byte copies");
+static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
+static_assert(Config::threads == 32 * kWarpsQ * kWarpsK, "one warp for each slice of keys and of rows");
+static_assert(kRows <= Config::threads, "a thread for each row");
+
+// Rows of K, V and Q in shared memory: 16-byte chunks, permuted in groups of eight from row to row, so that neither whole rows
+// written nor a chunk of eight rows read by ldmatrix meet in a bank.
+struct Tile {
+  static constexpr int kRowBytes = kHeadDim * 2;
+
+  __device__ __forceinline__ static int permuted(int row, int chunk) { return chunk ^ row % 8; }
+
+  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0 and 1: rows 0-7 and 8-15 of chunk 0 first, or chunks 0
+  // and 1 of rows 0-7.
+  __device__ __forceinline__ static unsigned rows_first() {
+    const int lane = threadIdx.x % 32;
+    return lane % 16 * kRowBytes + permuted(lane, lane / 16) * 16;
+  }
+  __device__ __forceinline__ static unsigned chunks_first() {
+    const int lane = threadIdx.x % 32;
+    return (lane % 8 + lane / 16 * 8) * kRowBytes + permuted(lane, lane / 8 % 2) * 16;
+  }
+  // The same 2 i chunks on.
+  __device__ __forceinline__ static unsigned at_chunks(unsigned offset, int i) { return (offset ^ i % 4 * 32) + i / 4 * 128; }
+};
+
+using Work = decoding::Schedule<kRows, kTileKeys>;
+
+struct Stage {
+  T k[kWarpKeys * kHeadDim];
+  T v[kWarpKeys * kHeadDim];
+};
+
+struct Smem {
+  alignas(128) Stage ring[kWarpsK][kStages];
+  union {
+    alignas(128) T q[kRows * kHeadDim];
+    float o[kWarpsK][8 * kWarpsQ][kHeadDim];  // eight rows of each warp at a time, columns permuted
+  };
+  float max_sum[kWarpsK][8 * kWarpsQ][2];
+  decoding::KeyRange visible[kRows];  // of this piece's keys
+  int position[kRows];
+  float slope[kRows];
+  Work ahead[Config::threads / 32];  // where the rings' loads are
+  Work work;                         // where the computation is
+  decoding::Piece piece;
+  bool more;
+};
+static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
+
+// The barrier of the warps that share a ring.
+__device__ __forceinline__ void sync_slice() {
+  if (kWarpsQ == 1)
+    __syncwarp();
+  else
+    ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);
+}
+
+// What a slice loads next.
+struct Loader {
+  const DecodeParams& params;
+  Work& work;
+  decoding::Piece piece;
+  int key;   // first of the slice's next tile; the tile exists where `more`
+  int page;  // of the key that is this lane's
+  bool more;
+
+  __device__ __forceinline__ Loader(const DecodeParams& params, Work& work) : params(params), work(work) {
+    key = piece.end = 0;
+    more = true;
+    find_next(0);
+  }
+
+  // Moves on to the slice's next tile, and asks early for its place in the page table.
+  __device__ __forceinline__ void find_next(int step) {
+    key += step;
+    while (more && key >= piece.end) {
+      Work mine = work;
+      more = mine.next(params, piece);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) work = mine;
+      __syncwarp();
+      key = piece.origin + static_cast<int>(threadIdx.x) / kSliceThreads * kWarpKeys;
+    }
+    const int mine = key + static_cast<int>(threadIdx.x) % kWarpKeys;
+    page = -1;
+    if (more && mine >= piece.begin && mine < piece.end)
+      page = params.page_table == nullptr ? piece.seq.index
+                                          : params.page_table[piece.seq.index * params.table_stride + (mine >> params.page_shift)];
+  }
+
+  // Copies the tile's K and V; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
+  __device__ __forceinline__ void load(const Stage& stage) {
+    if (more) {
+      const int thread = threadIdx.x % kSliceThreads;
+      const int slot = (key + static_cast<int>(threadIdx.x) % kWarpKeys) & ((1 << params.page_shift) - 1);
+      const long long k_row = page * params.k_stride.page + slot * params.k_stride.seq + piece.head * params.k_stride.head;
+      const long long v_row = page * params.v_stride.page + slot * params.v_stride.seq + piece.head * params.v_stride.head;
+      const unsigned k_tile = ptx::shared_address(stage.k), v_tile = ptx::shared_address(stage.v);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = (pass * kSliceThreads + thread) / kChunks;
+        const int chunk = thread % kChunks;
+        const bool inside = __shfl_sync(~0u, page, row) >= 0;
+        const T* k = static_cast<const T*>(params.k) + __shfl_sync(~0u, k_row, row) + chunk * 8;
+        const T* v = static_cast<const T*>(params.v) + __shfl_sync(~0u, v_row, row) + chunk * 8;
+        const unsigned at = row * Tile::kRowBytes + Tile::permuted(row, chunk) * 16;
+        ptx::cp_async_16(k_tile + at, k, inside && chunk * 8 < params.head_dim);
+        ptx::cp_async_16(v_tile + at, v, inside && chunk * 8 < params.head_dim_v);
+      }
+      find_next(kTileKeys);
+    }
+    ptx::cp_async_commit();
+  }
+};
+
+// Where a column of a row of O lies in shared memory: lanes 4g + t, with rows 2t and columns g, hit 32 banks.
+__device__ __forceinline__ int permuted_column(int row, int column) { return column ^ (row / 2 % 4 * 8); }
+
+// Rows of Q, and for each what it may see of the piece.
+__device__ __forceinline__ void load_rows(const DecodeParams& params, Smem& smem) {
+  const decoding::Piece& piece = smem.piece;
+  const int group = params.heads_q / params.heads_kv;
+  const int rows = min(kRows, piece.seq.seqlen_q * group - piece.tile * kRows);
+  const unsigned q_tile = ptx::shared_address(smem.q);
+  for (int i = threadIdx.x; i < kRows * kChunks; i += Config::threads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const int index = piece.tile * kRows + row;
+    const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
+                      (piece.seq.begin_q + index / group) * params.q_stride.seq +
+                      (piece.head * group + index % group) * params.q_stride.head + chunk * 8;
+    uint4 values = {};
+    if (row < rows && chunk * 8 < params.head_dim) values = *reinterpret_cast<const uint4*>(source);
+    reinterpret_cast<uint4*>(smem.q)[row * kChunks + Tile::permuted(row, chunk)] = values;
+  }
+  if (threadIdx.x < kRows) {
+    const int row = min(static_cast<int>(threadIdx.x), rows - 1);  // rows that do not exist do as the last one does
+    const int index = piece.tile * kRows + row;
+    const decoding::KeyRange keys = visible_keys(params, piece.seq, index / group);
+    smem.visible[threadIdx.x] = {max(keys.begin, piece.begin), min(keys.end, piece.end)};
+    smem.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + index / group;
+    if (params.alibi_slopes != nullptr)
+      smem.slope[threadIdx.x] = tile::kLog2e * static_cast<const float*>(params.alibi_slopes)[
+          piece.seq.index * params.alibi_batch_stride + piece.head * group + index % group];
+  }
+}
+
+// One slice's share of a piece, for this warp's rows. With g = lane / 4, t = lane % 4, scores s[j][r] are of keys
+// 16 j + g (and + 8 in the last two) and rows 8 r + 2 t (and + 1 in every second).
+struct Slice {
+  float o[kSteps][kRowBlocks][4];
+  float row_max[kRowBlocks][2], row_sum[kRowBlocks][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {
+      row_max[r][0] = row_max[r][1] = tile::negative_infinity();
+      row_sum[r][0] = row_sum[r][1] = 0.0f;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[step][r][i] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ static void multiply_scores(float (&s)[kKeyBlocks][kRowBlocks][4], unsigned k_tile,
+                                                         unsigned q_rows) {
+    const int lane = threadIdx.x % 32;
+    const unsigned k_lane = k_tile + Tile::rows_first();
+    // One ldmatrix brings Q of 16 rows and one step, or of 8 rows and two steps.
+    const unsigned q_lane = q_rows + (kRowBlocks == 1 ? lane % 8 * Tile::kRowBytes + Tile::permuted(lane % 8, lane / 8) * 16
+                                                      : Tile::chunks_first());
+    unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (kRowBlocks > 1 || step % 2 == 0) {
+#pragma unroll
+        for (int r = 0; r < (kRowBlocks + 1) / 2; ++r)
+          ptx::ldmatrix_x4(q[r], Tile::at_chunks(q_lane + r * 16 * Tile::kRowBytes, step));
+      }
+#pragma unroll
+      for (int j = 0; j < kKeyBlocks; ++j) {
+        unsigned k[4];
+        ptx::ldmatrix_x4(k, Tile::at_chunks(k_lane + j * 16 * Tile::kRowBytes, step));
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+          const int first = kRowBlocks == 1 ? step % 2 * 2 : r % 2 * 2;
+          ptx::mma_m16n8k16<T>(s[j][r], k, q[r / 2][first], q[r / 2][first + 1]);
+        }
+      }
+    }
+  }
+
+  // Scores in log2 units, -inf where a row does not see a key.
+  __device__ __forceinline__ static void finish_scores(float (&s)[kKeyBlocks][kRowBlocks][4], const DecodeParams& params,
+                                                       const Smem& smem, int key, int first_row, bool masked) {
+    const float scale = static_cast<float>(params.scale);
+    const float softcap = static_cast<float>(params.softcap);
+    const int lane = threadIdx.x % 32;
+    const float factor = softcap == 0.0f ? scale * tile::kLog2e : scale;
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i) (&s[0][0][0])[i] *= factor;
+    if (softcap != 0.0f) {
+      const float inverse = 1.0f / softcap;
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i)
+        (&s[0][0][0])[i] = tile::softcapped((&s[0][0][0])[i], softcap, inverse) * tile::kLog2e;
+    }
+    if (!masked && params.alibi_slopes == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = first_row + 8 * r + lane % 4 * 2 + c;
+        if (params.alibi_slopes != nullptr) {
+#pragma unroll
+          for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int distance = smem.position[row] - (key + 16 * j + 8 * h + lane / 4);
+              s[j][r][2 * h + c] = fmaf(-smem.slope[row], fabsf(static_cast<float>(distance)), s[j][r][2 * h + c]);
+            }
+        }
+        const decoding::KeyRange keys = smem.visible[row];
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int k = key + 16 * j + 8 * h + lane / 4;
+            if (k < keys.begin || k >= keys.end) s[j][r][2 * h + c] = tile::negative_infinity();
+          }
+      }
+  }
+
+  // s becomes exp2(s - row_max). row_max lags behind the largest score by up to kLag, as in tile/softmax.cuh: lanes compare
+  // their maxima only when one of them has left it behind.
+  __device__ __forceinline__ void update_softmax(float (&s)[kKeyBlocks][kRowBlocks][4]) {
+    float tile_max[kRowBlocks][2];
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        tile_max[r][c] = row_max[r][c];
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+          tile_max[r][c] = fmaxf(tile_max[r][c], fmaxf(s[j][r][c], s[j][r][2 + c]));
+        grown |= tile_max[r][c] - row_max[r][c] > tile::OnlineSoftmax::kLag;
+      }
+    if (__any_sync(~0u, grown)) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float largest = tile_max[r][c];
+#pragma unroll
+          for (int distance = 4; distance < 32; distance *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+          const float factor = ptx::ex2(row_max[r][c] - offset(largest));
+          row_max[r][c] = largest;
+          row_sum[r][c] *= factor;
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            o[step][r][c] *= factor;
+            o[step][r][2 + c] *= factor;
+          }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float shift = offset(row_max[r][c]);
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            s[j][r][2 * h + c] = ptx::ex2(s[j][r][2 * h + c] - shift);
+            row_sum[r][c] += s[j][r][2 * h + c];
+          }
+      }
+  }
+
+  __device__ __forceinline__ void multiply_values(const float (&p)[kKeyBlocks][kRowBlocks][4], unsigned v_tile) {
+    const unsigned v_lane = v_tile + Tile::chunks_first();
+#pragma unroll
+    for (int j = 0; j < kKeyBlocks; ++j) {
+      unsigned b[kRowBlocks][2];
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+        b[r][0] = ptx::movmatrix_trans(tile::pack<T>(p[j][r][0], p[j][r][1]));
+        b[r][1] = ptx::movmatrix_trans(tile::pack<T>(p[j][r][2], p[j][r][3]));
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned v[4];
+        ptx::ldmatrix_x4_trans(v, Tile::at_chunks(v_lane + j * 16 * Tile::kRowBytes, step));
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) ptx::mma_m16n8k16<T>(o[step][r], v, b[r][0], b[r][1]);
+      }
+    }
+  }
+
+  // Eight rows of this warp to shared memory, unscaled, with their maxima and sums.
+  __device__ __forceinline__ void put_rows(int r, Smem& smem, int slice, int first_row) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = first_row + lane % 4 * 2 + c;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) smem.o[slice][row][permuted_column(row, 16 * step + 8 * h + lane / 4)] = o[step][r][2 * h + c];
+      float sum = row_sum[r][c];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      if (lane < 4) {
+        smem.max_sum[slice][row][0] = row_max[r][c];
+        smem.max_sum[slice][row][1] = sum;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float offset(float max) { return max == tile::negative_infinity() ? 0.0f : max; }
+};
+
+// Merges the slices' eight rows of each row warp, and puts them where they belong.
+__device__ __forceinline__ void combine_rows(const DecodeParams& params, const Smem& smem, int r) {
+  const decoding::Writer<T, kRows, kHeadDim, true> writer = {params, smem.piece};
+  const int vecs = params.head_dim_v / 4;
+  for (int i = threadIdx.x; i < 8 * kWarpsQ * vecs; i += Config::threads) {
+    const int from = i / vecs, column = i % vecs * 4;
+    const int row = from / 8 * kWarpRows + 8 * r + from % 8;
+    if (row >= writer.rows()) continue;
+    decoding::Partial<float> whole;
+#pragma unroll
+    for (int slice = 0; slice < kWarpsK; ++slice) whole.max = fmaxf(whole.max, smem.max_sum[slice][from][0]);
+#pragma unroll
+    for (int slice = 0; slice < kWarpsK; ++slice)
+      whole.add(reinterpret_cast<const decoding::Vec<float>&>(smem.o[slice][from][permuted_column(from, column)]),
+                smem.max_sum[slice][from][0], smem.max_sum[slice][from][1]);
+    writer.put(row, column, whole);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
+    decode_sm80(const __grid_constant__ DecodeParams params) {
+  extern __shared__ __align__(128) unsigned char dynamic_smem[];
+  Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
+  const int warp = threadIdx.x / 32, slice = warp / kWarpsQ, row_warp = warp % kWarpsQ;
+  const int first_row = row_warp * kWarpRows;
+
+  Work work;
+  work.start(params);
+  if (work.unit == work.end) return;
+  if (threadIdx.x % 32 == 0) smem.ahead[warp] = work;
+  if (threadIdx.x == 0) smem.work = work;
+  __syncwarp();
+  Loader loader(params, smem.ahead[warp]);
+  for (int stage = 0; stage < kStages; ++stage) loader.load(smem.ring[slice][stage]);
+
+  int stage = 0;
+  while (true) {
+    __syncthreads();  // the piece before, and what was kept for it, are done with
+    if (threadIdx.x == 0) smem.more = smem.work.next(params, smem.piece);
+    __syncthreads();
+    if (!smem.more) break;
+    load_rows(params, smem);
+    __syncthreads();
+
+    Slice acc;
+    acc.clear();
+    const int begin = smem.visible[kRows - 1].begin, end = smem.visible[0].end;  // keys that every row sees
+    for (int key = smem.piece.origin + slice * kWarpKeys; key < smem.piece.end; key += kTileKeys) {
+      const Stage& current = smem.ring[slice][stage];
+      ptx::cp_async_wait<kStages - 1>();
+      sync_slice();
+      float s[kKeyBlocks][kRowBlocks][4] = {};
+      Slice::multiply_scores(s, ptx::shared_address(current.k),
+                             ptx::shared_address(smem.q) + first_row * Tile::kRowBytes);
+      Slice::finish_scores(s, params, smem, key, first_row, key < begin || key + kWarpKeys > end);
+      acc.update_softmax(s);
+      acc.multiply_values(s, ptx::shared_address(current.v));
+      sync_slice();
+      loader.load(current);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {
+      __syncthreads();  // Q, or the rows before, have been read
+      acc.put_rows(r, smem, slice, row_warp * 8);
+      __syncthreads();
+      combine_rows(params, smem, r);
+    }
+    decoding::Writer<T, kRows, kHeadDim, true>{params, smem.piece}.finish();
+  }
+}

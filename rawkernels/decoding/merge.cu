@@ -1,0 +1,77 @@
+// Merges partial attention results over disjoint sets of keys. Bound by memory: each part is read once.
+//
+//   outs: `parts` arrays (outer, middle, inner, head_dim_v) of the same strides; lses float (double for float64), of the
+//   same strides over the first three axes, as the lse that is written; out contiguous, of the outs' type or of out_dtype.
+//   A thread has four columns of a row at a time.
+#include "decoding/combine.cuh"
+
+using T = Config::dtype;
+using Acc = decoding::Accumulator<T>::type;
+using Out = Config::out_dtype;
+
+constexpr int kMaxParts = 32;
+
+struct MergeParams {
+  const void* outs[kMaxParts];
+  const void* lses[kMaxParts];
+  void* out;
+  void* lse;
+  long long out_stride[3];  // of every part, in elements
+  long long lse_stride[3];
+  long long rows;
+  int middle, inner, head_dim_v, parts;
+  int packed;  // four columns may be read and written at once
+};
+
+template <class Number>
+struct alignas(4 * sizeof(Number) < 16 ? 4 * sizeof(Number) : 16) Pack {
+  Number x[4];
+};
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    merge(const __grid_constant__ MergeParams params) {
+  const int vecs = (params.head_dim_v + 3) / 4;
+  const long long count = params.rows * vecs;
+  for (long long i = blockIdx.x * static_cast<long long>(Config::threads) + threadIdx.x; i < count;
+       i += static_cast<long long>(gridDim.x) * Config::threads) {
+    const long long row = i / vecs;
+    const int column = static_cast<int>(i % vecs) * 4;
+    const long long x = row / params.inner / params.middle, y = row / params.inner % params.middle, z = row % params.inner;
+    const long long from = x * params.out_stride[0] + y * params.out_stride[1] + z * params.out_stride[2] + column;
+    const long long lse_at = x * params.lse_stride[0] + y * params.lse_stride[1] + z * params.lse_stride[2];
+    Acc max_lse = decoding::minus_infinity<Acc>();
+    for (int part = 0; part < params.parts; ++part)
+      max_lse = fmax(max_lse, static_cast<const Acc*>(params.lses[part])[lse_at]);
+    const Acc shift = max_lse == decoding::minus_infinity<Acc>() ? 0 : max_lse;
+    Acc sum = 0, o[4] = {};
+    for (int part = 0; part < params.parts; ++part) {
+      const Acc weight = exp(static_cast<const Acc*>(params.lses[part])[lse_at] - shift);
+      if (weight == 0) continue;  // a part that has seen nothing may hold anything
+      sum += weight;
+      const T* source = static_cast<const T*>(params.outs[part]) + from;
+      Pack<T> values = {};
+      if (params.packed) {
+        values = *reinterpret_cast<const Pack<T>*>(source);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (column + e < params.head_dim_v) values.x[e] = source[e];
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[e] = fma(weight, static_cast<Acc>(values.x[e]), o[e]);
+    }
+    const Acc inverse = sum == 0 ? 0 : 1 / sum;
+    Pack<Out> result;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) result.x[e] = static_cast<Out>(o[e] * inverse);
+    Out* target = static_cast<Out*>(params.out) + row * params.head_dim_v + column;
+    if (params.packed) {
+      *reinterpret_cast<Pack<Out>*>(target) = result;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (column + e < params.head_dim_v) target[e] = result.x[e];
+    }
+    if (column == 0) static_cast<Acc*>(params.lse)[lse_at] = log(sum) + shift;
+  }
+}

@@ -1,0 +1,48 @@
+// What the decoding kernels are told about one call. Mirrored field by field in cuattn/gpu/decoding.py; the order keeps every
+// field at its natural alignment, so both sides agree on the bytes.
+//
+// q and out are (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total, heads_q, head_dim): batch strides are
+// then 0 and seqlen_q is the total. k and v are pages (num_pages, page_size, heads_kv, head_dim), or without a page table
+// contiguous caches (batch, capacity, heads_kv, head_dim), which are read as one page a sequence. Strides are in elements.
+#pragma once
+
+#include "attention/params.cuh"
+
+struct PageStrides {
+  long long page, seq, head;
+};
+
+struct DecodeParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;                 // of the inputs' type, or of the accumulators' where out_is_acc
+  void* lse;                 // float (double for float64), strides over batch and heads below; null: not wanted
+  const void* alibi_slopes;  // float (double for float64); null: none
+  const void* sinks;         // float (double for float64) (heads_q,); null: none
+  const int* page_table;     // null: contiguous
+  const int* seq_lens;       // null: every sequence has `capacity` keys
+  const int* cu_seqlens_q;   // null: seqlen_q queries a sequence
+  void* partial_out;         // accumulators (slots, tile rows, padded head_dim)
+  void* partial_max_sum;     // accumulators (slots, tile rows, 2)
+  unsigned long long* arrived;  // (slots,): `ticket` in a slot says that its partial result is complete
+  unsigned long long ticket;    // a random number of this launch's own
+
+  Strides q_stride, out_stride;
+  PageStrides k_stride, v_stride;
+  long long table_stride;        // of the page table's rows
+  long long alibi_batch_stride;  // 0 for slopes of shape (heads_q,)
+  long long lse_batch_stride, lse_head_stride;
+
+  double scale;    // of q·k
+  double softcap;  // 0: none
+
+  int batch, seqlen_q, capacity, heads_q, heads_kv, head_dim, head_dim_v;
+  int window_left, window_right;  // as in ForwardParams, with a sequence's length as its seqlen_k
+  int page_shift;                 // log2 of the page size; 30 for contiguous caches
+  int first_key;                  // keys before it are not read: they are merged in from elsewhere
+  int unit_keys;                  // keys of a unit of work, unless num_splits says how many units
+  int num_splits;                 // 0: units of unit_keys
+  int split_units;                // nonzero: every unit is a partial result; else a block's consecutive units are one
+  int out_is_acc;
+};

@@ -1,0 +1,346 @@
+"""Decoding kernels, tier by tier, against the definition in float64, however their work is split, paged, merged and replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuattn.decoding import flash_decode, merge_attention, paged_attention
+from cuattn.gpu import decoding, tiles
+from tests import formulas
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in formulas.DTYPES}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(params=list(tiles.DECODE_TIERS))
+def decode_tier(request, monkeypatch):
+    """Each tier of decoding: calls reach it, and what it leaves goes to the tiers below it."""
+    names = list(tiles.DECODE_TIERS)
+    below = {name: tiles.DECODE_TIERS[name] for name in names[names.index(request.param) :]}
+    decoding._plan.cache_clear()
+    monkeypatch.setattr(tiles, "DECODE_TIERS", below)
+    yield request.param
+    decoding._plan.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def dirty_scratch(monkeypatch, rng):
+    """Scratch memory is never what a kernel might hope for."""
+    scratch = decoding._scratch
+
+    def dirty(nbytes):
+        memory = scratch(nbytes)
+        if not cupy.cuda.get_current_stream().is_capturing():
+            whole = cupy.ndarray(nbytes, np.uint8, memory)
+            whole[...] = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
+        return memory
+
+    monkeypatch.setattr(decoding, "_scratch", dirty)
+
+
+class Caches:
+    """Sequences of a batch on the host, and on the device as a contiguous cache and as pages, with NaN where nothing is to be read."""
+
+    def __init__(self, rng, lens, capacity, heads, dim, dim_v, dtype, page_size=16):
+        self.lens = np.array(lens, np.int32)
+        self.k = rng.standard_normal((len(lens), capacity, heads, dim)).astype(dtype)
+        self.v = rng.standard_normal((len(lens), capacity, heads, dim_v)).astype(dtype)
+        for b, n in enumerate(lens):
+            self.k[b, n:] = self.v[b, n:] = np.nan
+        pages = -(-capacity // page_size)
+        table = rng.permutation(len(lens) * pages + 5)[: len(lens) * pages].reshape(-1, pages)
+        self.k_pages, self.v_pages = (
+            self._paged(a, table, page_size, pages * page_size - capacity) for a in (self.k, self.v)
+        )
+        self.table = table.astype(np.int32)
+        for b, n in enumerate(lens):
+            self.table[b, -(-n // page_size) :] = 1 << 30
+
+    @staticmethod
+    def _paged(cache, table, page_size, short):
+        padded = np.concatenate([cache, np.full_like(cache[:, :short], np.nan)], axis=1)
+        pages = np.full((table.max() + 1, page_size, *cache.shape[2:]), np.nan, cache.dtype)
+        pages[table] = padded.reshape(*table.shape, page_size, *cache.shape[2:])
+        return pages
+
+    def contiguous(self, q, **options):
+        return flash_decode(*(cupy.asarray(a) for a in (q, self.k, self.v, self.lens)), **options)
+
+    def paged(self, q, **options):
+        arrays = (q, self.k_pages, self.v_pages, self.table, self.lens)
+        return paged_attention(*(cupy.asarray(a) for a in arrays), **options)
+
+
+def check(result, q, caches, cu=None, **options):
+    """Judge out and lse by the definition on each sequence."""
+    out, lse = (a.get() for a in result)
+    precisions = [np.longdouble, q.dtype] if q.dtype == np.float64 else [np.float64, q.dtype]
+    parts: list[Any] = [[], []]
+    for precision, results in zip(precisions, parts, strict=True):
+        for b, n in enumerate(caches.lens):
+            rows = q[b] if cu is None else q[cu[b] : cu[b + 1]]
+            slopes = options.get("alibi_slopes")
+            if slopes is not None and slopes.ndim == 2:
+                slopes = slopes[b]
+            results.append(
+                formulas.attention(
+                    rows[None],
+                    caches.k[b : b + 1, :n],
+                    caches.v[b : b + 1, :n],
+                    precision=precision,
+                    **(options | {"alibi_slopes": slopes}),
+                )
+            )
+    for b in range(len(caches.lens)):
+        (exact, exact_lse), (plain, plain_lse) = parts[0][b], parts[1][b]
+        if cu is None:
+            ours, ours_lse = out[b], lse[b]
+        else:
+            ours, ours_lse = out[cu[b] : cu[b + 1]], lse[:, cu[b] : cu[b + 1]]
+        formulas.assert_accurate(ours, exact[0], plain[0])
+        formulas.assert_accurate(ours_lse, exact_lse[0], plain_lse[0])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": (37, 0)},
+    "two-sided": {"causal": False, "window": (20, 3)},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi_slopes": 1},
+    "alibi-batch": {"alibi_slopes": 2},
+    "sinks": {"sinks": True},
+    "all": {"window": (100, 5), "softcap": 5.0, "alibi_slopes": 1, "sinks": True, "scale": 0.3},
+}
+
+
+def drawn(options, rng, batch, heads):
+    options = {"causal": True} | dict(options)
+    if "alibi_slopes" in options:
+        shape = (heads,) if options["alibi_slopes"] == 1 else (batch, heads)
+        options["alibi_slopes"] = rng.random(shape).astype(np.float32)
+    if "sinks" in options:
+        options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+    return options
+
+
+def on_device(options):
+    return {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_option(rng, decode_tier, dtype, option):
+    lens, heads = [0, 1, 5, 63, 64, 65, 200, 517], 8
+    caches = Caches(rng, lens, 517, 2, 64, 64, DTYPES[dtype])
+    options = drawn(OPTIONS[option], rng, len(lens), heads)
+    for seqlen_q in (1, 3):
+        q = rng.standard_normal((len(lens), seqlen_q, heads, 64)).astype(DTYPES[dtype])
+        for call in (caches.contiguous, caches.paged):
+            check(call(q, return_lse=True, **on_device(options)), q, caches, **options)
+
+
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (256, 256), (192, 128), (72, 40), (80, 8), (33, 65), (1, 1), (64, 256)]
+)
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_every_head_dim_and_group(rng, decode_tier, dims, group):  # fmt: skip
+    lens = [300, 17]
+    for dtype in (BFLOAT16, np.dtype(np.float32)):
+        caches = Caches(rng, lens, 300, 2, *dims, dtype)
+        for seqlen_q in (1, 2, 5):
+            q = rng.standard_normal((2, seqlen_q, 2 * group, dims[0])).astype(dtype)
+            check(caches.paged(q, return_lse=True), q, caches, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_every_page_size(rng, decode_tier, page_size):
+    caches = Caches(rng, [515, 1, 64], 520, 2, 128, 128, np.float16, page_size)
+    q = rng.standard_normal((3, 1, 8, 128)).astype(np.float16)
+    check(caches.paged(q, return_lse=True), q, caches, causal=True)
+    check(caches.paged(q, return_lse=True, window=(9, 0)), q, caches, causal=True, window=(9, 0))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 64, "fixed"])
+def test_every_split(rng, decode_tier, num_splits):
+    caches = Caches(rng, [5000, 3, 0, 1025], 5000, 2, 64, 64, BFLOAT16)
+    for seqlen_q in (1, 40):
+        q = rng.standard_normal((4, seqlen_q, 8, 64)).astype(BFLOAT16)
+        result = caches.paged(q, return_lse=True, num_splits=num_splits)
+        check(result, q, caches, causal=True)
+
+
+def test_mixed_decode_and_prefill(rng, decode_tier):
+    counts = [1, 0, 130, 1, 7, 64, 1]
+    lens = [900, 50, 200, 1, 300, 64, 2]
+    caches = Caches(rng, lens, 900, 2, 128, 128, BFLOAT16)
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q = rng.standard_normal((cu[-1], 8, 128)).astype(BFLOAT16)
+    for options in ({}, {"window": (50, 0)}):
+        result = caches.paged(q, cu_seqlens_q=cupy.asarray(cu), return_lse=True, **options)
+        check(result, q, caches, cu, causal=True, **options)
+
+
+def test_many_sequences(rng, decode_tier):
+    """More sequences than a warp looks at in one step, so that the schedule descends twice."""
+    lens = rng.integers(0, 90, 1500)
+    lens[rng.integers(0, 1500, 40)] = 0
+    lens[7] = 400
+    caches = Caches(rng, lens, 400, 1, 64, 64, BFLOAT16)
+    q = rng.standard_normal((1500, 1, 4, 64)).astype(BFLOAT16)
+    check(caches.paged(q, return_lse=True), q, caches, causal=True)
+
+
+def test_fixed_splits_do_not_depend_on_the_batch(rng, decode_tier):
+    lens = [4000, 100, 2500, 1024, 1]
+    caches = Caches(rng, lens, 4000, 2, 128, 128, BFLOAT16)
+    q = rng.standard_normal((5, 1, 8, 128)).astype(BFLOAT16)
+    whole = caches.contiguous(q, num_splits="fixed").get()
+    for b in range(5):
+        one = slice(b, b + 1)
+        arrays = (q[one], caches.k[one], caches.v[one], caches.lens[one])
+        alone = flash_decode(*map(cupy.asarray, arrays), num_splits="fixed").get()
+        assert np.array_equal(alone[0], whole[b])
+
+
+def test_runs_repeat_bit_for_bit(rng, decode_tier):
+    caches = Caches(rng, [3000, 10, 800], 3000, 2, 128, 128, BFLOAT16)
+    q = rng.standard_normal((3, 1, 8, 128)).astype(BFLOAT16)
+    first = caches.paged(q).get()
+    for _ in range(20):
+        assert np.array_equal(caches.paged(q).get(), first)
+
+
+@pytest.mark.parametrize("kind", ["pages", "arrays"])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_shared_prefix(rng, decode_tier, kind, varlen):
+    shared, page_size = 128, 16
+    caches = Caches(rng, [150, 129, 300], 300, 2, 128, 128, BFLOAT16, page_size)
+    pages = shared // page_size
+    caches.table[:, :pages] = caches.table[0, :pages]
+    caches.k[:, :shared], caches.v[:, :shared] = caches.k[0, :shared], caches.v[0, :shared]
+    sinks = rng.standard_normal(8).astype(np.float32)
+    cu = np.array([0, 1, 2, 7], np.int32) if varlen else None
+    q = rng.standard_normal((7, 8, 128) if varlen else (3, 1, 8, 128)).astype(BFLOAT16)
+    table, lens, prefix = caches.table, caches.lens, shared
+    if kind == "arrays":
+        table, lens = table[:, pages:], lens - shared
+        prefix = tuple(cupy.asarray(a[0, :shared]) for a in (caches.k, caches.v))
+    result = paged_attention(
+        *map(cupy.asarray, (q, caches.k_pages, caches.v_pages, table, lens)),
+        cu_seqlens_q=None if cu is None else cupy.asarray(cu),
+        prefix=prefix,
+        sinks=cupy.asarray(sinks),
+        return_lse=True,
+    )
+    check(result, q, caches, cu, causal=True, sinks=sinks)
+
+
+def test_graph_replays_with_new_lengths_and_pages(rng, decode_tier):
+    caches = Caches(rng, [700, 300], 1000, 2, 128, 128, BFLOAT16)
+    other = Caches(rng, [40, 999], 1000, 2, 128, 128, BFLOAT16)
+    q = rng.standard_normal((2, 1, 8, 128)).astype(BFLOAT16)
+    q_, table, lens = (cupy.asarray(a) for a in (q, caches.table, caches.lens))
+    k_pages, v_pages = cupy.asarray(caches.k_pages), cupy.asarray(caches.v_pages)
+    out, lse = paged_attention(q_, k_pages, v_pages, table, lens, return_lse=True)  # compiled
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        for _ in range(3):
+            out, lse = paged_attention(q_, k_pages, v_pages, table, lens, out=out, return_lse=True)
+        graph = stream.end_capture()
+    for now in (caches, other, caches):
+        for array, content in (
+            (table, now.table),
+            (lens, now.lens),
+            (k_pages, now.k_pages),
+            (v_pages, now.v_pages),
+        ):
+            array.set(content)
+        out[...] = np.nan
+        for _ in range(5):
+            clutter = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
+            cupy.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            del clutter
+        check((out, lse), q, now, causal=True)
+
+
+def test_strides_and_out(rng, decode_tier):
+    caches = Caches(rng, [100, 30], 100, 2, 64, 64, np.float16)
+    q = rng.standard_normal((2, 2, 8, 64)).astype(np.float16)
+    wide = cupy.full((2, 2, 8, 130), np.nan, np.float16)
+    k = cupy.asarray(caches.k).transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)  # heads first
+    for out in (wide[..., :64], wide[..., 1:65], wide[..., :128:2]):
+        wide[...] = np.nan
+        got, lse = flash_decode(
+            cupy.asarray(q), k, cupy.asarray(caches.v), cupy.asarray(caches.lens), out=out, return_lse=True
+        )  # fmt: skip
+        assert got is out
+        check((out, lse), q, caches, causal=True)
+        assert int(cupy.isnan(wide).sum()) == wide.size - out.size
+
+
+def test_more_than_2_31_elements(rng):
+    page_size, heads, dim = 256, 2, 128
+    num_pages = (1 << 31) // (page_size * heads * dim) + 100
+    pages = cupy.empty((num_pages, page_size, heads, dim), np.float16)
+    caches = Caches(rng, [500, 900], 1024, heads, dim, dim, np.float16, page_size)
+    where = num_pages - caches.k_pages.shape[0]
+    k_pages, v_pages = pages, cupy.empty_like(pages)
+    k_pages[where:], v_pages[where:] = cupy.asarray(caches.k_pages), cupy.asarray(caches.v_pages)
+    table = np.where(caches.table < 1 << 30, caches.table + where, caches.table)
+    q = rng.standard_normal((2, 1, 8, dim)).astype(np.float16)
+    result = paged_attention(
+        *map(cupy.asarray, (q, k_pages, v_pages, table.astype(np.int32), caches.lens)),
+        return_lse=True,
+    )
+    check(result, q, caches, causal=True)
+
+
+def test_streams_do_not_disturb_each_other(rng):
+    caches = [Caches(rng, [3000, 100], 3000, 2, 128, 128, BFLOAT16) for _ in range(3)]
+    q = rng.standard_normal((2, 1, 8, 128)).astype(BFLOAT16)
+    arrays = [[cupy.asarray(a) for a in (q, c.k, c.v, c.lens)] for c in caches]
+    want = [flash_decode(*a).get() for a in arrays]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in caches]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(20):
+        for stream, a in zip(streams, arrays, strict=True):
+            with stream:
+                results.append(flash_decode(*a))
+    cupy.cuda.Device().synchronize()
+    for i, result in enumerate(results):
+        assert np.array_equal(result.get(), want[i % 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 2, 5, 40])
+def test_merge(rng, dtype, parts):
+    dtype = DTYPES[dtype]
+    acc = np.float64 if dtype == np.float64 else np.float32
+    for dim in (64, 7):
+        outs = rng.standard_normal((parts, 3, 5, 4, dim)).astype(dtype)
+        lses = (3 * rng.standard_normal((parts, 3, 4, 5))).astype(acc)
+        lses[rng.random(lses.shape) < 0.2] = -np.inf
+        lses[:, 0, 0] = -np.inf
+        outs[np.isneginf(lses.transpose(0, 1, 3, 2))] = np.nan
+        out, lse = merge_attention(cupy.asarray(outs), cupy.asarray(lses))
+        exact, exact_lse = merge_attention(outs.astype(np.float64), lses.astype(np.float64))
+        plain, plain_lse = merge_attention(outs, lses)
+        formulas.assert_accurate(out.get(), exact, plain)
+        formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
+        listed, _ = merge_attention(
+            [cupy.asarray(o) for o in outs], [cupy.asarray(x) for x in lses]
+        )
+        assert np.array_equal(listed.get(), out.get())
