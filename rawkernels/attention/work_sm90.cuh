@@ -2,105 +2,186 @@
 #pragma once
 
 #include "attention/params.cuh"
+#include "ptx/acquire_release.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "tile/varlen.cuh"
 
-struct TmaParams {
-  ptx::TensorMap q, k, v;  // dimensions (head_dim, row, head, outer)
-  int section;             // heads that are worked on together
+constexpr int kTileM = 64 * Config::warpgroups;
+
+struct Sm90Params {
+  ptx::TensorMap q, k, v;  // dimensions (head_dim, row, head, outer), see Sequence
+  // Varlen: the tiles that have been taken, once `opened` is the launch's ticket. Any content will do before.
+  struct Taken {
+    unsigned long long opened;
+    unsigned tiles;
+  }* taken;
+  unsigned long long ticket;  // a random number of this launch's own
+  int section;                // heads that are worked on together, under a causal mask
 };
 
-// Where one sequence's rows are.
+// Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch `outer`. Of a varlen call the map
+// has the array twice: row `total` is where its outer axis says, and `shift` rows before it lies the sequence's first row,
+// so that the array's end cuts boxes off where the sequence ends, in reading and in writing.
 struct Sequence {
-  int length;
-  int shift;  // of the copy engine's row coordinate
-  int outer;  // its last coordinate
+  int length, shift, outer;
 };
 
 struct Tile {
   Sequence queries, keys;
-  int row;  // the first of the tile's queries
+  int row;  // the first of the tile's queries; negative: no tiles are left
   int head, head_kv, batch;
-  int block_begin, block_end;    // blocks of keys that some query of the tile sees
-  int window_first, window_end;  // query i sees keys from i + window_first to before i + window_end
+  int block_begin, block_end;  // blocks of keys that some query of the tile sees
 
   __device__ __forceinline__ bool empty() const { return block_begin == block_end; }
 
-  __device__ __forceinline__ int first_key(int query) const { return query + window_first; }
+  __device__ __forceinline__ int diagonal() const { return keys.length - queries.length; }
 
-  __device__ __forceinline__ int end_key(int query) const {
-    return Config::bound_right ? min(query + window_end, keys.length) : keys.length;
+  // The keys that a query sees by its position: from first_key to before end_key.
+  __device__ __forceinline__ int first_key(const ForwardParams& params, int query) const {
+    return Config::bound_left ? query + diagonal() - params.window_left : 0;
+  }
+
+  __device__ __forceinline__ int end_key(const ForwardParams& params, int query) const {
+    return Config::bound_right ? min(query + diagonal() + params.window_right + 1, keys.length) : keys.length;
   }
 
   // Whether one of the 64 queries from `offset` on must not see a key of the block.
-  __device__ __forceinline__ bool hides_keys(int block, int offset) const {
-    return (block + 1) * Config::tile_n > end_key(row + offset) ||
-           (Config::bound_left && block * Config::tile_n < first_key(row + offset + 63));
+  __device__ __forceinline__ bool hides_keys(const ForwardParams& params, int block, int offset) const {
+    return (block + 1) * Config::tile_n > end_key(params, row + offset) ||
+           (Config::bound_left && block * Config::tile_n < first_key(params, row + offset + 63));
   }
 
-  __device__ __forceinline__ Config::dtype* out_row(const ForwardParams& params, int query) const {
-    return static_cast<Config::dtype*>(params.out) + batch * params.out_stride.batch + head * params.out_stride.head +
-           query * params.out_stride.seq;
+  // Of a query, in rows of out and lse.
+  __device__ __forceinline__ long long out_offset(const ForwardParams& params, int query) const {
+    const int first = Config::varlen ? queries.outer - queries.length : 0;
+    return batch * (Config::varlen ? 0 : params.out_stride.batch) + head * params.out_stride.head +
+           (first + query) * params.out_stride.seq;
   }
 
-  __device__ __forceinline__ float* lse_row(const ForwardParams& params, int query) const {
-    return static_cast<float*>(params.lse) + (static_cast<long long>(batch) * params.heads_q + head) * params.seqlen_q + query;
+  __device__ __forceinline__ long long lse_offset(const ForwardParams& params, int query) const {
+    const int first = Config::varlen ? queries.outer - queries.length : 0;
+    return (static_cast<long long>(Config::varlen ? 0 : batch) * params.heads_q + head) * params.seqlen_q + first + query;
+  }
+
+  __device__ __forceinline__ void find_blocks(const ForwardParams& params) {
+    const int end = max(0, end_key(params, min(row + kTileM, queries.length) - 1));
+    const int first = max(0, first_key(params, row));
+    block_end = (end + Config::tile_n - 1) / Config::tile_n;
+    block_begin = first < end ? first / Config::tile_n : block_end;
   }
 };
 
-// Walks over this block's tiles. Every role of the block walks on its own and meets the same tiles.
-//
-// Where all tiles cost the same, tile i is block i's, modulo the grid. Under a causal mask the later rows cost more: the tiles of
-// a section of heads, few enough that their keys and values stay in L2, are dealt out longest first, forward and backward
-// in turn, as is one section after another, so that every block's sum comes out the same.
-struct Work {
-  static constexpr int kTileM = 64 * Config::warpgroups;
+// Tile i of fixed-length sequences is block i's, modulo the grid, where all tiles cost the same. Under a causal mask the later
+// rows cost more: the tiles of a section of heads, few enough that their keys and values stay in L2, are dealt out longest
+// first, forward and backward in turn, as is one section after another, so that every block's sum comes out the same.
+struct FixedWalk {
   static constexpr bool kSections = Config::bound_right && !Config::bound_left;
 
   const ForwardParams& params;
-  int heads, tiles_m;
-  int section, first_head, round, item;
+  int heads, tiles_m, section;
+  int first_head = 0, round = 0;
 
-  __device__ __forceinline__ Work(const ForwardParams& params, const TmaParams& tma)
+  __device__ __forceinline__ FixedWalk(const ForwardParams& params, const Sm90Params& sm90)
       : params(params), heads(params.heads_q * params.batch), tiles_m((params.seqlen_q + kTileM - 1) / kTileM) {
-    section = kSections ? tma.section : heads;
-    first_head = 0;
-    round = -1;
-    next();
+    section = kSections ? sm90.section : heads;
   }
 
-  __device__ __forceinline__ bool valid() const { return first_head < heads; }
-
-  __device__ __forceinline__ void next() {
+  __device__ __forceinline__ Tile next() {
     const int grid = gridDim.x;
-    do {
-      ++round;
-      if (round * grid >= section * tiles_m) {
-        round = 0;
-        first_head += section;
+    for (; first_head < heads; first_head += section, round = 0) {
+      const int size = min(section, heads - first_head);
+      for (; round * grid < size * tiles_m;) {
+        const bool backward = kSections && (round + first_head / section) % 2;
+        const int item = round++ * grid + (backward ? grid - 1 - blockIdx.x : blockIdx.x);
+        if (item < size * tiles_m) return tile(first_head + (kSections ? item % size : item / tiles_m),
+                                               kSections ? tiles_m - 1 - item / size : item % tiles_m);
       }
-      const bool backward = kSections && (round + first_head / section) % 2;
-      item = round * grid + (backward ? grid - 1 - blockIdx.x : blockIdx.x);
-    } while (valid() && item >= min(section, heads - first_head) * tiles_m);
+    }
+    Tile none;
+    none.row = -1;
+    return none;
   }
 
-  __device__ __forceinline__ Tile tile() const {
+  __device__ __forceinline__ Tile tile(int head_of_batch, int m) const {
     Tile tile;
-    const int size = min(section, heads - first_head);
-    const int head = first_head + (kSections ? item % size : item / tiles_m);
-    const int m = kSections ? tiles_m - 1 - item / size : item % tiles_m;
-    tile.batch = head / params.heads_q;
-    tile.head = head % params.heads_q;
+    tile.batch = head_of_batch / params.heads_q;
+    tile.head = head_of_batch % params.heads_q;
     tile.head_kv = tile.head / (params.heads_q / params.heads_kv);
     tile.row = m * kTileM;
     tile.queries = {params.seqlen_q, 0, tile.batch};
     tile.keys = {params.seqlen_k, 0, tile.batch};
-    const int diagonal = tile.keys.length - tile.queries.length;
-    tile.window_first = diagonal - params.window_left;
-    tile.window_end = diagonal + params.window_right + 1;
-    const int end = max(0, tile.end_key(min(tile.row + kTileM, tile.queries.length) - 1));
-    const int first = Config::bound_left ? max(0, tile.first_key(tile.row)) : 0;
-    tile.block_end = (end + Config::tile_n - 1) / Config::tile_n;
-    tile.block_begin = first < end ? first / Config::tile_n : tile.block_end;
+    tile.find_blocks(params);
     return tile;
   }
+};
+
+// Tiles of a varlen call are taken by whichever block is free: no one knows their cost before. One head after another, as the
+// keys and values of one head stay in L2. All lanes of one warp together.
+struct VarlenWalk {
+  const ForwardParams& params;
+  const Sm90Params& sm90;
+  unsigned slots, total;
+  unsigned item = blockIdx.x;  // the first of each block is given
+
+  __device__ __forceinline__ VarlenWalk(const ForwardParams& params, const Sm90Params& sm90)
+      : params(params), sm90(sm90), slots(params.seqlen_q / kTileM + params.batch) {
+    total = slots * params.heads_q;
+    if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
+      sm90.taken->tiles = gridDim.x;
+      ptx::store_release(&sm90.taken->opened, sm90.ticket);
+    }
+  }
+
+  __device__ __forceinline__ Tile next() {
+    Tile tile;
+    tile.row = -1;
+    while (item < total && tile.row < 0) {
+      const tile::Sequence found = tile::varlen_sequence<kTileM>(params, slots - 1 - item % slots);
+      tile.row = found.tile * kTileM;
+      tile.batch = found.index;
+      tile.head = item / slots;
+      tile.head_kv = tile.head / (params.heads_q / params.heads_kv);
+      tile.queries = sequence(static_cast<int>(found.begin_q), found.seqlen_q, params.seqlen_q);
+      tile.keys = sequence(static_cast<int>(found.begin_k), found.seqlen_k, params.seqlen_k);
+      tile.find_blocks(params);
+      item = take();
+    }
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ static Sequence sequence(int begin, int length, int total) {
+    return {length, total - length, begin + length};
+  }
+
+  __device__ __forceinline__ unsigned take() const {
+    unsigned taken;
+    if (threadIdx.x % 32 == 0) {
+      while (ptx::load_acquire(&sm90.taken->opened) != sm90.ticket) {
+      }
+      taken = atomicAdd(&sm90.taken->tiles, 1);
+      // The last of all: a replay of this launch in a CUDA graph must not find the ticket.
+      if (taken == total + gridDim.x - 1) sm90.taken->opened = ~sm90.ticket;
+    }
+    return __shfl_sync(~0u, taken, 0);
+  }
+};
+
+template <bool kVarlen>
+struct WalkOf {
+  using Type = FixedWalk;
+};
+template <>
+struct WalkOf<true> {
+  using Type = VarlenWalk;
+};
+
+// The tiles that one warp finds, for all warps that work on them.
+struct TileQueue {
+  static constexpr int kSize = 4;
+
+  Tile tiles[kSize];
+  ptx::Mbarrier full[kSize];   // the finding warp -> readers
+  ptx::Mbarrier empty[kSize];  // every reading warp -> the finding warp
 };
