@@ -215,8 +215,8 @@ def paged_attention(
         sinks=sinks,
         out=out,
     )
-    xp, (q, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, *arrays) = arrays
-    prefix_k, prefix_v, alibi_slopes, sinks, out = arrays
+    xp, (q, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, *rest) = arrays
+    prefix_k, prefix_v, alibi_slopes, sinks, out = rest
     _check_pages(name, k_pages, v_pages, page_table)
     batch, max_pages = page_table.shape
     page_size = k_pages.shape[1]
@@ -342,6 +342,7 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
             f"{name}: outs has dtype {first.dtype}, must be one of {', '.join(FLOAT_DTYPES.values())}"
         )
     acc = np.dtype(np.float64 if first.dtype == np.float64 else np.float32)
+    axes: tuple[int, ...]
     if first.ndim == 4:
         axes, lse_shape = (0, 2, 1), (first.shape[0], first.shape[2], first.shape[1])
     elif first.ndim == 3 and first_lse.ndim == 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -305,7 +306,7 @@ def _plan(
 
 
 def merge(
-    outs: list[cupy.ndarray], lses: list[cupy.ndarray], lse_axes: tuple[int, ...]
+    outs: Sequence[cupy.ndarray], lses: Sequence[cupy.ndarray], lse_axes: tuple[int, ...]
 ) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Merge partial results. Parameters and result as of :func:`cuattn.reference.decoding.merge`."""
     device = outs[0].device.id
