@@ -46,15 +46,7 @@ def main() -> None:
     model = llama.Llama(metadata, weights, xp, attention)
     note(f"Ready on {xp.__name__} after {time.perf_counter() - start:.1f} s")
 
-    rng = xp.random.default_rng()
-
-    def choose(logits: Any) -> int:
-        if (
-            not arguments.greedy
-        ):  # Gumbel's trick: the argmax draws from softmax(logits / TEMPERATURE)
-            logits = logits / TEMPERATURE - xp.log(rng.standard_exponential(logits.size))
-        return int(logits.argmax())
-
+    rng = None if arguments.greedy else xp.random.default_rng()
     messages: list[dict[str, str]] = []
     context: list[int] = []
     for prompt in prompts(arguments):
@@ -66,7 +58,7 @@ def main() -> None:
         same = [old == new for old, new in zip(context, ids[:-1], strict=False)]
         model.length = [*same, False].index(False)  # so much is in the cache already
         new = ids[model.length :]
-        reply, times = write(model, tokenizer, new, choose, arguments.max_new_tokens)
+        reply, times = write(model, tokenizer, new, rng, arguments.max_new_tokens)
         context = (ids + reply)[: model.length]
         messages.append(
             {"role": "assistant", "content": tokenizer.utf8(reply).decode(errors="replace")}
@@ -130,7 +122,7 @@ def write(
     model: llama.Llama,
     tokenizer: llama.Tokenizer,
     ids: list[int],
-    choose: Callable[[Any], int],
+    rng: Any,
     limit: int,
 ) -> tuple[list[int], list[float]]:
     """Print the text that follows `ids` as it comes. Return its ids, and when it began and each came."""
@@ -138,11 +130,18 @@ def write(
     reply: list[int] = []
     times = [time.perf_counter()]
     while len(reply) < limit and reply[-1:] != [tokenizer.eos]:
-        reply.append(choose(model(reply[-1:] or ids)))
+        reply.append(choose(model(reply[-1:] or ids), rng, model.xp))
         times.append(time.perf_counter())
         print(utf8.decode(tokenizer.utf8(reply[-1:])), end="", flush=True)
     print(utf8.decode(b"", final=True))
     return reply, times
+
+
+def choose(logits: Any, rng: Any, xp: ModuleType) -> int:
+    """The likeliest token, or with random numbers a draw from softmax(logits / TEMPERATURE)."""
+    if rng is not None:  # by Gumbel's trick
+        logits = logits / TEMPERATURE - xp.log(rng.standard_exponential(logits.size))
+    return int(logits.argmax())
 
 
 def report(prompt: int, times: list[float], attention: float) -> None:

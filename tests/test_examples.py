@@ -1,0 +1,291 @@
+"""The examples, run as a user runs them: on a small random model against float64, and on the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf", reason="needs the extra 'examples'")
+pytest.importorskip("jinja2", reason="needs the extra 'examples'")
+pytest.importorskip("tokenizers", reason="needs the extra 'examples'")
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+import generate  # noqa: E402
+import llama  # noqa: E402
+
+LAYERS, HEADS, HEADS_KV, HEAD_DIM, HIDDEN, FFN = 2, 4, 2, 16, 64, 96
+EPS, ROPE_BASE = 1e-5, 500.0
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONTROLS = ["<|end|>", "<|user|>", "<|assistant|>"]
+MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ã ¼"]
+VOCABULARY = [*CONTROLS, *llama.BYTES, *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def run_example(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess:
+    """Run one of the examples with this checkout's cuattn."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        input=stdin,
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
+def generate_text(*arguments: object, stdin: str = "") -> tuple[str, list[list[int]]]:
+    """Run generate.py greedily; its text, and its token ids by reply."""
+    run = run_example("examples/generate.py", "--greedy", "--show-ids", *arguments, stdin=stdin)
+    assert run.returncode == 0, run.stderr
+    assert "tokens/s; attention took" in run.stderr
+    *pieces, end = re.split(r"^(\[[\d, ]*\])\n", run.stdout, flags=re.MULTILINE)
+    assert end == ""
+    return "".join(pieces[::2]), [json.loads(ids) for ids in pieces[1::2]]
+
+
+def test_quickstart():
+    run = run_example("examples/quickstart.py")
+    assert run.returncode == 0, run.stderr
+    assert "(1, 1024, 8, 64)" in run.stdout
+
+
+# ---------------------------------------------------------------------- a small random model
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def model(request, tmp_path, rng) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
+    """A GGUF file of random weights in several formats, and its weights in float64."""
+    path = tmp_path / "random.gguf"
+    kinds = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS_KV)
+    writer.add_layer_norm_rms_eps(EPS)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_types([3] * len(CONTROLS) + [1] * (len(VOCABULARY) - len(CONTROLS)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+
+    weights = {}
+
+    def add(name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> None:
+        weight = rng.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 2:
+            weight *= 2 / np.sqrt(shape[1])
+        data = gguf.quantize(weight, kind)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+        weights[name] = gguf.dequantize(data, kind).astype(np.float64)
+
+    add("token_embd", (len(VOCABULARY), HIDDEN), kinds.Q8_0)
+    add("output_norm", (HIDDEN,), kinds.F32)
+    if not request.param:
+        add("output", (len(VOCABULARY), HIDDEN), kinds.F16)
+    for i in range(LAYERS):
+        add(f"blk.{i}.attn_norm", (HIDDEN,), kinds.F32)
+        add(f"blk.{i}.attn_q", (HEADS * HEAD_DIM, HIDDEN), kinds.Q4_1)
+        add(f"blk.{i}.attn_k", (HEADS_KV * HEAD_DIM, HIDDEN), kinds.Q4_0)
+        add(f"blk.{i}.attn_v", (HEADS_KV * HEAD_DIM, HIDDEN), kinds.BF16)
+        add(f"blk.{i}.attn_output", (HIDDEN, HEADS * HEAD_DIM), kinds.Q4_1)
+        add(f"blk.{i}.ffn_norm", (HIDDEN,), kinds.F32)
+        add(f"blk.{i}.ffn_gate", (FFN, HIDDEN), kinds.Q4_1)
+        add(f"blk.{i}.ffn_up", (FFN, HIDDEN), kinds.Q4_1)
+        add(f"blk.{i}.ffn_down", (HIDDEN, FFN), kinds.Q4_1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, weights
+
+
+def logits_of_all(weights: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+    """Logits after each of `ids`, in float64, by loops and without a cache."""
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weights[name]
+
+    def rotate(x):
+        out = np.empty_like(x)
+        for position in range(len(x)):
+            for pair in range(HEAD_DIM // 2):
+                angle = position * ROPE_BASE ** (-2 * pair / HEAD_DIM)
+                turn = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+                out[position, 2 * pair : 2 * pair + 2] = turn @ x[position, 2 * pair : 2 * pair + 2]
+        return out
+
+    x = weights["token_embd"][ids]
+    future = np.triu(np.ones((len(ids), len(ids)), bool), 1)
+    for i in range(LAYERS):
+        y = norm(x, f"blk.{i}.attn_norm")
+        q, k, v = (
+            np.split(y @ weights[f"blk.{i}.attn_{name}"].T, heads, axis=1)
+            for name, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV))
+        )
+        heads = []
+        for head in range(HEADS):
+            kv = head // (HEADS // HEADS_KV)
+            score = rotate(q[head]) @ rotate(k[kv]).T / np.sqrt(HEAD_DIM)
+            weight = np.exp(np.where(future, -np.inf, score - score.max()))
+            heads.append(weight @ v[kv] / weight.sum(1, keepdims=True))
+        x = x + np.concatenate(heads, 1) @ weights[f"blk.{i}.attn_output"].T
+        y = norm(x, f"blk.{i}.ffn_norm")
+        gate, up = (y @ weights[f"blk.{i}.ffn_{name}"].T for name in ("gate", "up"))
+        x = x + gate / (1 + np.exp(-gate)) * up @ weights[f"blk.{i}.ffn_down"].T
+    return norm(x, "output_norm") @ weights.get("output", weights["token_embd"]).T
+
+
+def assert_greedy(weights: dict[str, np.ndarray], prompt: list[int], reply: list[int]) -> None:
+    """Each id of the reply is the likeliest, or within float32's reach of it."""
+    logits = logits_of_all(weights, prompt + reply)[len(prompt) - 1 : -1]
+    chosen = logits[np.arange(len(reply)), reply]
+    assert (chosen >= logits.max(1) - 1e-4 * logits.std()).all()
+
+
+def ids_of(text: str) -> list[int]:
+    """Ids of a text that is made of single bytes, merges and controls, told apart by spaces."""
+    return [VOCABULARY.index(token) for token in text.split(" ")]
+
+
+def test_greedy_ids_follow_the_float64_model(model):
+    path, weights = model
+    text, (reply,) = generate_text(
+        "--model", path, "--device", "cpu", "--prompt", "the in ü", "--max-new-tokens", 40
+    )
+    prompt = ids_of("t he Ġ in Ġ Ã¼")
+    assert 0 < len(reply) <= 40
+    assert len(reply) == 40 or reply[-1] == 0
+    assert_greedy(weights, prompt, reply)
+    visible = "".join(VOCABULARY[i] for i in reply if i >= len(CONTROLS))
+    expected = b"".join(llama.BYTES[char] for char in visible).decode(errors="replace")
+    assert text.split() == expected.split()
+
+
+@pytest.mark.gpu
+def test_greedy_ids_on_the_gpu(model):
+    path, weights = model
+    _, (reply,) = generate_text("--model", path, "--device", "gpu", "--prompt", " the in")
+    assert_greedy(weights, ids_of("Ġthe Ġ in"), reply)
+
+
+def test_conversation_keeps_what_it_has_read(model):
+    path, weights = model
+    _, replies = generate_text(
+        *("--model", path, "--device", "cpu", "--chat", "--max-new-tokens", 8),
+        stdin="in the\n the\nin\n",
+    )
+    assert len(replies) == 3
+    tokenizer = llama.Tokenizer(llama.read_gguf(path)[0])
+    messages = []
+    for line, reply in zip(("in the", "the", "in"), replies, strict=True):
+        messages.append({"role": "user", "content": line})
+        assert_greedy(weights, tokenizer.encode_chat(messages), reply)
+        content = tokenizer.utf8(reply).decode(errors="replace")
+        messages.append({"role": "assistant", "content": content})
+    assert tokenizer.encode_chat([{"role": "user", "content": "in"}]) == ids_of(
+        "<|user|> in <|end|> <|assistant|>"
+    )
+
+
+def test_prompt_read_in_parts(model):
+    path, weights = model
+    ids = list(range(40))
+    expected = logits_of_all(weights, ids)
+    network = llama.Llama(*llama.read_gguf(path))
+    for start, stop in ((0, 1), (1, 17), (17, 18), (18, 40)):
+        logits = network(ids[start:stop])
+        assert np.abs(logits - expected[stop - 1]).max() < 1e-4 * expected.std()
+
+
+def test_sampling_draws_from_the_softmax(rng):
+    logits = np.array([0.3, -0.2, 0.0, -1.0], np.float32)
+    expected = np.exp(logits / generate.TEMPERATURE)
+    expected /= expected.sum()
+    draws = 20_000
+    counts = np.bincount([generate.choose(logits, rng, np) for _ in range(draws)], minlength=4)
+    deviation = np.sqrt(draws * expected * (1 - expected))
+    assert (np.abs(counts - draws * expected) < 6 * deviation).all()
+    assert generate.choose(logits, None, np) == 0
+
+
+def test_saved_checkpoint_loads_as_it_was(model, tmp_path):
+    metadata, weights = llama.read_gguf(model[0])
+    llama.save(tmp_path / "saved", metadata, weights)
+    loaded_metadata, loaded = llama.load(tmp_path / "saved")
+    assert loaded_metadata == metadata
+    assert loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert np.array_equal(loaded[name], weight)
+        assert loaded[name].strides == weight.strides
+
+
+def test_other_models_are_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="mamba"):
+        llama.read_gguf(tmp_path / "other.gguf")
+    with pytest.raises(ValueError, match="'llama'"):
+        llama.Tokenizer({"tokenizer.ggml.model": "llama"})
+
+
+# ------------------------------------------------------------------------------ the real model
+
+#: Greedy ids that transformers 5.23 (torch 2.13, float32, CPU) gives for the same GGUF file.
+TRANSFORMERS = {
+    "": [29, 1195, 29, 6693, 29, 271, 29, 81, 29, 6693, 29, 1141],
+    "Once upon a time": [28, 260, 2240, 282, 23324, 27108, 436, 253, 15114, 39228, 28, 351],
+    "def fibonacci(n):\n    ": [753, 3987, 46477, 24, 94, 727, 466, 585, 304, 1758, 216, 32],
+    "x  =  12   and    34": [256, 198, 504, 2988, 314, 42, 216, 33, 34, 198, 198, 504],
+    "Grüße aus München, schöne Straße": [28, 198, 50, 1145, 266, 5320, 81, 28, 389, 2832, 264, 28],
+    "👋🌍🚀 emoji ": [33, 32, 198, 10813, 235, 235, 10813, 230, 231, 10813, 244, 218],
+    "The quick brown fox jumps over the lazy dog. " * 20: [198, 504, 2365, 6354, 16438, 27003],
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2(say):
+    """The real model, from the user's cache folder, or fetched into it as the example does."""
+    if not (generate.cache_folder() / f"{generate.GGUF}.float32").exists():
+        say(f"fetching SmolLM2-135M-Instruct (93 MB), to keep in {generate.cache_folder()}")
+    try:
+        return generate.smollm2()
+    except SystemExit as error:
+        pytest.skip(str(error))
+
+
+def test_real_model_writes_what_transformers_writes(smollm2):
+    tokenizer = llama.Tokenizer(smollm2[0])
+    network = llama.Llama(*smollm2)
+    for prompt, expected in TRANSFORMERS.items():
+        network.length = 0
+        ids, reply = tokenizer.encode(prompt), []
+        for _ in expected:
+            reply.append(int(network(reply[-1:] or ids).argmax()))
+        assert reply == expected, prompt
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_real_model_answers():
+    text, (reply,) = generate_text("--chat", "--prompt", "What is the capital of France?")
+    assert text == "The capital of France is Paris.\n"
+    assert reply == [504, 3575, 282, 4649, 314, 7042, 30, 2]
