@@ -32,15 +32,17 @@ constexpr int kThreadRows = Config::threads / kThreadCols;
 constexpr int kRows = kTileM / kThreadRows;
 constexpr int kCols = kTileN / kThreadCols;
 constexpr int kVecsV = kHeadDimV / (kThreadCols * kVec);
-constexpr int kDepth = 64 / sizeof(Acc);  // of a slab of Q and K: 64 bytes of head_dim
+constexpr int kDepth = sizeof(Acc) == 4 ? 32 : 8;  // columns in a slab of Q and of K
 constexpr int kSlabV = 16384 / (kHeadDimV * sizeof(Acc));
 constexpr int kDepthV = kTileN < kSlabV ? kTileN : kSlabV;  // keys in a slab of V: 16 KB
+
+constexpr int kChain = 64;  // products that are added one by one: the error grows with the length of a chain
 
 struct Smem {
   Acc p[kTileM][kTileN];
   union {
     struct {
-      Acc q[kTileM][kDepth + kVec];  // 80 bytes a row: 8 consecutive rows lie in different banks
+      Acc q[kTileM][kDepth + kVec];  // 16 bytes more a row, and 8 consecutive rows lie in different banks
       Acc k[kTileN][kDepth + kVec];
     };
     Acc v[kDepthV][kHeadDimV];
@@ -112,7 +114,7 @@ __device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], const 
       if (r + i * kRowsAtOnce < kSlabRows) reinterpret_cast<Vec&>(slab[r + i * kRowsAtOnce][c]) = values;
     }
   } else {
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x; i < kSlabRows * kColumns; i += Config::threads) {
       const int r = i / kColumns, c = i % kColumns;
       const bool inside = row + r < from.rows && column + c < from.columns;
@@ -177,7 +179,7 @@ struct Band {
     if (params.window_right < kUnbounded) high = max(-limit, min(diagonal + params.window_right, limit));
   }
 
-  static constexpr int kNoLimit = 0x7fffffff;
+  static constexpr int kNoLimit = 0x7fffff00;
 };
 
 // Calls change(score, query, key) for each score of this thread.
@@ -222,7 +224,7 @@ __device__ __forceinline__ Acc row_reduce(Acc x, Combine combine) {
   return x;
 }
 
-extern "C" __global__ void __launch_bounds__(Config::threads, 256 / Config::threads)
+extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
     forward_simt(const __grid_constant__ ForwardParams params) {
   __shared__ Smem smem;
   const int slots = gridDim.x / params.heads_q;
@@ -244,12 +246,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 256 / Config::thre
 
   const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
   const int first_query = seq.tile * kTileM;
-  const long long last_query = min(first_query + kTileM, seq.seqlen_q) - 1;
+  const int last_query = min(first_query + kTileM, seq.seqlen_q) - 1;
   const Band band(params, seq);
-  const int first_key = max(0LL, first_query + static_cast<long long>(band.low));  // that any of these queries sees
-  const int end_key = min(static_cast<long long>(seq.seqlen_k), last_query + band.high + 1);
-  const long long common_begin = last_query + band.low;  // keys that all of these queries see
-  const int common_end = min(static_cast<long long>(seq.seqlen_k), first_query + static_cast<long long>(band.high) + 1);
+  const int first_key = max(0, first_query + band.low);  // keys that any of these queries sees
+  const int end_key = last_query + 1 + min(band.high, seq.seqlen_k - 1 - last_query);
+  const int common_begin = last_query + band.low;  // keys that all of these queries see
+  const int common_end = first_query + 1 + min(band.high, seq.seqlen_k - 1 - first_query);
 
   Acc row_max[kRows], row_sum[kRows];
   Acc o[kRows][kVecsV][kVec] = {};
@@ -268,7 +270,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 256 / Config::thre
       load_slab<kDepth>(smem.k, k, key, d);
       __syncthreads();
       multiply_scores(s, smem, min(kDepth, params.head_dim - d));
+      if ((d + kDepth) % kChain == 0 && d + kDepth < params.head_dim) {
+        each_score(s, row, col, [&](Acc& score, int i, int j) {
+          smem.p[i][j] = d < kChain ? score : smem.p[i][j] + score;
+          score = 0;
+        });
+      }
     }
+    if (params.head_dim > kChain) each_score(s, row, col, [&](Acc& score, int i, int j) { score += smem.p[i][j]; });
 
     const Acc scale = static_cast<Acc>(params.scale);
     each_score(s, first_query + row, key + col, [&](Acc& score, int, int) { score *= scale; });
@@ -283,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 256 / Config::thre
       }
       each_score(s, row, col, [&](Acc& score, int i, int j) { score = smem.p[i][j]; });
     }
-    if (key < common_begin || key + kTileN > common_end) {
+    if (key < common_begin || key > common_end - kTileN) {
       each_score(s, first_query + row, key + col, [&](Acc& score, int i, int j) {
         if (j - i < band.low || j - i > band.high || j >= seq.seqlen_k) score = -infinity();
       });
