@@ -108,27 +108,28 @@ def forward(
     ValueError
         The lengths of a varlen call do not rise from 0 to at most the total.
     """
+    dtype = spec.acc_dtype
     inputs = [array for array in (q, k, v, bias, mask) if array is not None]
     overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
-    lse = np.empty(spec.lse_shape, spec.acc_dtype)
+    lse = np.empty(spec.lse_shape, dtype)
     if spec.varlen:
         cu_seqlens_q = _checked("cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
         cu_seqlens_k = _checked("cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
 
-    # 16-bit inputs: only q's tiles are converted as they come, as K and V are read once for every query tile.
-    k, v = k.astype(spec.acc_dtype, copy=False), v.astype(spec.acc_dtype, copy=False)
+    # Every query tile reads K and V: 16-bit ones are converted once. Q is converted as its tiles come.
+    k = k.astype(dtype, copy=False).swapaxes(-3, -2)
+    v = v.astype(dtype, copy=False).swapaxes(-3, -2)
     few_rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv) < BLOCK_ROWS
-    k = np.moveaxis(k, -3, -1) if few_rows else _keys_last(k)
-    v = np.moveaxis(v, -3, -2)
+    k = k.swapaxes(-2, -1) if few_rows else _keys_last(k)
     scores = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
     bias = None if bias is None else np.broadcast_to(bias, scores)
     mask = None if mask is None else np.broadcast_to(mask, scores)
     if alibi_slopes is not None:
         slopes = np.broadcast_to(alibi_slopes, scores[:2])
-        alibi_slopes = slopes.astype(spec.acc_dtype)[:, :, None, None]
+        alibi_slopes = slopes.astype(dtype)[:, :, None, None]
     if sinks is not None:
-        sinks = sinks.astype(spec.acc_dtype)[:, None, None]
+        sinks = sinks.astype(dtype)[:, None, None]
 
     tiles: collections.deque[_Tile] = collections.deque()
     for b in range(spec.batch if result.size else 0):
@@ -159,11 +160,11 @@ def _checked(name: str, cu_seqlens: np.ndarray, total: int) -> list[int]:
 
 
 def _keys_last(k: np.ndarray) -> np.ndarray:
-    """(..., seqlen_k, heads_kv, head_dim) -> (..., heads_kv, head_dim, seqlen_k), contiguous: BLAS likes it best."""
-    *batch, seqlen_k, heads_kv, head_dim = k.shape
-    keys_last = np.empty((*batch, heads_kv, head_dim, seqlen_k), k.dtype)
+    """(..., seqlen_k, head_dim) -> (..., head_dim, seqlen_k), contiguous: BLAS likes it best."""
+    *stack, seqlen_k, head_dim = k.shape
+    keys_last = np.empty((*stack, head_dim, seqlen_k), k.dtype)
     for j in range(0, seqlen_k, 64):  # piece by piece, in cache: three times faster than at once
-        piece = np.ascontiguousarray(k[..., j : j + 64, :, :].swapaxes(-3, -2))
+        piece = np.ascontiguousarray(k[..., j : j + 64, :])
         keys_last[..., j : j + 64] = piece.swapaxes(-2, -1)
     return keys_last
 
@@ -247,7 +248,7 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
     else:
         widest = max(head_dim, v.shape[-1])
         step = max(1, min(TILE_KEYS, BLOCK_PRODUCT // (BLOCK_ROWS * widest)))
-    ones = np.ones(step, dtype)
+    ones = np.ones(min(step, _size(tile.keys)), dtype)
     for j in range(tile.keys.start, tile.keys.stop, step):
         keys = slice(j, min(j + step, tile.keys.stop))
         num_keys = _size(keys)
@@ -257,7 +258,7 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
         _finish_scores(s, tile, keys, spec)
 
         previous = row_max
-        row_max = np.maximum(previous, np.max(s, axis=-1, keepdims=True))
+        row_max = np.maximum(previous, s.max(axis=-1, keepdims=True))
         shift = np.where(row_max == -np.inf, 0, row_max)  # no key so far: exp(-inf - 0) is 0
         s -= shift
         np.exp(s, out=s)
