@@ -67,7 +67,7 @@ def test_variants_fit_the_gpu(arch):
 
 
 def test_the_report_stays_short():
-    assert sum(1 for arch in DEFAULT_ARCHS for _ in tiles.variants(arch)) <= 300
+    assert sum(1 for arch in DEFAULT_ARCHS for _ in tiles.variants(arch)) <= 400
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, tiles
+from cuattn.gpu import compiler, sm90, tensormap, tiles
 from cuattn.gpu.params import FORWARD_ARGUMENT, forward_pointers, forward_shape
 
 
@@ -23,6 +23,7 @@ class Plan:
     block: tuple[int, ...]
     smem_bytes: int
     shape: bytes  # FORWARD_PARAMS after its pointers
+    sm90: sm90.Plan | None  # where the kernel is attention/forward_sm90.cu
 
 
 def forward(
@@ -97,12 +98,22 @@ def forward(
             _pointer(cu_seqlens_q),
             _pointer(cu_seqlens_k),
         )
-        argument = np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]
-        plan.kernel(plan.grid, plan.block, (argument,), shared_mem=plan.smem_bytes)
+        arguments = [np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]]
+        if plan.sm90 is not None:
+            scratch = _scratch(plan.sm90.scratch_bytes)
+            arguments.append(plan.sm90.argument(pointers, scratch.ptr))
+        plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
     if out is not None and target is not out:
         out[...] = target
         target = out
     return target, lse
+
+
+def _scratch(nbytes: int) -> Any:
+    """Memory for one launch, in stream order. While a graph is captured it is the graph's own: the pool would give it away again."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        return cupy.cuda.malloc_async(nbytes)
+    return cupy.cuda.alloc(nbytes)
 
 
 def _pointer(array: cupy.ndarray | None) -> int:
@@ -128,13 +139,17 @@ def _plan(
         spec,
         compiler.device_arch(device),
         has_score=not (bias is None and mask is None and alibi_slopes is None),
-        aligned=aligned and all(n % 16 == 0 for array in strides for n in array[:-1]),
+        aligned=aligned and all(tensormap.addressable(array[:-1]) for array in strides),
     )
-    config = launch.variant.config
+    config, grid, plan = launch.variant.config, launch.grid, None
+    if isinstance(config, tiles.Sm90ForwardConfig):
+        blocks = min(grid[0], cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+        grid, plan = (blocks,), sm90.plan(spec, config, blocks, strides)
     return Plan(
         kernel=compiler.kernel(launch.variant, device),
-        grid=launch.grid,
+        grid=grid,
         block=(config.threads,),
         smem_bytes=config.smem_bytes,
         shape=forward_shape(spec, strides, bias, mask, alibi_slopes),
+        sm90=plan,
     )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import numpy as np
 
-#: A 128-byte kernel parameter, passed by value.
-TENSOR_MAP = np.dtype((np.void, 128))
-
-_ALIGNMENT = 64  # of the descriptor that the driver fills
+TENSOR_MAP_BYTES = 128
+_ALIGNMENT = 16  # of addresses and strides, in bytes
 
 
 @functools.cache
-def _driver():
-    """The driver's encoder and the constants of every map here: 128-byte swizzle, 256-byte L2 promotion, zero fill."""
+def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
 
 
+def addressable(strides: tuple[int, ...]) -> bool:
+    """Whether the copy engine can address an array with these byte strides, the innermost axis's being left out."""
+    return all(0 < stride < 1 << 40 and stride % _ALIGNMENT == 0 for stride in strides)
+
+
+@functools.lru_cache(maxsize=4096)
 def encode(
     pointer: int,
     dtype: np.dtype,
@@ -28,7 +32,7 @@ def encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> bytes:
-    """Describe an array to the copy engine.
+    """Describe an array to the copy engine, with the 128-byte swizzle and zeros outside of the array.
 
     Parameters
     ----------
@@ -39,7 +43,7 @@ def encode(
     shape : tuple of int
         Lengths, innermost first. Coordinates outside of them read as 0 and are not written.
     strides : tuple of int
-        Byte strides of all axes but the innermost, multiples of 16.
+        Byte strides of all axes but the innermost.
     box : tuple of int
         Lengths of what one copy moves; the innermost is at most 128 bytes.
 
@@ -67,4 +71,4 @@ def encode(
     )
     if result != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuTensorMapEncodeTiled: {result}, {shape=} {strides=} {box=}")
-    return ctypes.string_at(tensor_map.getPtr(), TENSOR_MAP.itemsize)
+    return ctypes.string_at(tensor_map.getPtr(), TENSOR_MAP_BYTES)

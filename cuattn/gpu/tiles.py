@@ -7,7 +7,10 @@ can give, so that `variants` knows all that may ever be compiled.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
+
+import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
@@ -30,6 +33,7 @@ def capability(arch: str) -> int:
 def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
     yield from simt_forward_variants(arch)
+    yield from sm90_forward_variants(arch)
     yield from decode_variants(arch)
 
 
@@ -123,8 +127,165 @@ def _simt_variant(config: SimtForwardConfig) -> Variant:
     return Variant("attention/forward_simt.cu", "forward_simt", config)
 
 
+# ---------------------------------------------------------------------------------------------- forward, sm90
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90ForwardConfig(Config):
+    """attention/forward_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # padded
+    head_dim_v: int
+    tile_n: int
+    warpgroups: int  # of 64 queries each
+    q_slots: int
+    bound_left: bool
+    bound_right: bool
+    varlen: bool
+    score: bool  # softcap, bias, mask or alibi_slopes
+    stages: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup that loads, beside those that compute."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Panels of 64 columns, and a KiB of barriers."""
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        queries = self.q_slots * self.tile_m * panels * 128
+        return queries + self.stages * self.tile_n * (panels + panels_v) * 128 + 1024
+
+
+#: (tile_n, warpgroups, q_slots) by (head_dim, head_dim_v), the first that is large enough, for plain scores and for others. Two
+#: slots of queries let one tile's products run into the next's; where they do not fit, keys go first.
+SM90_TILES = {
+    (64, 64): ((128, 3, 2), (64, 2, 2)),
+    (96, 96): ((112, 3, 2), (64, 2, 2)),
+    (128, 128): ((80, 3, 2), (64, 2, 2)),
+    (64, 256): ((96, 2, 2), (64, 2, 2)),
+    (192, 128): ((128, 2, 1), (64, 2, 2)),
+    (192, 192): ((112, 2, 1), (64, 2, 1)),
+    (256, 256): ((80, 2, 1), (64, 2, 1)),
+}
+
+
+#: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that bounds more.
+SM90_BOUNDS = ((False, False), (False, True), (True, True))
+
+
+def sm90_forward(
+    spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool
+) -> Launch | None:
+    """Choose a variant of attention/forward_sm90.cu: what the copy engine can address, with scores that scaling keeps in order."""
+    dims = spec.head_dim, spec.head_dim_v
+    if (
+        arch != "sm_90a"
+        or spec.dtype.itemsize != 2
+        or not aligned
+        or spec.head_dim_v % 8
+        or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
+        or spec.scale <= 0.0
+    ):
+        return None
+    score = has_score or spec.softcap != 0.0
+    bounded = spec.window_left is not None, spec.window_right is not None
+    bounds = SM90_BOUNDS[-1] if score else next(b for b in SM90_BOUNDS if b >= bounded)
+    config = _sm90_config(
+        dtype=spec.dtype.name,
+        dims=next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1]),
+        bounds=bounds,
+        varlen=spec.varlen,
+        score=score,
+    )
+    if spec.varlen:
+        tiles = (spec.seqlen_q // config.tile_m + spec.batch) * spec.heads_q
+    else:
+        tiles = -(-spec.seqlen_q // config.tile_m) * spec.batch * spec.heads_q
+    if tiles >= 1 << 31:
+        return None
+    return Launch(_sm90_variant(config), (tiles,))
+
+
+def sm90_forward_variants(arch: str) -> Iterator[Variant]:
+    """Every variant of attention/forward_sm90.cu."""
+    if arch != "sm_90a":
+        return
+    for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_TILES):
+        for bounds, varlen in itertools.product(SM90_BOUNDS, (False, True)):
+            yield _sm90_variant(_sm90_config(dtype, dims, bounds, varlen, score=False))
+        for varlen in (False, True):
+            yield _sm90_variant(_sm90_config(dtype, dims, SM90_BOUNDS[-1], varlen, score=True))
+
+
+def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
+    """How many heads' tiles are dealt out to the blocks at a time, the last rows' first; 0 where all tiles cost the same.
+
+    Their keys and values should stay in L2; among the counts that do, the best is the one that keeps the busiest block's
+    sum of tiles lowest.
+    """
+    cost = _sm90_costs(spec, config)
+    if spec.varlen or cost.min() == cost.max():
+        return 0
+    heads = spec.heads_q * spec.batch
+    group = spec.heads_q // spec.heads_kv
+    head_bytes = spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / group
+    most = max(1, min(heads, int(SECTION_BYTES / head_bytes), SECTION_TILES // len(cost)))
+
+    def busiest(section: int) -> float:
+        load = np.zeros(blocks)
+        for number, first in enumerate(range(0, heads, section)):
+            tiles = np.repeat(cost[::-1], min(section, heads - first))
+            place, block = np.divmod(np.arange(len(tiles)), blocks)
+            backward = (place + number) % 2 == 1
+            np.add.at(load, np.where(backward, blocks - 1 - block, block), tiles)
+            if number == SECTIONS_SEEN:
+                break
+        return load.max() / load.sum()
+
+    return min(range(1, most + 1), key=busiest)
+
+
+def _sm90_costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """What each tile of a head costs, in blocks of keys: those it sees, and about one more."""
+    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
+    last_row = np.minimum(first_row + config.tile_m, spec.seqlen_q) - 1
+    diagonal = spec.seqlen_k - spec.seqlen_q
+    right = spec.seqlen_k if spec.window_right is None else spec.window_right
+    left = spec.seqlen_k + spec.seqlen_q if spec.window_left is None else spec.window_left
+    end = np.clip(last_row + diagonal + right + 1, 0, spec.seqlen_k)
+    begin = np.clip(first_row + diagonal - left, 0, end)
+    return 1.0 + -(-end // config.tile_n) - begin // config.tile_n
+
+
+SECTION_BYTES = 40 << 20  # of Hopper's 50 MB of L2
+SECTION_TILES = 4096
+SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
+
+
+def _sm90_config(
+    dtype: str,
+    dims: tuple[int, int],
+    bounds: tuple[bool, bool],
+    varlen: bool,
+    score: bool,
+) -> Sm90ForwardConfig:
+    return Sm90ForwardConfig(dtype, *dims, *SM90_TILES[dims][score], *bounds, varlen, score)
+
+
+def _sm90_variant(config: Sm90ForwardConfig) -> Variant:
+    return Variant("attention/forward_sm90.cu", "forward_sm90", config)
+
+
 #: The tiers of the forward pass, fastest first: each chooses a launch, or None for a call that it leaves to the next.
-FORWARD_TIERS = {"simt": simt_forward}
+FORWARD_TIERS = {"sm90": sm90_forward, "simt": simt_forward}
 
 
 # ---------------------------------------------------------------------------------------------- decoding

@@ -17,7 +17,7 @@ struct Sm90Params {
     unsigned tiles;
   }* taken;
   unsigned long long ticket;  // a random number of this launch's own
-  int section;                // heads that are worked on together, under a causal mask
+  int section;                // heads that are worked on together; 0: all tiles cost the same
 };
 
 // Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch `outer`. Of a varlen call the map
@@ -72,30 +72,30 @@ struct Tile {
   }
 };
 
-// Tile i of fixed-length sequences is block i's, modulo the grid, where all tiles cost the same. Under a causal mask the later
-// rows cost more: the tiles of a section of heads, few enough that their keys and values stay in L2, are dealt out longest
-// first, forward and backward in turn, as is one section after another, so that every block's sum comes out the same.
+// Where all tiles cost the same, tile i of fixed-length sequences is block i's, modulo the grid. Else, as under a causal mask, the
+// later rows cost more: the tiles of a section of heads, few enough that their keys and values stay in L2, are dealt out
+// last first, forward and backward in turn, as is one section after another, so that every block's sum comes out the same.
 struct FixedWalk {
-  static constexpr bool kSections = Config::bound_right && !Config::bound_left;
-
   const ForwardParams& params;
   int heads, tiles_m, section;
+  bool even;  // all tiles cost the same: one section, head after head
   int first_head = 0, round = 0;
 
   __device__ __forceinline__ FixedWalk(const ForwardParams& params, const Sm90Params& sm90)
       : params(params), heads(params.heads_q * params.batch), tiles_m((params.seqlen_q + kTileM - 1) / kTileM) {
-    section = kSections ? sm90.section : heads;
+    even = sm90.section == 0;
+    section = even ? heads : sm90.section;
   }
 
   __device__ __forceinline__ Tile next() {
     const int grid = gridDim.x;
     for (; first_head < heads; first_head += section, round = 0) {
       const int size = min(section, heads - first_head);
-      for (; round * grid < size * tiles_m;) {
-        const bool backward = kSections && (round + first_head / section) % 2;
+      while (round * grid < size * tiles_m) {
+        const bool backward = !even && (round + first_head / section) % 2;
         const int item = round++ * grid + (backward ? grid - 1 - blockIdx.x : blockIdx.x);
-        if (item < size * tiles_m) return tile(first_head + (kSections ? item % size : item / tiles_m),
-                                               kSections ? tiles_m - 1 - item / size : item % tiles_m);
+        if (item < size * tiles_m)
+          return tile(first_head + (even ? item / tiles_m : item % size), even ? item % tiles_m : tiles_m - 1 - item / size);
       }
     }
     Tile none;

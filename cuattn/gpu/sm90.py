@@ -1,0 +1,90 @@
+"""The second argument of attention/forward_sm90.cu: where the copy engine finds q, k and v, and how tiles are dealt out."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import struct
+
+import numpy as np
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu import tensormap, tiles
+
+#: Sm90Params of rawkernels/attention/work_sm90.cuh after its three tensor maps.
+_SCHEDULE = struct.Struct("2Q i 44x")
+#: The same bytes as CuPy passes them.
+ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _SCHEDULE.size))
+
+TAKEN_BYTES = 16  # Sm90Params::Taken
+_PANEL_COLUMNS = 64  # 128 bytes
+_WARPGROUP_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """An array as :func:`tensormap.encode` takes it, but for the pointer."""
+
+    offset: int  # from the array's pointer, in bytes
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All of the argument but pointers."""
+
+    dtype: np.dtype
+    maps: tuple[Map, ...]  # of q, k, v
+    section: int
+    scratch_bytes: int
+
+    def argument(self, pointers: tuple[int, ...], scratch: int) -> np.void:
+        """Pack the argument of one launch; `scratch` is the address of `scratch_bytes`, for the launch's duration."""
+        encoded = [
+            tensormap.encode(pointer + m.offset, self.dtype, m.shape, m.strides, m.box)
+            for pointer, m in zip(pointers, self.maps, strict=False)
+        ]
+        schedule = _SCHEDULE.pack(scratch, random.getrandbits(64), self.section)
+        return np.frombuffer(b"".join((*encoded, schedule)), ARGUMENT)[0]
+
+
+def plan(
+    spec: AttentionSpec,
+    config: tiles.Sm90ForwardConfig,
+    blocks: int,
+    strides: tuple[tuple[int, ...], ...],
+) -> Plan:
+    """Plan launches on `blocks` blocks; `strides` are those of q, k and v, in bytes."""
+    shapes = (
+        (spec.seqlen_q, spec.heads_q, spec.head_dim),
+        (spec.seqlen_k, spec.heads_kv, spec.head_dim),
+        (spec.seqlen_k, spec.heads_kv, spec.head_dim_v),
+    )
+    rows = (_WARPGROUP_ROWS, config.tile_n, config.tile_n)
+    return Plan(
+        dtype=spec.dtype,
+        maps=tuple(map(_map, [spec] * 3, shapes, strides, rows)),
+        section=tiles.sm90_section(spec, config, blocks),
+        scratch_bytes=TAKEN_BYTES if spec.varlen else 0,
+    )
+
+
+def _map(
+    spec: AttentionSpec, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
+) -> Map:
+    """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total, head, head_dim).
+
+    Outer is the batch. For varlen it counts rows once more, and the array's pointer is that of row `total` of the first
+    such axis: Sequence in attention/work_sm90.cuh says what for.
+    """
+    length, heads, head_dim = shape
+    row, head = strides[-3:-1]
+    box = (_PANEL_COLUMNS, box_rows, 1, 1)
+    if spec.varlen:
+        return Map(-length * row, (head_dim, length, heads, length + 1), (row, head, row), box)
+    # The stride of an axis of length 1 says nothing, and may be anything.
+    outer = strides[0] if spec.batch > 1 else row
+    head = head if heads > 1 else row
+    return Map(0, (head_dim, length, heads, spec.batch), (row, head, outer), box)
