@@ -21,11 +21,25 @@ TOKENS, FEATURES = 16384, 2048
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
+@pytest.fixture(params=["fastest", "sm80"])
+def tier(request, monkeypatch):
+    """What serves the calls: this GPU's fastest tier, or the one for Ampere and newer."""
+    from cuattn.gpu import attention, compiler, tiles
+
+    if request.param == "sm80":
+        if compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
+            pytest.skip("sm80 is this GPU's fastest tier")
+        monkeypatch.setattr(tiles, "FORWARD_TIERS", {"sm80": tiles.FORWARD_TIERS["sm80"]})
+    attention._plan.cache_clear()
+    yield request.param
+    attention._plan.cache_clear()
+
+
 @pytest.mark.parametrize("seqlen", [512, 2048, 8192, 16384])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", ["bfloat16"])
-def bench_forward(benchmark, ceilings, dtype, causal, head_dim, seqlen):
+def bench_forward(benchmark, ceilings, tier, dtype, causal, head_dim, seqlen):
     batch, heads = TOKENS // seqlen, FEATURES // head_dim
     shape = (batch, seqlen, heads, head_dim)
     nbytes = 3 * 2 * TOKENS * FEATURES
@@ -39,7 +53,7 @@ def bench_forward(benchmark, ceilings, dtype, causal, head_dim, seqlen):
     run = timing.rotate(lambda q, k, v: cuattn.flash_attention(q, k, v, causal=causal), sets)
     contestants = [
         timing.Contestant("cuattn", run),
-        *peers.attention_forward(sets, causal=causal),
+        *peers.attention_forward(sets, causal=causal, portable=tier == "sm80"),
     ]
 
     ours = run(1).astype(np.float32)
@@ -48,7 +62,7 @@ def bench_forward(benchmark, ceilings, dtype, causal, head_dim, seqlen):
         difference = float(cupy.linalg.norm(ours - theirs) / cupy.linalg.norm(theirs))
         assert difference < 2e-2, f"cuattn and {peer.name} differ by {difference:.1e}"
 
-    benchmark.group = "attention forward"
+    benchmark.group = "attention forward" + (", sm80 tier" if tier == "sm80" else "")
     seconds = timing.race(benchmark, contestants)
     flops = 4 * batch * heads * seqlen**2 * head_dim * (0.5 if causal else 1)
     benchmark.extra_info |= {

@@ -31,7 +31,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def attention_forward(sets: list[tuple], *, causal: bool) -> Iterator[timing.Contestant]:
+def attention_forward(
+    sets: list[tuple], *, causal: bool, portable: bool = False
+) -> Iterator[timing.Contestant]:
     """Every peer that computes this forward attention.
 
     Parameters
@@ -40,10 +42,16 @@ def attention_forward(sets: list[tuple], *, causal: bool) -> Iterator[timing.Con
         float16 or bfloat16 CuPy arrays (batch, seqlen, heads, head_dim), used in turn.
     causal : bool
         With as many queries as keys, so that every peer means the same by it.
+    portable : bool
+        Only the peers whose kernels run on Ampere and newer, with the instructions that all of these have.
     """
-    if importlib.util.find_spec("torch"):
-        for name, backend in (("FA-2", "FLASH_ATTENTION"), ("cuDNN", "CUDNN_ATTENTION")):
-            yield timing.Contestant(name, _torch_sdpa(backend, sets, causal=causal))
+    torch = importlib.util.find_spec("torch")
+    if torch:
+        yield timing.Contestant("FA-2", _torch_sdpa("FLASH_ATTENTION", sets, causal=causal))
+    if portable:
+        return
+    if torch:
+        yield timing.Contestant("cuDNN", _torch_sdpa("CUDNN_ATTENTION", sets, causal=causal))
     if importlib.util.find_spec("dew_flash_attn") and importlib.util.find_spec("jax"):
         run = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
         yield timing.Contestant("FA-3", run, timing.by_host)

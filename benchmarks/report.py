@@ -65,15 +65,15 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def comparison(records: list[dict[str, Any]]) -> list[str]:
-    """One line for each peer: the geometric mean and the least of cuattn's speed over the peer's."""
+def comparison(records: list[dict[str, Any]], what: str = "cuattn") -> list[str]:
+    """One line for each peer: the geometric mean, the least and the most of cuattn's speed over the peer's."""
     lines = []
     for name in COLOURS:
         ratios = [r["tflops"]["cuattn"] / r["tflops"][name] for r in records if name in r["tflops"]]
         if name != "cuattn" and ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             lines.append(
-                f"- cuattn's speed over {name}'s: {mean:.2f}× in the geometric mean of {len(ratios)} shapes, "
+                f"- {what}'s speed over {name}'s: {mean:.2f}× in the geometric mean of {len(ratios)} shapes, "
                 f"{min(ratios):.2f}× at least, {max(ratios):.2f}× at most."
             )
     return lines
@@ -201,6 +201,7 @@ def main(argv: list[str] | None = None) -> None:
             table(records),
             "",
             *comparison(records),
+            *comparison(load(files, "attention forward, sm80 tier"), "The sm80 tier"),
             *host(load(files, "host")),
             *cpu(load(files, "attention forward on the CPU")),
             "",

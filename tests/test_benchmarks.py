@@ -88,6 +88,15 @@ def test_report_compares_and_says_where_the_figures_come_from(results, capsys):
     assert "2026-01-02, commit fedcba9876" in text
 
 
+def test_a_tier_is_compared_under_its_name():
+    records = [{"tflops": {"cuattn": 1.0, "FA-2": 2.0}}, {"tflops": {"cuattn": 8.0, "FA-2": 1.0}}]
+    (line,) = report.comparison(records, "The sm80 tier")
+    assert line == (
+        "- The sm80 tier's speed over FA-2's: 2.00× in the geometric mean of 2 shapes, "
+        "0.50× at least, 8.00× at most."
+    )
+
+
 def test_a_line_on_the_cpu():
     machine = {"machine": {"cpu": "CPU Y, 2 cores"}, "date": "2026-01-01"}
     records = [
