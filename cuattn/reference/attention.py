@@ -311,8 +311,8 @@ def _finish_scores(s: np.ndarray, tile: _Tile, keys: slice, spec: AttentionSpec)
 
 def _distance(sequence: _Sequence, rows: slice, keys: slice) -> np.ndarray:
     """How far each key lies behind the one beside each row: (rows, keys)."""
-    beside = np.arange(rows.start, rows.stop)[:, None] + sequence.diagonal
-    return np.arange(keys.start, keys.stop) - beside
+    i = np.arange(rows.start + sequence.diagonal, rows.stop + sequence.diagonal, dtype=np.int32)
+    return np.arange(keys.start, keys.stop, dtype=np.int32) - i[:, None]
 
 
 def _matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
