@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from cuattn.decoding import flash_decode, merge_attention, paged_attention
-from cuattn.gpu import decoding, tiles
 from tests import formulas
 
 cupy = pytest.importorskip("cupy")
+
+from cuattn.gpu import decoding, tiles  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
