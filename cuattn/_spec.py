@@ -151,16 +151,19 @@ def attention_spec(
     )
 
 
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to `full`."""
+    return len(shape) <= len(full) and all(
+        n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
+    )
+
+
 def check_score_array(function: str, name: str, array: Any, spec: AttentionSpec) -> None:
     """Check that `bias` or `mask` broadcasts to (batch, heads_q, seqlen_q, seqlen_k) and has a fitting dtype."""
     full = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
-    shape = array.shape
-    fits = len(shape) <= 4 and all(
-        n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
-    )
-    if not fits:
+    if not broadcasts(array.shape, full):
         raise ValueError(
-            f"{function}: {name} has shape {shape}, which must broadcast to "
+            f"{function}: {name} has shape {array.shape}, which must broadcast to "
             f"(batch, heads_q, seqlen_q, seqlen_k) = {full}"
         )
     if name == "mask" and array.dtype != np.bool_:

@@ -11,6 +11,7 @@ from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_a
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
+    broadcasts,
     check_cu_seqlens,
     check_head_array,
     check_score_array,
@@ -336,16 +337,18 @@ def scaled_dot_product_attention(
                 "floating dtype"
             )
         full = (*query.shape[:-1], key.shape[-2])
-        try:
-            scores = xp.broadcast_to(attn_mask, full)
-        except ValueError:
+        if not broadcasts(attn_mask.shape, full):
             raise ValueError(
                 f"{name}: attn_mask has shape {attn_mask.shape}, which must broadcast to {full}"
-            ) from None
-        scores = scores.reshape(spec.batch, spec.heads_q, *full[-2:])
+            )
+        scores = attn_mask
+        if query.ndim != 4:
+            scores = xp.broadcast_to(attn_mask, full)
+            scores = scores.reshape(spec.batch, spec.heads_q, *full[-2:])
         bias, mask = (None, scores) if attn_mask.dtype == np.bool_ else (scores, None)
     result, _ = _forward(name, xp, q, k, v, spec, bias=bias, mask=mask)
-    return result.swapaxes(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+    result = result.swapaxes(1, 2)
+    return result if query.ndim == 4 else result.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _forward(
@@ -407,15 +410,16 @@ def _add_batch(function: str, name: str, array: Any) -> Any:
         raise ValueError(
             f"{function}: {name} has shape {array.shape}, must be (seqlen, heads, head_dim) as q is"
         )
-    return array[None]
+    return array.reshape(1, *array.shape)
 
 
 def _batch_seq_heads_dim(array: Any) -> Any:
     """(..., heads, L, E) -> (batch, L, heads, E), a view wherever the leading axes merge."""
     if array.ndim == 2:
         array = array[None]
-    batch = math.prod(array.shape[:-3])
-    return array.reshape(batch, *array.shape[-3:]).swapaxes(1, 2)
+    if array.ndim != 4:
+        array = array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+    return array.swapaxes(1, 2)
 
 
 def _hashable(window: Any) -> Any:

@@ -124,6 +124,21 @@ def _layout(array: cupy.ndarray | None) -> tuple | None:
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
+def _meaningful(
+    spec: AttentionSpec, strides: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Strides of q, k, v and out. That of an axis of length 1 may be anything: here it is such as any kernel can use."""
+    batch = () if spec.varlen else (spec.batch,)
+    rows_q, rows_k = (*batch, spec.seqlen_q, spec.heads_q), (*batch, spec.seqlen_k, spec.heads_kv)
+    used = []
+    for array, lengths in zip(strides, (rows_q, rows_k, rows_k, rows_q), strict=True):
+        span = 16 * max([1, *(abs(n) // 16 for n in array)])
+        used.append(
+            (*(span if n == 1 else s for n, s in zip(lengths, array[:-1], strict=True)), array[-1])
+        )
+    return tuple(used)
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     spec: AttentionSpec,
@@ -135,6 +150,7 @@ def _plan(
     aligned: bool,
 ) -> Plan:
     """Choose and compile the kernel of a call, and pack what stays the same between calls like it."""
+    strides = _meaningful(spec, strides)
     launch = tiles.forward(
         spec,
         compiler.device_arch(device),
