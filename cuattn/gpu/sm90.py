@@ -17,6 +17,7 @@ _SCHEDULE = struct.Struct("2Q i 44x")
 ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _SCHEDULE.size))
 
 TAKEN_BYTES = 16  # Sm90Params::Taken
+ANY_STRIDE = 4096
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
 
@@ -80,11 +81,11 @@ def _map(
     such axis: Sequence in attention/work_sm90.cuh says what for.
     """
     length, heads, head_dim = shape
-    row, head = strides[-3:-1]
+    # The stride of an axis of length 1 may be anything; the copy engine gets one that it accepts.
+    row = strides[-3] if length > 1 else ANY_STRIDE
+    head = strides[-2] if heads > 1 else ANY_STRIDE
     box = (_PANEL_COLUMNS, box_rows, 1, 1)
     if spec.varlen:
         return Map(-length * row, (head_dim, length, heads, length + 1), (row, head, row), box)
-    # The stride of an axis of length 1 says nothing, and may be anything.
-    outer = strides[0] if spec.batch > 1 else row
-    head = head if heads > 1 else row
+    outer = strides[0] if spec.batch > 1 else ANY_STRIDE
     return Map(0, (head_dim, length, heads, spec.batch), (row, head, outer), box)

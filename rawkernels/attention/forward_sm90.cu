@@ -2,147 +2,18 @@
 //
 //   q (batch, seqlen_q, heads_q, head_dim), k and v with heads_kv heads, out; float16 or bfloat16; 16-byte strides.
 //   One block an SM, walking over tiles of 64 * Config::warpgroups queries of one head (attention/work_sm90.cuh).
-//   Warpgroup 0 produces: warp 0 finds tiles and brings K and V, block after block of keys, through a ring of stages; warp
-//   1 + w brings the 64 queries of consumer w. Warpgroups 1 and on consume: 64 queries each, scores and O in registers.
+//   Warpgroup 0 produces: warp 0 finds tiles and brings K and V, block after block of keys, through a ring of stages; warp 1
+//   brings queries; the others guard (kGuards). Warpgroups 1 and on consume: 64 queries each, scores and O in registers.
 //
 // A consumer never drains: while P V of one block runs, so does Q K^T of the next, be it of the same tile or of the next
 // one, and the next block's exponentials hide behind the products of this and of the other consumers.
-#include "attention/params.cuh"
-#include "attention/work_sm90.cuh"
+#include "attention/layout_sm90.cuh"
+#include "attention/produce_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/score.cuh"
 #include "tile/softmax.cuh"
-
-using T = Config::dtype;
-
-constexpr int kWarpgroups = Config::warpgroups;  // that consume
-constexpr int kTileN = Config::tile_n;
-constexpr int kHeadDim = Config::head_dim;  // of q and k, padded: the copy engine fills with zeros
-constexpr int kHeadDimV = Config::head_dim_v;
-constexpr int kPanelColumns = 64;  // a tile lies in shared memory as panels of 64 columns, 128 bytes a row
-constexpr int kRowBytes = 128;
-constexpr int kPanelsK = (kHeadDim + 63) / 64;
-constexpr int kPanelsV = (kHeadDimV + 63) / 64;
-constexpr int kPanelBytesQ = 64 * kRowBytes;
-constexpr int kPanelBytesK = kTileN * kRowBytes;
-constexpr int kStages = Config::stages;
-constexpr int kSlots = Config::q_slots;
-
-// Registers of a thread: the block has 65536, and gets them evenly at first.
-constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kWarpgroups == 1 ? 256 : kWarpgroups == 2 ? 232 : 160;
-
-struct Smem {
-  alignas(1024) unsigned char q[kSlots][kWarpgroups][kPanelsK * kPanelBytesQ];
-  alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
-  alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
-  ptx::Mbarrier full_k[kStages], full_v[kStages];                        // the copy engine's bytes -> all consumers
-  ptx::Mbarrier empty_k[kStages], empty_v[kStages];                      // every consumer warp -> warp 0
-  ptx::Mbarrier full_q[kSlots][kWarpgroups], empty_q[kSlots][kWarpgroups];  // the same between a consumer and its warp
-  TileQueue queue;
-};
-
-static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
-static_assert(Config::threads == 128 * (kWarpgroups + 1), "one warpgroup produces, the others consume");
-static_assert(kWarpgroups <= 3, "warps 1 to 3 of the producing warpgroup serve one consumer each");
-static_assert(kStages >= 2, "a consumer holds one stage while it waits for the next");
-static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "wgmma multiplies by steps of 16");
-
-// Which stage of a ring, and the parity of its current use.
-template <int kSize>
-struct Ring {
-  int index = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++index == kSize) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-__device__ __forceinline__ void arrive_warp(ptx::Mbarrier& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-}
-
-// Brings `kPanels` panels of rows of one head when the consumers have left their place. All lanes of a warp together.
-template <int kPanels, int kPanelBytes>
-__device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap& map, ptx::Mbarrier& full, ptx::Mbarrier& empty,
-                                     unsigned parity, const Sequence& sequence, int row, int head, unsigned long long cache_hint) {
-  ptx::mbarrier_wait(empty, parity ^ 1);
-  if (threadIdx.x % 32 == 0) {
-    ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tma_load(place + panel * kPanelBytes, map, full, panel * kPanelColumns, sequence.shift + row, head, sequence.outer,
-                    cache_hint);
-  }
-  __syncwarp();
-}
-
-__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params, const Sm90Params& sm90) {
-  Ring<kStages> ring_k, ring_v;
-  Ring<TileQueue::kSize> ring;
-  int pending = -1;  // the block whose keys have been asked for, and whose values have not
-  Sequence keys;
-  int head;
-  const auto load_values = [&] {
-    load<kPanelsV, kPanelBytesK>(smem.v[ring_v.index], sm90.v, smem.full_v[ring_v.index], smem.empty_v[ring_v.index],
-                                 ring_v.parity, keys, pending * kTileN, head, ptx::kEvictLast);
-    ring_v.advance();
-  };
-  WalkOf<Config::varlen>::Type walk(params, sm90);
-  while (true) {
-    const Tile tile = walk.next();
-    ptx::mbarrier_wait(smem.queue.empty[ring.index], ring.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      smem.queue.tiles[ring.index] = tile;
-      ptx::mbarrier_arrive(smem.queue.full[ring.index]);
-    }
-    __syncwarp();
-    ring.advance();
-    if (tile.row < 0) break;
-    for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-      load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], sm90.k, smem.full_k[ring_k.index], smem.empty_k[ring_k.index],
-                                   ring_k.parity, tile.keys, block * kTileN, tile.head_kv, ptx::kEvictLast);
-      ring_k.advance();
-      if (pending >= 0) load_values();  // consumers ask for the values of a block after the keys of the next
-      pending = block;
-      keys = tile.keys;
-      head = tile.head_kv;
-    }
-  }
-  if (pending >= 0) load_values();
-}
-
-// The next tile that the finding warp has put into the queue.
-__device__ __forceinline__ Tile read_tile(Smem& smem, Ring<TileQueue::kSize>& ring) {
-  ptx::mbarrier_wait(smem.queue.full[ring.index], ring.parity);
-  Tile tile = smem.queue.tiles[ring.index];
-  int(&words)[sizeof(Tile) / 4] = reinterpret_cast<int(&)[sizeof(Tile) / 4]>(tile);
-#pragma unroll
-  for (int& word : words) word = __shfl_sync(~0u, word, 0);  // the compiler is to know that it is the warp's
-  arrive_warp(smem.queue.empty[ring.index]);
-  ring.advance();
-  return tile;
-}
-
-__device__ __forceinline__ void load_queries(Smem& smem, const Sm90Params& sm90, int consumer) {
-  Ring<kSlots> slots;
-  Ring<TileQueue::kSize> ring;
-  for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
-    if (tile.empty()) continue;
-    load<kPanelsK, kPanelBytesQ>(smem.q[slots.index][consumer], sm90.q, smem.full_q[slots.index][consumer],
-                                 smem.empty_q[slots.index][consumer], slots.parity, tile.queries, tile.row + 64 * consumer,
-                                 tile.head, ptx::kEvictFirst);
-    slots.advance();
-  }
-}
 
 // S = Q K^T for 64 queries and a block of keys: issued, not waited for.
 __device__ __forceinline__ void multiply_keys(float (&s)[kTileN / 2], const unsigned char* q, const unsigned char* k) {
@@ -174,6 +45,16 @@ __device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const Forwar
     if (key >= tile.end_key(params, query) - column || (Config::bound_left && key < tile.first_key(params, query) - column))
       s[i] = tile::negative_infinity();
   }
+}
+
+// Gives the values that the guards have replaced by 0 to the queries that see their keys. Rarely called.
+__device__ __noinline__ float replaced_values(const ForwardParams& params, const Tile& tile, int block, int query, int column) {
+  const T* v = static_cast<const T*>(params.v) + tile.value_offset(params, block * kTileN) + column;
+  float sum = 0.0f;
+  for (int key = block * kTileN; key < min((block + 1) * kTileN, tile.keys.length); ++key, v += params.v_stride.seq)
+    if (column < params.head_dim_v && !isfinite(static_cast<float>(*v)) && tile.sees(params, query, key))
+      sum += static_cast<float>(*v);
+  return sum;
 }
 
 // Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves, so that each writes four
@@ -224,6 +105,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   Ring<kStages> ring_k, ring_v;
   Ring<kSlots> ring_q;
   Ring<TileQueue::kSize> ring;
+  bool guarded = false;   // the block whose P is at hand
+  unsigned checks = 0;    // the parity of checked_v, a bit a stage
   tile::OnlineSoftmax softmax;
   float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
   unsigned p[kTileN / 4];
@@ -261,6 +144,21 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     }
     if (tile.hides_keys(params, block, 64 * consumer)) mask_scores(s, params, tile, row, column);
   };
+  const auto await_values = [&] {
+    ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+    if (kGuards == 0 || !guarded) return;
+    ptx::mbarrier_wait(smem.checked_v[ring_v.index], checks >> ring_v.index & 1);
+    checks ^= 1 << ring_v.index;
+  };
+  const auto release_values = [&](const Tile& tile, int block) {
+    if (kGuards > 0 && guarded && (smem.cleaned_v[ring_v.index][0] || smem.cleaned_v[ring_v.index][1])) {
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i)
+        o[i] += replaced_values(params, tile, block, tile.row + lane_row + 8 * (i / 2 % 2), i / 4 * 8 + lane_column + i % 2);
+    }
+    arrive_warp(smem.empty_v[ring_v.index]);
+    ring_v.advance();
+  };
 
   // The first scores, with nothing beside them.
   ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
@@ -270,12 +168,14 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_keys(s, smem.q[0][consumer], smem.k[0]);
   ptx::wgmma_wait_group<0>();
   receive_scores();
+  guarded = tile.guarded(params, block);
   softmax.update(s, scale_log2, correction);
   tile::pack_fragment<T>(p, s);
   clear();
 
   while (true) {
     const Tile finished = tile;
+    const int finished_block = block;
     const bool fresh = block == tile.block_begin;  // the next scores are of another tile
     if (fresh) {
       tile = find_tile();
@@ -288,7 +188,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     }
     --block;
     ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
-    ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+    await_values();
     wait_turn();
     ptx::wgmma_keep(s);
     ptx::wgmma_keep(o);
@@ -306,8 +206,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     // registers that P V reads hides behind the exponentials (5% faster than exponentials first, on an H200).
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
-    arrive_warp(smem.empty_v[ring_v.index]);
-    ring_v.advance();
+    release_values(finished, finished_block);
+    guarded = tile.guarded(params, block);
     if (fresh) {
       write_output(o, before, scale_log2, params, finished, finished.row + lane_row);
       clear();
@@ -318,12 +218,13 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     tile::pack_fragment<T>(p, s);
   }
 
-  ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+  await_values();
   ptx::wgmma_keep(o);
   ptx::wgmma_fence();
   multiply_values(o, p, smem.v[ring_v.index]);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_keep(o);
+  release_values(tile, block);
   write_output(o, softmax, scale_log2, params, tile, tile.row + lane_row);
 }
 
@@ -342,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::mbarrier_init(smem.full_k[i], 1);
       ptx::mbarrier_init(smem.full_v[i], 1);
       ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
-      ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups);
+      ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kGuards);
+      if (kGuards > 0) ptx::mbarrier_init(smem.checked_v[i], kGuards);
     }
     for (int i = 0; i < kSlots * kWarpgroups; ++i) {
       ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
@@ -350,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     }
     for (int i = 0; i < TileQueue::kSize; ++i) {
       ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i], 5 * kWarpgroups);
+      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kGuards);
     }
     ptx::fence_mbarrier_init();
   }
@@ -360,8 +262,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
       load_keys_and_values(smem, params, sm90);
-    } else if (warp <= kWarpgroups) {
-      load_queries(smem, sm90, warp - 1);
+    } else if (warp == 1) {
+      load_queries(smem, sm90);
+    } else if (kGuards > 0) {
+      guard_values(smem, params, warp - 2);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

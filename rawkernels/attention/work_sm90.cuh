@@ -52,6 +52,25 @@ struct Tile {
            (Config::bound_left && block * Config::tile_n < first_key(params, row + offset + 63));
   }
 
+  // Whether some query of the tile does not see some key of the block. Keys past the sequence's end do not count: they are 0.
+  __device__ __forceinline__ bool guarded(const ForwardParams& params, int block) const {
+    return min((block + 1) * Config::tile_n, keys.length) > end_key(params, row) ||
+           (Config::bound_left && block * Config::tile_n < first_key(params, row + kTileM - 1)) ||
+           (Config::score && params.mask != nullptr);
+  }
+
+  __device__ __forceinline__ bool sees(const ForwardParams& params, int query, int key) const {
+    if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query)) return false;
+    const ScoreStrides& stride = params.mask_stride;
+    return params.mask == nullptr || params.mask[batch * stride.batch + head * stride.head + query * stride.row + key * stride.col];
+  }
+
+  __device__ __forceinline__ long long value_offset(const ForwardParams& params, int key) const {
+    const int first = Config::varlen ? keys.outer - keys.length : 0;
+    return batch * (Config::varlen ? 0 : params.v_stride.batch) + head_kv * params.v_stride.head +
+           (first + key) * params.v_stride.seq;
+  }
+
   // Of a query, in rows of out and lse.
   __device__ __forceinline__ long long out_offset(const ForwardParams& params, int query) const {
     const int first = Config::varlen ? queries.outer - queries.length : 0;

@@ -1,0 +1,126 @@
+// The producing warps of attention/forward_sm90.cu: they find tiles, load, and guard.
+#pragma once
+
+#include "attention/layout_sm90.cuh"
+#include "ptx/tma.cuh"
+
+// Brings `kPanels` panels of rows of one head when the consumers have left their place. All lanes of a warp together.
+template <int kPanels, int kPanelBytes>
+__device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap& map, ptx::Mbarrier& full, ptx::Mbarrier& empty,
+                                     unsigned parity, const Sequence& sequence, int row, int head, unsigned long long cache_hint) {
+  ptx::mbarrier_wait(empty, parity ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::tma_load(place + panel * kPanelBytes, map, full, panel * kPanelColumns, sequence.shift + row, head, sequence.outer,
+                    cache_hint);
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params, const Sm90Params& sm90) {
+  Ring<kStages> ring_k, ring_v;
+  Ring<TileQueue::kSize> ring;
+  int pending = -1;  // the block whose keys have been asked for, and whose values have not
+  Sequence keys;
+  int head;
+  const auto load_values = [&] {
+    load<kPanelsV, kPanelBytesK>(smem.v[ring_v.index], sm90.v, smem.full_v[ring_v.index], smem.empty_v[ring_v.index],
+                                 ring_v.parity, keys, pending * kTileN, head, ptx::kEvictLast);
+    ring_v.advance();
+  };
+  WalkOf<Config::varlen>::Type walk(params, sm90);
+  while (true) {
+    const Tile tile = walk.next();
+    ptx::mbarrier_wait(smem.queue.empty[ring.index], ring.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      smem.queue.tiles[ring.index] = tile;
+      ptx::mbarrier_arrive(smem.queue.full[ring.index]);
+    }
+    __syncwarp();
+    ring.advance();
+    if (tile.row < 0) break;
+    for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+      load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], sm90.k, smem.full_k[ring_k.index], smem.empty_k[ring_k.index],
+                                   ring_k.parity, tile.keys, block * kTileN, tile.head_kv, ptx::kEvictLast);
+      ring_k.advance();
+      if (pending >= 0) load_values();  // consumers ask for the values of a block after the keys of the next
+      pending = block;
+      keys = tile.keys;
+      head = tile.head_kv;
+    }
+  }
+  if (pending >= 0) load_values();
+}
+
+// The next tile that the finding warp has put into the queue.
+__device__ __forceinline__ Tile read_tile(Smem& smem, Ring<TileQueue::kSize>& ring) {
+  ptx::mbarrier_wait(smem.queue.full[ring.index], ring.parity);
+  Tile tile = smem.queue.tiles[ring.index];
+  int(&words)[sizeof(Tile) / 4] = reinterpret_cast<int(&)[sizeof(Tile) / 4]>(tile);
+#pragma unroll
+  for (int& word : words) word = __shfl_sync(~0u, word, 0);  // the compiler is to know that it is the warp's
+  arrive_warp(smem.queue.empty[ring.index]);
+  ring.advance();
+  return tile;
+}
+
+__device__ __forceinline__ void load_queries(Smem& smem, const Sm90Params& sm90) {
+  Ring<kSlots> slots;
+  Ring<TileQueue::kSize> ring;
+  for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
+    if (tile.empty()) continue;
+    for (int consumer = 0; consumer < kWarpgroups; ++consumer)
+      load<kPanelsK, kPanelBytesQ>(smem.q[slots.index][consumer], sm90.q, smem.full_q[slots.index][consumer],
+                                   smem.empty_q[slots.index][consumer], slots.parity, tile.queries,
+                                   tile.row + 64 * consumer, tile.head, ptx::kEvictFirst);
+    slots.advance();
+  }
+}
+
+template <class Type>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<__half> = true;
+
+// Infinities and NaN have all bits of the exponent set.
+__device__ __forceinline__ unsigned nonfinite_halves(unsigned pair) {
+  constexpr unsigned kExponent = kIsHalf<T> ? 0x7c007c00 : 0x7f807f80;
+  return __vcmpgeu2(pair & 0x7fff7fff, kExponent);
+}
+
+// One guard's half of the values of a block: whether it had any that is not finite, which it has replaced by 0.
+__device__ __forceinline__ bool clean_values(unsigned char* values, int guard) {
+  constexpr int kStep = 2 * 32 * sizeof(uint4);
+  uint4* const first = reinterpret_cast<uint4*>(values) + guard * 32 + threadIdx.x % 32;
+  unsigned found = 0;
+#pragma unroll 4
+  for (int i = 0; i < kPanelsV * kPanelBytesK / kStep; ++i) {
+    const uint4 x = first[i * 64];
+    found |= nonfinite_halves(x.x) | nonfinite_halves(x.y) | nonfinite_halves(x.z) | nonfinite_halves(x.w);
+  }
+  if (__all_sync(~0u, found == 0)) return false;
+  for (int i = 0; i < kPanelsV * kPanelBytesK / kStep; ++i) {
+    uint4& x = first[i * 64];
+    x = {x.x & ~nonfinite_halves(x.x), x.y & ~nonfinite_halves(x.y), x.z & ~nonfinite_halves(x.z), x.w & ~nonfinite_halves(x.w)};
+  }
+  ptx::fence_proxy_async();
+  return true;
+}
+
+__device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& params, int guard) {
+  Ring<kStages> ring_v;
+  Ring<TileQueue::kSize> ring;
+  for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
+    for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+      ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+      if (tile.guarded(params, block)) {
+        smem.cleaned_v[ring_v.index][guard] = clean_values(smem.v[ring_v.index], guard);
+        arrive_warp(smem.checked_v[ring_v.index]);
+      }
+      arrive_warp(smem.empty_v[ring_v.index]);  // keeps the guards in step with the ring
+      ring_v.advance();
+    }
+  }
+}
