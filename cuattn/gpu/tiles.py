@@ -34,6 +34,7 @@ def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
     yield from simt_forward_variants(arch)
     yield from sm90_forward_variants(arch)
+    yield from sm80_forward_variants(arch)
     yield from decode_variants(arch)
 
 
@@ -284,8 +285,102 @@ def _sm90_variant(config: Sm90ForwardConfig) -> Variant:
     return Variant("attention/forward_sm90.cu", "forward_sm90", config)
 
 
+# ---------------------------------------------------------------------------------------------- forward, sm80
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm80ForwardConfig(Config):
+    """attention/forward_sm80.cu."""
+
+    dtype: str
+    head_dim: int  # padded
+    head_dim_v: int
+    general: bool  # anything but whole chunks of 16 bytes and scores that are only scaled, by a positive number
+    tile_m: int
+    tile_n: int
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        """Four or eight warps; either way 256 threads of 255 registers fill a multiprocessor."""
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """A tile each of Q, K and V."""
+        keys = self.tile_n * (self.head_dim + self.head_dim_v)
+        return 2 * (self.tile_m * self.head_dim + keys)
+
+
+#: (tile_m, tile_n, warps) by (head_dim, head_dim_v), the first that is large enough: where a multiprocessor has 228 KiB of shared
+#: memory, 164 and 100, and for general calls anywhere, which need registers for more. A warp has 32 rows as long as their O fits
+#: its registers, since each fragment of K and V then serves two products; two blocks of four warps hide each other's waits.
+SM80_TILES = {
+    (64, 64): ((128, 128, 4), (128, 128, 4), (128, 128, 4), (128, 32, 4)),
+    (96, 96): ((128, 64, 4), (128, 64, 4), (128, 64, 4), (128, 32, 4)),
+    (128, 128): ((128, 64, 4), (128, 64, 4), (128, 32, 4), (64, 64, 4)),
+    (192, 128): ((64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4)),
+    (192, 192): ((64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4)),
+    (256, 256): ((64, 64, 4), (128, 64, 8), (64, 64, 4), (64, 32, 4)),
+}
+
+#: Of keys and values that blocks work on at the same time: they should stay in L2.
+SM80_GROUP_BYTES = 16 << 20
+
+
+def sm80_forward(
+    spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool
+) -> Launch | None:
+    """Choose a variant of attention/forward_sm80.cu: 16-bit calls of any kind."""
+    if capability(arch) < 80 or spec.dtype.itemsize != 2 or spec.heads_q > GRID_Y:
+        return None
+    dims = spec.head_dim, spec.head_dim_v
+    general = (
+        has_score
+        or not aligned
+        or any(d % 8 for d in dims)
+        or spec.softcap != 0.0
+        or spec.scale <= 0.0
+    )
+    config = _sm80_config(
+        spec.dtype.name,
+        next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1]),
+        general,
+        arch,
+    )
+    if spec.varlen:
+        grid = spec.seqlen_q // config.tile_m + spec.batch, spec.heads_q
+    else:
+        # Blocks of a group of heads run side by side, their longest tiles first.
+        heads, group = spec.batch * spec.heads_q, 1
+        if spec.window_left is not None or spec.window_right is not None:
+            shared = spec.heads_q // spec.heads_kv
+            group = min(heads, SM80_GROUP_BYTES * shared // (spec.seqlen_k * sum(dims) * 2 + 1))
+        group = max(group, -(-heads // GRID_Y), 1)
+        grid = -(-spec.seqlen_q // config.tile_m) * group, -(-heads // group)
+    return Launch(_sm80_variant(config), grid) if grid[0] < 1 << 31 else None
+
+
+def sm80_forward_variants(arch: str) -> Iterator[Variant]:
+    """Every variant of attention/forward_sm80.cu."""
+    if capability(arch) < 80:
+        return
+    for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
+        for general in (False, True):
+            yield _sm80_variant(_sm80_config(dtype, dims, general, arch))
+
+
+def _sm80_config(dtype: str, dims: tuple[int, int], general: bool, arch: str) -> Sm80ForwardConfig:
+    shared = (228, 164, 100).index(SHARED_KIB.get(capability(arch), 100))
+    return Sm80ForwardConfig(dtype, *dims, general, *SM80_TILES[dims][3 if general else shared])
+
+
+def _sm80_variant(config: Sm80ForwardConfig) -> Variant:
+    return Variant("attention/forward_sm80.cu", "forward_sm80", config)
+
+
 #: The tiers of the forward pass, fastest first: each chooses a launch, or None for a call that it leaves to the next.
-FORWARD_TIERS = {"sm90": sm90_forward, "simt": simt_forward}
+FORWARD_TIERS = {"sm90": sm90_forward, "sm80": sm80_forward, "simt": simt_forward}
 
 
 # ---------------------------------------------------------------------------------------------- decoding
@@ -372,8 +467,17 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
     for choose in DECODE_TIERS.values():
         variant = choose(spec, arch, aligned)
         if variant is not None:
-            return Launch(variant, (multiprocessors * variant.config.blocks_per_sm,))
+            blocks = multiprocessors * variant.config.blocks_per_sm
+            lanes = decode_head_lanes(spec.heads_kv, blocks)
+            return Launch(variant, (blocks // lanes * lanes,))
     raise LookupError(f"none of the tiers {', '.join(DECODE_TIERS)} serves {spec} on {arch}")
+
+
+def decode_head_lanes(heads_kv: int, blocks: int) -> int:
+    """How many heads a group of blocks works on at the same time: the most that leave few of the device's blocks without work."""
+    lanes = [n for n in range(1, min(heads_kv, blocks) + 1) if heads_kv % n == 0]
+    used = {n: blocks // n * n for n in lanes}
+    return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
 
 
 def decode_slots(

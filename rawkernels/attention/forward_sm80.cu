@@ -1,7 +1,16 @@
-// Attention forward on mma.sync: any GPU from Ampere on, float16 and bfloat16. The whole of ForwardParams' contract.
+// Attention forward on mma.sync: any GPU from Ampere on, float16 and bfloat16.
+//
+// One block takes kTileM queries of one head of one sequence and walks over the keys they see, kTileN at a time, from the right.
+// A warp has kRows of the queries: S = Q K^T, the online softmax and O += P V stay in its registers, and P is S's accumulators
+// repacked. While S is computed, cp.async brings V of the same keys; while O is, K of the next.
+//
+// Config: dtype; head_dim, head_dim_v: of the tiles, a call's may be smaller; tile_m, tile_n, warps; general: with bias, mask,
+// alibi_slopes, softcap, a scale of any sign, and rows that start anywhere. Without it scores are only scaled, rows are whole
+// 16-byte chunks at multiples of 16 bytes.
 #include "attention/params.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/registers.cuh"
 #include "tile/score.cuh"
 #include "tile/softmax.cuh"
 #include "tile/swizzle.cuh"
@@ -10,245 +19,260 @@
 using T = Config::dtype;
 constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
 constexpr int kTileM = Config::tile_m, kTileN = Config::tile_n;
-constexpr int kThreads = Config::threads, kWarps = kThreads / 32;
-constexpr int kSlots = Config::slots;
-constexpr int kRows = kTileM / kWarps;  // of a warp
-constexpr int kBlocksM = kRows / 16;
-constexpr bool kGeneral = Config::general;
+constexpr int kThreads = Config::threads, kRows = kTileM / (kThreads / 32), kBlocks = kRows / 16;
+static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp has whole m16 blocks");
+static_assert(kTileN % 16 == 0 && kTileN <= 128, "whole k16 steps of P·V; one bit a key pair in ScoreTerms");
+static_assert(kDimV <= kDim, "a warp's O fits where its Q was");
 
-static_assert(kRows % 16 == 0, "a warp's rows are whole m16 blocks");
-static_assert(kTileN % 16 == 0 && kTileN <= 64, "whole k16 steps of P·V");
-
-using TileQ = tile::SwizzledTile<T, kDim>;
-using TileK = tile::SwizzledTile<T, kDim>;
-using TileV = tile::SwizzledTile<T, kDimV>;
-
-constexpr int kMaxDim = kDim > kDimV ? kDim : kDimV;
-constexpr int kBytesQ = kTileM * kMaxDim * 2;  // O leaves through it
-constexpr int kBytesSlot = kTileN * kMaxDim * 2;
-static_assert(kBytesQ + kSlots * kBytesSlot <= Config::smem_bytes, "Q and the ring");
+using TileQ = tile::Swizzled<T, kDim>;  // and K's
+using TileV = tile::Swizzled<T, kDimV>;
+constexpr int kBytesQ = kTileM * TileQ::kRowBytes, kBytesK = kTileN * TileQ::kRowBytes;
+constexpr int kBytesV = kTileN * TileV::kRowBytes;
+static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes, "a tile of each");
+static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0, "the permutation counts rows from a multiple of 128 bytes");
 
 extern __shared__ __align__(128) unsigned char smem[];
 
+using Scores = float[kBlocks][kTileN / 2];
+using Weights = unsigned[kBlocks][kTileN / 4];  // P, in pairs
+using Output = float[kBlocks][kDimV / 2];
+
 struct Problem {
-  int batch, head, tile;
+  int batch, head, tile;  // tile < 0: nothing to do
   long long begin_q, begin_k;
   int seqlen_q, seqlen_k;
 };
 
-__device__ __forceinline__ Problem problem(const ForwardParams& params) {
+// Varlen: grid (slots, heads). Else grid (tiles * n, heads of all batches / n), the n heads of one y fastest. Either way the
+// rightmost queries, which see most keys under a causal mask, come first.
+__device__ __forceinline__ Problem find_problem(const ForwardParams& params) {
   if (params.cu_seqlens_q != nullptr) {
-    const int slot = gridDim.x - 1 - blockIdx.x;
-    const tile::Sequence s = tile::varlen_sequence<kTileM>(params, slot);
+    const auto s = tile::varlen_sequence<kTileM>(params, gridDim.x - 1 - blockIdx.x);
     return {s.index, static_cast<int>(blockIdx.y), s.tile, s.begin_q, s.begin_k, s.seqlen_q, s.seqlen_k};
   }
-  const unsigned tiles = (params.seqlen_q + kTileM - 1) / kTileM;
-  const unsigned group = gridDim.x / tiles;
-  const long long head = static_cast<long long>(blockIdx.y) * group + blockIdx.x % group;
+  const unsigned tiles = (params.seqlen_q + kTileM - 1u) / kTileM, heads = gridDim.x / tiles;
+  const long long head = static_cast<long long>(blockIdx.y) * heads + blockIdx.x % heads;
   const bool exists = head < static_cast<long long>(params.batch) * params.heads_q;
-  const unsigned h = static_cast<unsigned>(head);
-  return {static_cast<int>(h / params.heads_q), static_cast<int>(h % params.heads_q), exists ? static_cast<int>(tiles - 1 - blockIdx.x / group) : -1, 0, 0, params.seqlen_q, params.seqlen_k};
+  const int tile = exists ? static_cast<int>(tiles - 1 - blockIdx.x / heads) : -1;
+  return {static_cast<int>(head / params.heads_q), static_cast<int>(head % params.heads_q), tile, 0, 0, params.seqlen_q,
+          params.seqlen_k};
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks_per_sm) forward(const __grid_constant__ ForwardParams params) {
-  const Problem p = problem(params);
-  if (p.tile < 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head_kv = p.head / (params.heads_q / params.heads_kv);
-  const bool varlen = params.cu_seqlens_q != nullptr;
-  const T* q = static_cast<const T*>(params.q) + p.head * params.q_stride.head + (varlen ? 0 : p.batch) * params.q_stride.batch + p.begin_q * params.q_stride.seq;
-  const T* k = static_cast<const T*>(params.k) + head_kv * params.k_stride.head + (varlen ? 0 : p.batch) * params.k_stride.batch + p.begin_k * params.k_stride.seq;
-  const T* v = static_cast<const T*>(params.v) + head_kv * params.v_stride.head + (varlen ? 0 : p.batch) * params.v_stride.batch + p.begin_k * params.v_stride.seq;
+__device__ __forceinline__ long long first_element(const ForwardParams& params, const Strides& stride, const Problem& p,
+                                                   int head, long long row) {
+  const int batch = params.cu_seqlens_q != nullptr ? 0 : p.batch;
+  return batch * stride.batch + head * stride.head + row * stride.seq;
+}
 
-  const int first_row = p.tile * kTileM;
-  const int last_row = min(first_row + kTileM, p.seqlen_q) - 1;
-  const tile::Band band = tile::band<kTileM>(params, first_row, p.seqlen_q, p.seqlen_k);
-  const int key_begin = max(band.begin, 0);
-  const int key_end = min(band.end + last_row - first_row, p.seqlen_k);
-  const int tile_begin = key_begin / kTileN;
-  const int tiles = key_end > key_begin ? (key_end + kTileN - 1) / kTileN - tile_begin : 0;
-  const bool aligned = !kGeneral || true;
+// Whether every row of a matrix starts at a multiple of 16 bytes.
+__device__ __forceinline__ bool aligned(const void* matrix, const Strides& stride, int cols) {
+  const auto elements = stride.batch | stride.seq | stride.head | cols;
+  return (reinterpret_cast<unsigned long long>(matrix) | static_cast<unsigned long long>(elements) * 2) % 16 == 0;
+}
 
-  const int warp_row = warp * kRows;  // of the tile
-  const int row = warp_row + lane / 4;
+// What the softmax still has to multiply scores by.
+__device__ __forceinline__ float score_scale(const ForwardParams& params) {
+  return Config::general ? 1.0f : static_cast<float>(params.scale);
+}
 
-  const unsigned smem_q = ptx::shared_address(smem);
-  const unsigned ring = smem_q + kBytesQ;
-
-  // Half step h of tile h / 2 from the end: K for even h, V for odd.
-  auto load = [&](int h, unsigned slot) {
-    const int n0 = (tile_begin + tiles - 1 - h / 2) * kTileN;
-    if (h / 2 < tiles) {
-      if (h % 2 == 0)
-        TileK::load<kTileN, kThreads>(ring + slot * kBytesSlot, k, params.k_stride.seq, params.head_dim, n0, key_begin, key_end, aligned);
-      else
-        TileV::load<kTileN, kThreads>(ring + slot * kBytesSlot, v, params.v_stride.seq, params.head_dim_v, n0, key_begin, key_end, aligned);
+__device__ __forceinline__ void multiply_qk(Scores& s, unsigned q, unsigned k) {
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) s[m][i] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    unsigned frag_q[kBlocks][4];
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) ptx::ldmatrix_x4(frag_q[m], TileQ::at_chunks(q, step) + m * 16 * TileQ::kRowBytes);
+#pragma unroll
+    for (int n = 0; n < kTileN / 16; ++n) {
+      unsigned frag_k[4];
+      ptx::ldmatrix_x4(frag_k, TileQ::at_chunks(k, step) + n * 16 * TileQ::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        ptx::mma_m16n8k16<T>(&s[m][8 * n], frag_q[m], frag_k[0], frag_k[1]);
+        ptx::mma_m16n8k16<T>(&s[m][8 * n + 4], frag_q[m], frag_k[2], frag_k[3]);
+      }
     }
-    ptx::cp_async_commit();
-  };
-
-  TileQ::load<kTileM, kThreads>(smem_q, q, params.q_stride.seq, params.head_dim, first_row, 0, p.seqlen_q, aligned);
-#pragma unroll
-  for (int h = 0; h < kSlots - 1; ++h) load(h, h);
-
-  const float scale_log2 = kGeneral ? tile::kLog2e : static_cast<float>(params.scale) * tile::kLog2e;
-  float acc_o[kBlocksM][kDimV / 2] = {};
-  tile::OnlineSoftmax softmax[kBlocksM];
-  const unsigned q_address = smem_q + warp * kRows * TileQ::kRowBytes + TileQ::lane_offset_row_major();
-
-  unsigned frag_q[Config::q_in_registers ? kDim / 16 : 1][kBlocksM][4];
-  if (Config::q_in_registers) {
-    ptx::cp_async_wait<kSlots - 2>();
-    __syncthreads();
-#pragma unroll
-    for (int kk = 0; kk < kDim / 16; ++kk)
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m)
-        ptx::ldmatrix_x4(frag_q[kk][m], TileQ::at_chunks(q_address, kk) + m * 16 * TileQ::kRowBytes);
   }
+}
 
-  int slot = 0;
-  auto next = [](int s, int by) { s += by; return s >= kSlots ? s - kSlots : s; };
-#pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    const int n0 = (tile_begin + tiles - 1 - i) * kTileN;
-    const bool active = band.sees_any(warp_row, warp_row + kRows - 1, n0, kTileN);
-    ptx::cp_async_wait<kSlots - 2>();
-    __syncthreads();
-    load(2 * i + kSlots - 1, next(slot, kSlots - 1));
-
-    float acc_s[kBlocksM][kTileN / 2];
-    if (active) {
+// V's rows of keys that the mask keeps for none of the warp's queries count as zeros (`kept`: ScoreTerms::apply).
+__device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigned v, unsigned kept) {
 #pragma unroll
-      for (int m = 0; m < kBlocksM; ++m)
+  for (int step = 0; step < kTileN / 16; ++step) {
+    unsigned keep[2];
 #pragma unroll
-        for (int j = 0; j < kTileN / 2; ++j) acc_s[m][j] = 0.0f;
-      const unsigned k_address = ring + slot * kBytesSlot + TileK::lane_offset_column_major();
+    for (int i = 0; i < 2; ++i) {
+      const unsigned pair = kept >> (4 * step + 2 * i);
+      keep[i] = (pair & 1 ? 0xffffu : 0) | (pair & 2 ? 0xffff0000u : 0);
+    }
 #pragma unroll
-      for (int kk = 0; kk < kDim / 16; ++kk) {
-        if (!Config::q_in_registers) {
+    for (int n = 0; n < kDimV / 16; ++n) {
+      unsigned frag_v[4];
+      ptx::ldmatrix_x4_trans(frag_v, TileV::at_chunks(v, n) + step * 16 * TileV::kRowBytes);
+      if (Config::general) {
 #pragma unroll
-          for (int m = 0; m < kBlocksM; ++m)
-            ptx::ldmatrix_x4(frag_q[0][m], TileQ::at_chunks(q_address, kk) + m * 16 * TileQ::kRowBytes);
-        }
+        for (int i = 0; i < 4; ++i) frag_v[i] &= keep[i % 2];
+      }
 #pragma unroll
-        for (int j = 0; j < kTileN / 16; ++j) {
-          unsigned frag_k[4];
-          ptx::ldmatrix_x4(frag_k, TileK::at_chunks(k_address, kk) + j * 16 * TileK::kRowBytes);
-#pragma unroll
-          for (int m = 0; m < kBlocksM; ++m) {
-            const unsigned(&a)[4] = frag_q[Config::q_in_registers ? kk : 0][m];
-            ptx::mma_m16n8k16<T>(&acc_s[m][8 * j], a, frag_k[0], frag_k[1]);
-            ptx::mma_m16n8k16<T>(&acc_s[m][8 * j + 4], a, frag_k[2], frag_k[3]);
-          }
-        }
+      for (int m = 0; m < kBlocks; ++m) {
+        const unsigned frag_p[4] = {p[m][4 * step], p[m][4 * step + 1], p[m][4 * step + 2], p[m][4 * step + 3]};
+        ptx::mma_m16n8k16<T>(&o[m][8 * n], frag_p, frag_v[0], frag_v[1]);
+        ptx::mma_m16n8k16<T>(&o[m][8 * n + 4], frag_p, frag_v[2], frag_v[3]);
       }
     }
-    slot = next(slot, 1);
-    ptx::cp_async_wait<kSlots - 2>();
-    __syncthreads();
-    load(2 * i + kSlots, next(slot, kSlots - 1));
-    if (active) {
-      unsigned kept = ~0u;
-      const int column = n0 + lane % 4 * 2;
-      if (kGeneral) {
-        const tile::ScoreTerms<T> terms(params, p.batch, p.head, p.seqlen_q, p.seqlen_k);
-        kept = 0;
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) kept |= terms.apply(acc_s[m], params, first_row + row + 16 * m, column);
-#pragma unroll
-        for (int i = 4; i < 32; i *= 2) kept |= __shfl_xor_sync(~0u, kept, i);
-      }
-      if (!band.sees_all(warp_row, warp_row + kRows - 1, n0, kTileN)) {
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) tile::mask_band(acc_s[m], band, row + 16 * m, column);
-      }
-      unsigned frag_p[kBlocksM][kTileN / 4];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) {
-        float correction[2];
-        if (softmax[m].update(acc_s[m], scale_log2, correction)) tile::scale_rows(acc_o[m], correction);
-        tile::pack_fragment<T>(frag_p[m], acc_s[m]);
-      }
-      const unsigned v_address = ring + slot * kBytesSlot + TileV::lane_offset_row_major();
-#pragma unroll
-      for (int kk = 0; kk < kTileN / 16; ++kk) {
-        unsigned keep[2];
-        if (kGeneral) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int bit = 4 * kk + 2 * half;
-            keep[half] = (kept >> bit & 1 ? 0xffffu : 0u) | (kept >> bit & 2 ? 0xffff0000u : 0u);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kDimV / 16; ++j) {
-          unsigned frag_v[4];
-          ptx::ldmatrix_x4_trans(frag_v, TileV::at_chunks(v_address, j) + kk * 16 * TileV::kRowBytes);
-          if (kGeneral) {
-            frag_v[0] &= keep[0];
-            frag_v[1] &= keep[1];
-            frag_v[2] &= keep[0];
-            frag_v[3] &= keep[1];
-          }
-#pragma unroll
-          for (int m = 0; m < kBlocksM; ++m) {
-            const unsigned a[4] = {frag_p[m][4 * kk], frag_p[m][4 * kk + 1], frag_p[m][4 * kk + 2], frag_p[m][4 * kk + 3]};
-            ptx::mma_m16n8k16<T>(&acc_o[m][8 * j], a, frag_v[0], frag_v[1]);
-            ptx::mma_m16n8k16<T>(&acc_o[m][8 * j + 4], a, frag_v[2], frag_v[3]);
-          }
-        }
-      }
-    }
-    slot = next(slot, 1);
   }
+}
 
-  // Epilogue
-  ptx::cp_async_wait<0>();
-  __syncthreads();
-  const float scale = kGeneral ? 1.0f : static_cast<float>(params.scale);
+// Divides by the sums, writes lse, and sends O out in whole chunks through the shared memory of the warp's Q.
+__device__ __forceinline__ void finish(const ForwardParams& params, const Problem& p, Output& o,
+                                       const tile::OnlineSoftmax (&softmax)[kBlocks], unsigned char* staged) {
+  const int lane = threadIdx.x % 32;
+  const int warp_row = p.tile * kTileM + threadIdx.x / 32 * kRows;
 #pragma unroll
-  for (int m = 0; m < kBlocksM; ++m) {
+  for (int m = 0; m < kBlocks; ++m) {
     float factor[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = tile::quad_sum(softmax[m].row_sum[r]);
-      float max = softmax[m].row_max[r] * scale;
-      float rescale = 1.0f;
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + lane / 4 + 16 * m + 8 * half;
+      float sum = tile::quad_sum(softmax[m].row_sum[half]);
+      float largest = softmax[m].row_max[half] * score_scale(params);
+      float weight = 1.0f;
       if (params.sinks != nullptr) {
         const float sink = static_cast<const float*>(params.sinks)[p.head];
-        const float top = fmaxf(max, sink);
-        rescale = ptx::ex2((max - top) * tile::kLog2e);
-        sum = sum * rescale + ptx::ex2((sink - top) * tile::kLog2e);
-        max = top;
+        const float keys = largest;
+        largest = fmaxf(keys, sink);
+        const float shift = largest == tile::negative_infinity() ? 0.0f : largest;
+        weight = ptx::ex2((keys - shift) * tile::kLog2e);
+        sum = sum * weight + ptx::ex2((sink - shift) * tile::kLog2e);
       }
-      factor[r] = sum > 0.0f || sum != sum ? rescale / sum : 0.0f;
-      const int i = first_row + row + 16 * m + 8 * r;
-      if (params.lse != nullptr && lane % 4 == 0 && i < p.seqlen_q) {
-        const long long head_row = varlen ? p.head : static_cast<long long>(p.batch) * params.heads_q + p.head;
-        static_cast<float*>(params.lse)[head_row * params.seqlen_q + p.begin_q + i] = sum == 0.0f ? tile::negative_infinity() : max + ptx::lg2(sum) * tile::kLn2;
+      factor[half] = sum == 0.0f ? 0.0f : weight / sum;
+      if (params.lse != nullptr && lane % 4 == 0 && row < p.seqlen_q) {
+        const long long heads = params.cu_seqlens_q != nullptr ? 0 : static_cast<long long>(p.batch) * params.heads_q;
+        static_cast<float*>(params.lse)[(heads + p.head) * params.seqlen_q + p.begin_q + row] =
+            sum == 0.0f ? tile::negative_infinity() : largest + ptx::lg2(sum) * tile::kLn2;
       }
     }
-    tile::scale_rows(acc_o[m], factor);
-    const int smem_row = warp * kRows + 16 * m + lane / 4;
+    tile::scale_rows(o[m], factor);
 #pragma unroll
-    for (int j = 0; j < kDimV / 8; ++j)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int sr = smem_row + 8 * r;
-        const int at = sr * TileV::kRowBytes + (TileV::permuted(sr, j % TileV::kGroup) + j / TileV::kGroup * TileV::kGroup) * 16 + lane % 4 * 4;
-        *reinterpret_cast<unsigned*>(smem + at) = tile::pack<T>(acc_o[m][4 * j + 2 * r], acc_o[m][4 * j + 2 * r + 1]);
-      }
+    for (int i = 0; i < kDimV / 4; ++i) {
+      const int at = TileV::at(16 * m + lane / 4 + i % 2 * 8, i / 2) + lane % 4 * 4;
+      *reinterpret_cast<unsigned*>(staged + at) = tile::pack<T>(o[m][2 * i], o[m][2 * i + 1]);
+    }
   }
-  __syncthreads();
-  T* out = static_cast<T*>(params.out) + p.head * params.out_stride.head + (varlen ? 0 : p.batch) * params.out_stride.batch + (p.begin_q + first_row) * params.out_stride.seq;
-  constexpr int kChunks = kDimV / 8;
+  __syncwarp();
+  T* out = static_cast<T*>(params.out) + first_element(params, params.out_stride, p, p.head, p.begin_q + warp_row);
+  const bool whole = !Config::general || aligned(params.out, params.out_stride, params.head_dim_v);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kTileM * kChunks; i += kThreads) {
-    const int r = i / kChunks, c = i % kChunks;
-    if (first_row + r < p.seqlen_q && c * 8 < params.head_dim_v) {
-      const uint4 chunk = *reinterpret_cast<const uint4*>(smem + r * TileV::kRowBytes + (TileV::permuted(r, c % TileV::kGroup) + c / TileV::kGroup * TileV::kGroup) * 16);
-      *reinterpret_cast<uint4*>(out + r * params.out_stride.seq + c * 8) = chunk;
+  for (int i = lane; i < kRows * (kDimV / 8); i += 32) {
+    const int row = i / (kDimV / 8), chunk = i % (kDimV / 8);
+    if (warp_row + row >= p.seqlen_q || chunk * 8 >= params.head_dim_v) continue;
+    const uint4 elements = *reinterpret_cast<const uint4*>(staged + TileV::at(row, chunk));
+    T* target = out + row * params.out_stride.seq + chunk * 8;
+    if (whole) {
+      *reinterpret_cast<uint4*>(target) = elements;
+    } else {
+      for (int e = 0; e < 8 && chunk * 8 + e < params.head_dim_v; ++e) target[e] = reinterpret_cast<const T*>(&elements)[e];
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
+    forward_sm80(const __grid_constant__ ForwardParams params) {
+  __shared__ Problem stored;  // for what needs it late: registers are full
+  const Problem p = find_problem(params);
+  if (p.tile < 0) return;
+  if (threadIdx.x == 0) stored = p;
+  const int head_kv = p.head / (params.heads_q / params.heads_kv);
+  const int first_row = p.tile * kTileM, rows = min(kTileM, p.seqlen_q - first_row);
+
+  // The keys that any of the rows see, and the tiles that hold them.
+  const tile::Band band = tile::band<kTileM>(params, first_row, p.seqlen_q, p.seqlen_k);
+  const int key_begin = max(band.begin, 0), key_end = min(band.end + rows - 1, p.seqlen_k);
+  const int last_key = (key_end - 1) / kTileN * kTileN;
+  const int first_key = key_begin < key_end ? key_begin / kTileN * kTileN : last_key + 1;
+  const T* q = static_cast<const T*>(params.q) + first_element(params, params.q_stride, p, p.head, p.begin_q);
+  const T* k = static_cast<const T*>(params.k) + first_element(params, params.k_stride, p, head_kv, p.begin_k);
+  const T* v = static_cast<const T*>(params.v) + first_element(params, params.v_stride, p, head_kv, p.begin_k);
+  const auto is_aligned = [](const void* matrix, const Strides& stride, int cols) {
+    return !Config::general || aligned(matrix, stride, cols);
+  };
+  const tile::TileLoader<TileQ, kTileM, kThreads> load_q(q, params.q_stride.seq, params.head_dim,
+                                                         is_aligned(params.q, params.q_stride, params.head_dim));
+  const tile::TileLoader<TileQ, kTileN, kThreads> load_k(k, params.k_stride.seq, params.head_dim,
+                                                         is_aligned(params.k, params.k_stride, params.head_dim));
+  const tile::TileLoader<TileV, kTileN, kThreads> load_v(v, params.v_stride.seq, params.head_dim_v,
+                                                         is_aligned(params.v, params.v_stride, params.head_dim_v));
+
+  unsigned char* staged = smem + threadIdx.x / 32 * kRows * TileQ::kRowBytes;  // the warp's Q, at last its O
+  const unsigned smem_q = ptx::shared_address(smem), smem_k = smem_q + kBytesQ, smem_v = smem_k + kBytesK;
+  const unsigned lane_q = ptx::opaque(ptx::shared_address(staged) + TileQ::lane_row_major());
+  const unsigned lane_k = ptx::opaque(smem_k + TileQ::lane_column_major());
+  const unsigned lane_v = smem_v + TileV::lane_row_major();
+
+  load_q.load(smem_q, first_row, 0, p.seqlen_q);
+  if (first_key <= last_key) load_k.load(smem_k, last_key, key_begin, key_end);
+
+  const float scale_log2 = score_scale(params) * tile::kLog2e;
+  Output o = {};
+  tile::OnlineSoftmax softmax[kBlocks];
+
+#pragma unroll 1
+  for (int key = last_key; key >= first_key; key -= kTileN) {
+    const int warp_row = ptx::thread_index() / 32 * kRows;  // within the tile; read anew, as most that is rarely needed, or registers spill
+    const bool active = warp_row < rows && band.sees_any(warp_row, warp_row + kRows - 1, key, kTileN);
+    Scores s;
+
+    ptx::cp_async_wait_all();  // for K, and the first time Q
+    __syncthreads();
+    load_v.load(smem_v, key, key_begin, key_end);
+    if (active) multiply_qk(s, lane_q, lane_k);
+
+    ptx::cp_async_wait_all();  // for V
+    __syncthreads();
+    if (key > first_key) load_k.load(smem_k, key - kTileN, key_begin, key_end);
+    if (active) {
+      const int lane = ptx::thread_index() % 32, warp_row = ptx::thread_index() / 32 * kRows;
+      const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
+      unsigned kept = ~0u;
+      if (Config::general) {
+        const tile::ScoreTerms<T> terms(params, stored.batch, stored.head, stored.seqlen_q, stored.seqlen_k);
+        kept = 0;
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) kept |= terms.apply(s[m], params, stored.tile * kTileM + row + 16 * m, column);
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) kept |= __shfl_xor_sync(~0u, kept, other);
+      }
+      if (!band.sees_all(warp_row, warp_row + kRows - 1, key, kTileN)) {
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) tile::mask_band(s[m], band, row + 16 * m, column);
+      }
+      float block_max[kBlocks][2];
+      bool grown = false;
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) grown |= softmax[m].outgrown(s[m], scale_log2, block_max[m]);
+      if (__any_sync(~0u, grown)) {
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) {
+          float correction[2];
+          softmax[m].raise(block_max[m], scale_log2, correction);
+          tile::scale_rows(o[m], correction);
+        }
+      }
+      Weights weights;
+      // From here on one straight piece of code: exponentials of later keys run beside the products of earlier ones.
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        softmax[m].exponentiate(s[m], scale_log2);
+        tile::pack_fragment<T>(weights[m], s[m]);
+      }
+      multiply_pv(o, weights, lane_v, kept);
+    }
+  }
+
+  ptx::cp_async_wait_all();  // for Q, where there was no key
+  __syncthreads();
+  finish(params, stored, o, softmax, staged);
 }

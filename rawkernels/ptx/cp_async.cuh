@@ -4,6 +4,10 @@
 
 namespace ptx {
 
+__device__ __forceinline__ void cp_async_16(unsigned shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Copies 16 bytes, or writes 16 zeros without reading. (A byte count in a register, the other form, costs six instructions.)
 __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, bool copy) {
   asm volatile(
@@ -16,6 +20,9 @@ __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global,
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all copies of the thread.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Waits until at most `kPending` of the thread's newest groups are still under way.
 template <int kPending>

@@ -4,70 +4,110 @@
 #pragma once
 
 #include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/thread_index.cuh"
 
 namespace tile {
 
-template <class T, int kCols>
-struct SwizzledTile {
-  static_assert(sizeof(T) == 2 && kCols % 32 == 0, "rows are whole pieces of 64 bytes");
+template <class Element, int kColumns>
+struct Swizzled {
+  static_assert(sizeof(Element) == 2 && kColumns % 32 == 0, "rows are whole pieces of 64 bytes");
+  using T = Element;
+  static constexpr int kCols = kColumns;
   static constexpr int kRowBytes = kCols * 2;
   static constexpr int kGroup = kCols % 64 == 0 ? 8 : 4;  // chunks permuted among themselves
   static constexpr int kGroups = kCols / 8 / kGroup;
 
-  __device__ __forceinline__ static int permuted(int row, int chunk) {
-    return chunk ^ (kGroup == 8 ? row % 8 : row / 2 % 4);
+  // Where a chunk lies in a tile, in bytes.
+  __device__ __forceinline__ static int at(int row, int chunk) {
+    return row * kRowBytes + (chunk ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
   }
 
-  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0-1. Row-major order (rows 0-7 and 8-15 of chunk 0, then of chunk
-  // 1) loads an A fragment, and with .trans the B fragments of two n8 blocks of a row-major B; column-major order (chunks 0 and 1 of
-  // rows 0-7, then of rows 8-15) those of a column-major B. Rows 16i on are at + 16i * kRowBytes.
-  __device__ __forceinline__ static unsigned lane_offset_row_major() {
+  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0-1; rows 16i on are at + 16i * kRowBytes. Row-major
+  // order (rows 0-7 and 8-15 of chunk 0, then of chunk 1) loads an A fragment, and with .trans the B fragments of two n8 blocks of
+  // a row-major B; column-major order (chunks 0 and 1 of rows 0-7, then of rows 8-15) those of a column-major B.
+  __device__ __forceinline__ static unsigned lane_row_major() {
     const int lane = threadIdx.x % 32;
-    return lane % 16 * kRowBytes + permuted(lane % 16, lane / 16) * 16;
+    return at(lane % 16, lane / 16);
   }
-  __device__ __forceinline__ static unsigned lane_offset_column_major() {
+  __device__ __forceinline__ static unsigned lane_column_major() {
     const int lane = threadIdx.x % 32;
-    const int row = lane % 8 + lane / 16 * 8;
-    return row * kRowBytes + permuted(row, lane / 8 % 2) * 16;
+    return at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
 
-  // The same of chunks 2i and 2i + 1; tile + lane_offset() may be passed too, for a tile at a multiple of 128 bytes.
-  __device__ __forceinline__ static unsigned at_chunks(unsigned offset, int i) {
-    return (offset ^ (i % (kGroup / 2) * 32)) + i / (kGroup / 2) * (kGroup * 16);
+  // The same address for chunks 2i and 2i + 1. It may include the tile's, a multiple of 128.
+  __device__ __forceinline__ static unsigned at_chunks(unsigned address, int i) {
+    return (address ^ (i % (kGroup / 2) * 32)) + i / (kGroup / 2) * (kGroup * 16);
+  }
+};
+
+// Copies tiles of kRows rows of a global matrix, whose columns are contiguous, to shared memory, by kThreads threads and cp.async.
+template <class Tile, int kRows, int kThreads>
+class TileLoader {
+  using T = typename Tile::T;
+  static constexpr int kRowsPerPass = kThreads / Tile::kGroup;
+  static_assert(kThreads % (8 * Tile::kGroup) == 0 && kRows % kRowsPerPass == 0, "a thread's permutation is the same in every pass");
+
+  const T* matrix_;
+  long long row_stride_;
+  int cols_;
+  bool aligned_;
+  const T* source_;  // this thread's first chunk of row 0
+  unsigned target_;  // … and of a tile
+
+ public:
+  // Without `aligned`, rows may start at any element, and go through registers.
+  __device__ __forceinline__ TileLoader(const T* matrix, long long row_stride, int cols, bool aligned)
+      : matrix_(matrix), row_stride_(row_stride), cols_(cols), aligned_(aligned) {
+    const int row = threadIdx.x / Tile::kGroup, chunk = threadIdx.x % Tile::kGroup;
+    source_ = matrix + row * row_stride + chunk * 8;
+    target_ = Tile::at(row, chunk);
   }
 
-  // Rows first_row, first_row + 1 … of a matrix to rows 0 … kRows - 1 of a tile, by kThreads threads; zeros for rows outside
-  // [begin, end) and columns from `cols` on, which are not read: what lies there may be NaN, and 0 · NaN is NaN. Without
-  // kAligned rows may start anywhere, and go through registers.
-  template <int kRows, int kThreads>
-  __device__ __forceinline__ static void load(unsigned tile, const T* matrix, long long row_stride, int cols, int first_row,
-                                              int begin, int end, bool aligned) {
-    constexpr int kRowsPerPass = kThreads / kGroup;
-    static_assert(kThreads % (8 * kGroup) == 0 && kRows % kRowsPerPass == 0, "whole passes keep a thread's permutation");
-    const int thread = ptx::thread_index();
-    const int row = thread / kGroup, chunk = thread % kGroup;
-    const T* source = matrix + (static_cast<long long>(first_row) + row) * row_stride + chunk * 8;
-    const unsigned rows = end - begin;
-    tile += row * kRowBytes + permuted(row, chunk) * 16;
+  // Rows first_row on. Rows outside [begin, end) and columns from cols on become zeros and are not read: what lies there may be
+  // NaN, and 0 · NaN is NaN.
+  __device__ __forceinline__ void load(unsigned tile, int first_row, int begin, int end) const {
+    if (aligned_ && cols_ == Tile::kCols && begin <= first_row && first_row + kRows <= end) {
+      const long long row_stride = ptx::opaque_uniform(row_stride_);
+      const T* source = source_ + first_row * row_stride;
 #pragma unroll
-    for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-      const bool inside = static_cast<unsigned>(first_row + row + pass * kRowsPerPass - begin) < rows;
+      for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const int rest = cols - (chunk + group * kGroup) * 8;
-        const unsigned target = tile + pass * kRowsPerPass * kRowBytes + group * kGroup * 16;
-        if (aligned)
-          ptx::cp_async_16(target, source + group * kGroup * 8, inside && rest > 0);
-        else
-          copy_elements(target, source + group * kGroup * 8, inside ? rest : 0);
+        for (int group = 0; group < Tile::kGroups; ++group)
+          ptx::cp_async_16(tile + target_ + offset(pass, group), source + group * Tile::kGroup * 8);
+        source += kRowsPerPass * row_stride;
       }
-      source += kRowsPerPass * row_stride;
+    } else {
+      load_edge(tile, first_row, begin, end);
     }
   }
 
  private:
+  __device__ __forceinline__ static int offset(int pass, int group) {
+    return pass * kRowsPerPass * Tile::kRowBytes + group * Tile::kGroup * 16;
+  }
+
+  __device__ __forceinline__ void load_edge(unsigned tile, int first_row, int begin, int end) const {
+    const int thread = ptx::thread_index();  // nothing for this rare path is kept in registers
+    const int row = thread / Tile::kGroup, chunk = thread % Tile::kGroup;
+    const T* source = matrix_ + (static_cast<long long>(first_row) + row) * row_stride_ + chunk * 8;
+    tile += Tile::at(row, chunk);
+#pragma unroll
+    for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
+      const unsigned from_begin = first_row + row + pass * kRowsPerPass - begin;
+      const bool inside = from_begin < static_cast<unsigned>(end - begin);
+#pragma unroll
+      for (int group = 0; group < Tile::kGroups; ++group) {
+        const int count = inside ? cols_ - (chunk + group * Tile::kGroup) * 8 : 0;
+        if (aligned_)
+          ptx::cp_async_16(tile + offset(pass, group), source + group * Tile::kGroup * 8, count > 0);
+        else
+          copy_elements(tile + offset(pass, group), source + group * Tile::kGroup * 8, count);
+      }
+      source += kRowsPerPass * row_stride_;
+    }
+  }
+
   __device__ __forceinline__ static void copy_elements(unsigned target, const T* source, int count) {
     unsigned short chunk[8];
 #pragma unroll
