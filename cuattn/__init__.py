@@ -1,5 +1,6 @@
 """FlashAttention-class attention for NumPy and CuPy arrays, without torch."""
 
+from cuattn import sampling
 from cuattn._config import show_config
 from cuattn.attention import (
     flash_attention,
@@ -13,5 +14,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "scaled_dot_product_attention",
+    "sampling",
     "show_config",
 ]

@@ -1,0 +1,82 @@
+"""Counter-based random numbers (Philox4x32-10), the same bits as rawkernels/tile/philox.cuh.
+
+A number is a pure function of where it is used: seed, offset, stream and index. Nothing has a state, so neither the batch
+around a row nor the order in which indices are visited can change what a row draws.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox4x32(counter: tuple, key: tuple) -> tuple[np.ndarray, ...]:
+    """Ten rounds of Philox.
+
+    Parameters
+    ----------
+    counter : tuple of 4 arrays of uint64, each below 2**32
+        They broadcast together, and with `key`.
+    key : tuple of 2 arrays of uint64, each below 2**32
+
+    Returns
+    -------
+    tuple of 4 arrays of uint64
+        32 random bits each.
+
+    References
+    ----------
+    .. [1] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product0 = _MULTIPLIERS[0] * c0
+        product1 = _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _HALF) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _HALF) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0 = (k0 + _KEY_STEPS[0]) & _LOW
+        k1 = (k1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def uniform(seed: np.ndarray, offset: np.ndarray, size: int, stream: int = 0) -> np.ndarray:
+    """Uniform numbers strictly between 0 and 1.
+
+    Parameters
+    ----------
+    seed, offset : array (rows,) of uint64
+        What decides a row.
+    size : int
+        Numbers of a row. Number ``i`` does not depend on it.
+    stream : int
+        Tells apart the uses that one (seed, offset) is put to.
+
+    Returns
+    -------
+    array (rows, size) of float32
+        The 32 bits ``x`` of each as the float32 nearest to ``(x + 1/2) / 2**32``, but never 1.
+    """
+    blocks = (
+        -(-size // 128) * 32
+    )  # of four numbers, which are 32 indices apart: one a lane of a warp
+    counter = (
+        np.arange(blocks, dtype=np.uint64)[None],
+        np.uint64(stream),
+        (offset & _LOW)[:, None],
+        (offset >> _HALF)[:, None],
+    )
+    words = philox4x32(counter, ((seed & _LOW)[:, None], (seed >> _HALF)[:, None]))
+    rows = len(seed)
+    bits = np.stack([word.reshape(rows, -1, 32) for word in words], axis=2)
+    x = bits.reshape(rows, -1)[:, :size].astype(np.float32)
+    below_one = np.float32(1 - 2.0**-24)
+    return np.minimum(x * np.float32(2.0**-32) + np.float32(2.0**-33), below_one)

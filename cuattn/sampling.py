@@ -1,0 +1,673 @@
+"""From logits to tokens: the public functions.
+
+Logits are (batch, vocab), or (vocab,) for one row; float16, bfloat16 or float32; NumPy or CuPy; rows may be any stride
+apart. Every parameter is a scalar or one value per row. A scalar, or an array on the host, that is out of range is a
+ValueError; an array on the device is never read back, and its values are clamped: temperature to [0, inf), top_k to
+[1, vocab], top_p, min_p and typical_p to [0, 1], NaN to the lowest.
+
+A row that holds a NaN or +inf is bad: it gives token -1 and results of NaN, and leaves the other rows alone. A row of
+nothing but -inf gives token -1 and probabilities of 0.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuattn._arrays import as_arrays, check_out, contiguous_last_axis
+from cuattn.reference import sampling as reference
+
+__all__ = [
+    "apply_penalties",
+    "beam_step",
+    "filter_logits",
+    "greedy",
+    "logprobs",
+    "sample",
+    "softmax",
+    "speculative_sample",
+    "speculative_sample_tree",
+    "top_k",
+]
+
+_LOGIT_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+_MAX_ROW = 1 << 30
+
+
+def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
+    """Probabilities of the tokens.
+
+    Parameters
+    ----------
+    logits : array (batch, vocab) or (vocab,)
+        float16, bfloat16 or float32.
+    temperature : float or array (batch,)
+        Divides the logits; 0 puts all of the mass on the first of the largest.
+
+    Returns
+    -------
+    array of float32, of the shape of `logits`
+        Rows sum to 1, save that an all -inf row is 0 and a bad row NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cuattn.sampling.softmax(np.zeros((1, 4), np.float32))
+    array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
+    """
+    name = "sampling.softmax"
+    xp, logits, shape = _logits(name, logits)
+    temperature = _row_values(name, xp, "temperature", temperature, len(logits))
+    if xp is np:
+        return reference.softmax(logits, temperature).reshape(shape)
+    return _gpu().softmax(logits, temperature).reshape(shape)
+
+
+def greedy(logits: Any) -> Any:
+    """The likeliest token of each row, the first of equals.
+
+    Parameters
+    ----------
+    logits : array (batch, vocab) or (vocab,)
+        float16, bfloat16 or float32.
+
+    Returns
+    -------
+    array (batch,) of int32, or () for a single row
+        -1 for a row without a finite logit, or with a NaN or +inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+    """
+    xp, logits, shape = _logits("sampling.greedy", logits)
+    tokens = reference.greedy(logits) if xp is np else _gpu().greedy(logits)
+    return tokens.reshape(shape[:-1])
+
+
+def top_k(logits: Any, k: int) -> tuple[Any, Any]:
+    """The k largest logits of each row, in descending order, equals by index.
+
+    Parameters
+    ----------
+    logits : array (batch, vocab) or (vocab,)
+        float16, bfloat16 or float32.
+    k : int
+        From 1 to vocab.
+
+    Returns
+    -------
+    values : array (batch, k)
+        Of the dtype of `logits`; NaN in a bad row.
+    indices : array (batch, k) of int32
+        -1 in a bad row.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+    """
+    name = "sampling.top_k"
+    xp, logits, shape = _logits(name, logits)
+    k = _integer(name, "k", k, 1, logits.shape[1])
+    values, indices = (reference if xp is np else _gpu()).top_k(logits, k)
+    return values.reshape(*shape[:-1], k), indices.reshape(*shape[:-1], k)
+
+
+def filter_logits(
+    logits: Any,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    typical_p: Any = None,
+) -> Any:
+    """Logits over temperature of the tokens that the filters leave, -inf for the others.
+
+    The filters act in the order of the parameters, each on what is left. Equal logits rank by index, the lower first.
+
+    Parameters
+    ----------
+    logits : array (batch, vocab) or (vocab,)
+        float16, bfloat16 or float32.
+    temperature : float or array (batch,)
+        Divides the logits; 0 leaves the first of the largest alone.
+    top_k : int or array (batch,), optional
+        How many of the largest are kept.
+    top_p : float or array (batch,), optional
+        The shortest descending run of tokens whose probability reaches `top_p` is kept, the token that crosses it
+        included [1]_. At least one token stays.
+    min_p : float or array (batch,), optional
+        Tokens with at least `min_p` times the largest probability are kept [2]_.
+    typical_p : float or array (batch,), optional
+        Tokens are ranked by how far ``-log p`` is from the entropy, and the shortest run whose probability reaches
+        `typical_p` is kept [3]_.
+
+    Returns
+    -------
+    array of float32, of the shape of `logits`
+        A bad row is NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Holtzman et al., "The Curious Case of Neural Text Degeneration", ICLR 2020.
+    .. [2] Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
+    .. [3] Meister et al., "Locally Typical Sampling", TACL 2023.
+    """
+    name = "sampling.filter_logits"
+    xp, logits, shape = _logits(name, logits)
+    filters = _filters(name, xp, logits, temperature, top_k, top_p, min_p, typical_p)
+    side = reference if xp is np else _gpu()
+    return side.filter_logits(logits, filters).reshape(shape)
+
+
+def sample(
+    logits: Any,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    typical_p: Any = None,
+    seed: Any = 0,
+    offset: Any = 0,
+) -> Any:
+    """One token a row, drawn from exactly ``softmax(filter_logits(logits, ...))``.
+
+    The draw takes the kept token with the largest ``logit / temperature - log(-log1p(-u))``, with ``u`` from
+    Philox4x32-10 [1]_ at (seed, offset, token). It depends on the row's own logits, parameters, seed and offset and on
+    nothing else: not on the batch, the place in it or the side. Advance `offset` by one for each token of a sequence.
+
+    Parameters
+    ----------
+    logits, temperature, top_k, top_p, min_p, typical_p
+        As in :func:`filter_logits`.
+    seed, offset : int or array (batch,) of integers
+        64 bits of each count. Arrays on the device may change between replays of a captured graph.
+
+    Returns
+    -------
+    array (batch,) of int32, or () for a single row
+        -1 for a row without a finite logit, or with a NaN or +inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> logits = np.array([[0.0, 5.0, -np.inf]], np.float32)
+    >>> cuattn.sampling.sample(logits, temperature=0)
+    array([1], dtype=int32)
+    """
+    name = "sampling.sample"
+    xp, logits, shape = _logits(name, logits)
+    filters = _filters(name, xp, logits, temperature, top_k, top_p, min_p, typical_p)
+    seed, offset = (
+        _words(name, xp, n, v, len(logits)) for n, v in (("seed", seed), ("offset", offset))
+    )
+    side = reference if xp is np else _gpu()
+    return side.sample(logits, filters, seed, offset).reshape(shape[:-1])
+
+
+def apply_penalties(
+    logits: Any,
+    tokens: Any,
+    *,
+    repetition: Any = 1.0,
+    frequency: Any = 0.0,
+    presence: Any = 0.0,
+    logit_bias: Any = None,
+    allowed: Any = None,
+    out: Any = None,
+) -> Any:
+    """Logits with each row's penalties for its own earlier tokens, biases, and a mask of allowed tokens, in this order.
+
+    Parameters
+    ----------
+    logits : array (batch, vocab) or (vocab,)
+        float16, bfloat16 or float32.
+    tokens : array (batch, length) or (length,) of int32
+        Each row's earlier tokens, padded with -1.
+    repetition : float or array (batch,)
+        Divides positive and multiplies negative logits of tokens that occurred [1]_; positive.
+    frequency, presence : float or array (batch,)
+        Subtracted for each occurrence, and once for a token that occurred.
+    logit_bias : array (vocab,) or (batch, vocab), or (row, token, value), optional
+        Added. The triple of arrays names single logits; what is out of range is left out, what is double adds up.
+    allowed : array, optional
+        Boolean (vocab,) or (batch, vocab), or 32 tokens a word, the lowest bit first, as int32 or uint32
+        (ceil(vocab / 32),) or (batch, ceil(vocab / 32)). What is not allowed becomes -inf.
+    out : array, optional
+        Written to and returned; may be `logits`.
+
+    Returns
+    -------
+    array of the shape and dtype of `logits`
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Keskar et al., "CTRL", 2019.
+    """
+    name = "sampling.apply_penalties"
+    triple = isinstance(logit_bias, (tuple, list))
+    where, token, value = logit_bias if triple else (None, None, logit_bias)
+    xp, (logits, tokens, where, token, value, allowed, out) = as_arrays(
+        name,
+        logits=logits,
+        tokens=tokens,
+        **{"logit_bias row": where, "logit_bias token": token, "logit_bias": value},
+        allowed=allowed,
+        out=out,
+    )
+    shape = logits.shape
+    xp, rows, _ = _logits(name, logits)
+    batch, vocab = rows.shape
+    tokens = _token_rows(name, "tokens", tokens, batch, xp)
+    factor, per, once = (
+        _row_values(name, xp, n, v, batch)
+        for n, v in (("repetition", repetition), ("frequency", frequency), ("presence", presence))
+    )
+    if triple:
+        if not where.shape == token.shape == value.shape or where.ndim != 1:
+            raise ValueError(f"{name}: logit_bias's rows, tokens and values must be (n,) each")
+        value = (where.astype(np.int32), token.astype(np.int32), value.astype(np.float32))
+    elif value is not None:
+        value = _broadcast_rows(name, "logit_bias", value.astype(np.float32), batch, vocab, xp)
+    if allowed is not None:
+        packed = allowed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
+        if not packed and allowed.dtype != np.bool_:
+            raise ValueError(
+                f"{name}: allowed has dtype {allowed.dtype}, must be bool, int32 or uint32"
+            )
+        width = -(-vocab // 32) if packed else vocab
+        allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
+    if out is not None:
+        check_out(name, out, shape, rows.dtype)
+    side = reference if xp is np else _gpu()
+    result = side.apply_penalties(rows, tokens, factor, per, once, value, allowed).reshape(shape)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def speculative_sample(
+    draft_tokens: Any, draft_probs: Any, target_probs: Any, *, seed: Any = 0, offset: Any = 0
+) -> tuple[Any, Any]:
+    """Accept a run of draft tokens and add one token, distributed exactly as the target alone would draw them [1]_.
+
+    Parameters
+    ----------
+    draft_tokens : array (batch, drafts) of int32
+        A chain of tokens, padded with -1 at the end.
+    draft_probs : array (batch, drafts, vocab) of float32
+        What each was drawn from.
+    target_probs : array (batch, drafts + 1, vocab) of float32
+        The target's probabilities before each draft token, and after the last.
+    seed, offset : int or array (batch,) of integers
+        Decide a row's draws. The next call of a row needs another offset.
+
+    Returns
+    -------
+    tokens : array (batch, drafts + 1) of int32
+        The accepted tokens, the added one, and -1.
+    num_accepted : array (batch,) of int32
+        How many draft tokens were accepted.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+    """
+    name = "sampling.speculative_sample"
+    return _speculative(name, draft_tokens, draft_probs, target_probs, None, seed, offset)
+
+
+def speculative_sample_tree(
+    draft_tokens: Any,
+    parents: Any,
+    draft_probs: Any,
+    target_probs: Any,
+    *,
+    seed: Any = 0,
+    offset: Any = 0,
+) -> tuple[Any, Any]:
+    """Accept a path of a tree of draft tokens and add one token, distributed exactly as the target draws [1]_.
+
+    Siblings are tried in order, each drawn on its own from its `draft_probs`; a rejection takes that proposal's mass
+    out of what the next is judged by.
+
+    Parameters
+    ----------
+    draft_tokens : array (batch, drafts) of int32
+        The tree's tokens, each after its parent; -1 for none.
+    parents : array (batch, drafts) of int32
+        Index of each token's parent, -1 for the root.
+    draft_probs, target_probs, seed, offset
+        As in :func:`speculative_sample`; ``target_probs[:, i + 1]`` is the target after draft token ``i``.
+
+    Returns
+    -------
+    tokens, num_accepted
+        As in :func:`speculative_sample`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    References
+    ----------
+    .. [1] Miao et al., "SpecInfer", ASPLOS 2024.
+    """
+    name = "sampling.speculative_sample_tree"
+    return _speculative(name, draft_tokens, draft_probs, target_probs, parents, seed, offset)
+
+
+def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, Any, Any]:
+    """Log-probabilities of chosen tokens and of the likeliest ones.
+
+    Parameters
+    ----------
+    logits : array (batch, vocab)
+        float16, bfloat16 or float32.
+    tokens : array (batch,) or (batch, n) of int32, optional
+        Chosen tokens.
+    top_n : int
+        How many of the likeliest are wanted.
+
+    Returns
+    -------
+    chosen : array of float32, of the shape of `tokens`, or None
+        NaN for a token out of range.
+    values, indices : arrays (batch, top_n) of float32 and int32, or None
+        Log-probabilities in descending order, and their tokens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+    """
+    name = "sampling.logprobs"
+    xp, (logits, tokens) = as_arrays(name, logits=logits, tokens=tokens)
+    xp, logits, shape = _logits(name, logits)
+    batch, vocab = logits.shape
+    top_n = _integer(name, "top_n", top_n, 0, vocab)
+    wanted = None
+    if tokens is not None:
+        wanted = _token_rows(name, "tokens", tokens.reshape(batch, -1), batch, xp)
+    chosen, values, indices = (reference if xp is np else _gpu()).logprobs(logits, wanted, top_n)
+    if chosen is not None:
+        chosen = chosen.reshape(tokens.shape)
+    if values is not None:
+        values, indices = (a.reshape(*shape[:-1], top_n) for a in (values, indices))
+    return chosen, values, indices
+
+
+def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
+    """One step of beam search: the best continuations of each row's beams.
+
+    Parameters
+    ----------
+    logits : array (batch, beams, vocab)
+        Of the next token of each beam.
+    scores : array (batch, beams) of float32
+        Log-probability of each beam so far; -inf for one that does not exist, as all but the first at the start.
+
+    Returns
+    -------
+    scores : array (batch, beams) of float32
+        Of the best continuations, descending; equals by beam, then by token.
+    tokens, parents : arrays (batch, beams) of int32
+        The token that each adds, and the beam that it continues; -1 where there is none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+    """
+    name = "sampling.beam_step"
+    xp, (logits, scores) = as_arrays(name, logits=logits, scores=scores)
+    if logits.ndim != 3:
+        raise ValueError(f"{name}: logits must be (batch, beams, vocab), has shape {logits.shape}")
+    _logits(name, logits.reshape(-1, logits.shape[-1]))
+    if scores.shape != logits.shape[:2]:
+        raise ValueError(
+            f"{name}: scores must be {logits.shape[:2]} as logits are, has shape {scores.shape}"
+        )
+    return (reference if xp is np else _gpu()).beam_step(logits, scores.astype(np.float32))
+
+
+def _gpu() -> Any:
+    from cuattn.gpu import sampling
+
+    return sampling
+
+
+def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
+    """Side, logits as rows with a contiguous vocabulary, and their shape as given."""
+    if logits is None:
+        raise TypeError(f"{name}: logits must be an array, got None")
+    xp, (logits,) = as_arrays(name, logits=logits)
+    if logits.dtype not in _LOGIT_DTYPES:
+        raise ValueError(
+            f"{name}: logits has dtype {logits.dtype}, must be float16, bfloat16 or float32"
+        )
+    if logits.ndim not in (1, 2) or not 1 <= logits.shape[-1] < _MAX_ROW:
+        raise ValueError(
+            f"{name}: logits must be (batch, vocab) or (vocab,) with vocab from 1 to {_MAX_ROW - 1}, "
+            f"has shape {logits.shape}"
+        )
+    rows = logits[None] if logits.ndim == 1 else logits
+    return xp, contiguous_last_axis(xp, rows), logits.shape
+
+
+#: Of each parameter: lowest value, highest value, whether the lowest itself is valid, dtype.
+_RANGES: dict[str, tuple[float, float, bool, type]] = {
+    "temperature": (0.0, np.inf, True, np.float32),
+    "top_k": (1, np.inf, True, np.int32),
+    "top_p": (0.0, 1.0, True, np.float32),
+    "min_p": (0.0, 1.0, True, np.float32),
+    "typical_p": (0.0, 1.0, True, np.float32),
+    "repetition": (0.0, np.inf, False, np.float32),
+    "frequency": (-np.inf, np.inf, False, np.float32),
+    "presence": (-np.inf, np.inf, False, np.float32),
+}
+
+
+def _filters(
+    name: str,
+    xp: ModuleType,
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    typical_p: Any,
+) -> reference.Filters:
+    batch, vocab = logits.shape
+
+    def values(parameter: str, given: Any, off: float) -> Any:
+        return _row_values(name, xp, parameter, off if given is None else given, batch, vocab)
+
+    return reference.Filters(
+        values("temperature", temperature, 1.0),
+        values("top_k", top_k, vocab),
+        values("top_p", top_p, 1.0),
+        values("min_p", min_p, 0.0),
+        values("typical_p", typical_p, 1.0),
+    )
+
+
+def _row_values(
+    name: str, xp: ModuleType, parameter: str, given: Any, batch: int, vocab: int = 0
+) -> Any:
+    """A parameter as an array (batch,) on the side of the logits; for the GPU, a scalar stays a Python number."""
+    low, high, closed, dtype = _RANGES[parameter]
+    if _on_device(given):
+        if xp is np:
+            raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
+        return _per_row(name, parameter, given, batch).astype(dtype, copy=False)
+    values = np.asarray(given)
+    if values.dtype.kind not in ("iu" if dtype is np.int32 else "iuf"):
+        raise TypeError(f"{name}: {parameter} must be a number or numbers, got {given!r}")
+    inside = (values >= low if closed else values > low) & (values <= high)
+    if high == np.inf and values.dtype.kind == "f":
+        inside &= np.isfinite(values)
+    if not inside.all():
+        bracket = "[" if closed else "("
+        raise ValueError(f"{name}: {parameter} must be in {bracket}{low}, {high}], got {given!r}")
+    if dtype is np.int32:
+        values = np.minimum(values, vocab)
+    values = values.astype(dtype)
+    if xp is np:
+        return (
+            np.broadcast_to(values, (batch,))
+            if values.ndim == 0
+            else _per_row(name, parameter, values, batch)
+        )
+    return (
+        values.item() if values.ndim == 0 else xp.asarray(_per_row(name, parameter, values, batch))
+    )
+
+
+def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) -> Any:
+    """Seeds or offsets as uint64: an array (batch,), or on the GPU an int."""
+    if _on_device(given):
+        if xp is np:
+            raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"{name}: {parameter} must be integers, has dtype {given.dtype}")
+        rows = _per_row(name, parameter, given, batch)
+        return rows.view(np.uint64) if given.dtype.itemsize == 8 else rows.astype(np.uint64)
+    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+        word = int(given) & 0xFFFFFFFFFFFFFFFF
+        return np.full(batch, word, np.uint64) if xp is np else word
+    values = np.asarray(given)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"{name}: {parameter} must be an integer or integers, got {given!r}")
+    return xp.asarray(_per_row(name, parameter, values, batch).astype(np.uint64))
+
+
+def _on_device(given: Any) -> bool:
+    return hasattr(given, "__cuda_array_interface__")
+
+
+def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
+    if _on_device(values):
+        _, (values,) = as_arrays(name, **{parameter: values})
+    if values.shape != (batch,):
+        raise ValueError(
+            f"{name}: {parameter} must be a scalar or of shape ({batch},), has shape {values.shape}"
+        )
+    return values if values.strides == (values.itemsize,) else values.copy()
+
+
+def _integer(name: str, parameter: str, given: Any, low: int, high: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+        raise TypeError(f"{name}: {parameter} must be an int, got {given!r}")
+    if not low <= given <= high:
+        raise ValueError(f"{name}: {parameter} must be from {low} to {high}, got {given}")
+    return int(given)
+
+
+def _token_rows(name: str, parameter: str, tokens: Any, batch: int, xp: ModuleType) -> Any:
+    if tokens is None or tokens.dtype.kind not in "iu":
+        raise TypeError(f"{name}: {parameter} must be an array of integers")
+    rows = tokens[None] if tokens.ndim == 1 else tokens
+    if rows.ndim != 2 or len(rows) != batch:
+        raise ValueError(
+            f"{name}: {parameter} must be ({batch}, length) as logits are, has shape {tokens.shape}"
+        )
+    return xp.ascontiguousarray(rows, dtype=np.int32)
+
+
+def _broadcast_rows(
+    name: str, parameter: str, values: Any, batch: int, width: int, xp: ModuleType
+) -> Any:
+    if values.shape not in ((width,), (1, width), (batch, width)):
+        raise ValueError(
+            f"{name}: {parameter} must be ({width},) or ({batch}, {width}), has shape {values.shape}"
+        )
+    return xp.broadcast_to(contiguous_last_axis(xp, values), (batch, width))
+
+
+def _speculative(
+    name: str,
+    draft_tokens: Any,
+    draft_probs: Any,
+    target_probs: Any,
+    parents: Any,
+    seed: Any,
+    offset: Any,
+) -> tuple[Any, Any]:
+    xp, (draft_tokens, draft_probs, target_probs, parents) = as_arrays(
+        name,
+        draft_tokens=draft_tokens,
+        draft_probs=draft_probs,
+        target_probs=target_probs,
+        parents=parents,
+    )
+    if target_probs is None or target_probs.ndim != 3:
+        raise ValueError(f"{name}: target_probs must be (batch, drafts + 1, vocab)")
+    batch, nodes, vocab = target_probs.shape
+    drafts = nodes - 1
+    if draft_probs is None or draft_probs.shape != (batch, drafts, vocab) or nodes < 1 or vocab < 1:
+        raise ValueError(
+            f"{name}: draft_probs must be ({batch}, {drafts}, {vocab}) with target_probs "
+            f"{target_probs.shape}, has shape {None if draft_probs is None else draft_probs.shape}"
+        )
+    for parameter, array in (("draft_probs", draft_probs), ("target_probs", target_probs)):
+        if array.dtype != np.float32:
+            raise ValueError(f"{name}: {parameter} has dtype {array.dtype}, must be float32")
+    integers = {"draft_tokens": draft_tokens, "parents": parents}
+    for parameter, array in integers.items():
+        if parameter == "parents" and array is None:
+            continue
+        if array is None or array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: {parameter} must be an array of integers")
+        if array.shape != (batch, drafts):
+            raise ValueError(
+                f"{name}: {parameter} must be ({batch}, {drafts}), has shape {array.shape}"
+            )
+        integers[parameter] = xp.ascontiguousarray(array, dtype=np.int32)
+    seed, offset = (_words(name, xp, n, v, batch) for n, v in (("seed", seed), ("offset", offset)))
+    return (reference if xp is np else _gpu()).speculative_sample(
+        integers["draft_tokens"],
+        xp.ascontiguousarray(draft_probs),
+        xp.ascontiguousarray(target_probs),
+        integers["parents"],
+        seed,
+        offset,
+    )

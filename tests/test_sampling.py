@@ -1,0 +1,353 @@
+"""Sampling on NumPy: each function against its definition, token by token, and draws against their distribution."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn import sampling
+from cuattn._philox import philox4x32, uniform
+
+DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
+WORD = np.uint64
+
+
+def define_kept(row, temperature, top_k, top_p, min_p, typical_p):
+    """The tokens that are left of one row, by the definitions, one token at a time."""
+    row = [float(x) for x in row]
+    if temperature == 0:
+        top_k, temperature = 1, 1.0
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    left = [i for i in order if row[i] > -math.inf][:top_k]
+    if not left:
+        return set()
+    mass = {i: math.exp((row[i] - row[left[0]]) / temperature) for i in left}
+    if top_p < 1:
+        total, reached, run = math.fsum(mass[i] for i in left), 0.0, []
+        for i in left:
+            if run and reached >= top_p * total:
+                break
+            run.append(i)
+            reached += mass[i]
+        left = run
+    left = [i for i in left if mass[i] >= min_p * mass[left[0]]]
+    if typical_p < 1:
+        total = math.fsum(mass[i] for i in left)
+        surprise = {i: math.log(total) - math.log(mass[i]) for i in left if mass[i] > 0}
+        entropy = math.fsum(mass[i] / total * surprise[i] for i in surprise)
+        ranked = sorted(surprise, key=lambda i: abs(surprise[i] - entropy))
+        reached, run = 0.0, []
+        for i in ranked:
+            if run and reached >= typical_p * total:
+                break
+            run.append(i)
+            reached += mass[i]
+        left = run
+    return set(left)
+
+
+def kept(filtered):
+    return [set(np.flatnonzero(row > -np.inf)) for row in filtered]
+
+
+def test_philox_gives_the_published_vectors():
+    cases = [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ]
+    for counter, key, words in cases:
+        found = philox4x32(tuple(map(WORD, counter)), tuple(map(WORD, key)))
+        assert " ".join(f"{int(word):08x}" for word in found) == words
+
+
+def test_uniform_numbers_depend_on_their_place_alone():
+    seed, offset = np.array([1, 1, 2**63 + 5], WORD), np.array([0, 2**40, 0], WORD)
+    numbers = uniform(seed, offset, 1000)
+    assert numbers.dtype == np.float32 and 0 < numbers.min() and numbers.max() < 1
+    assert np.array_equal(numbers[2:, :129], uniform(seed[2:], offset[2:], 129))
+    assert len(np.unique(numbers)) > 2990
+    assert not np.array_equal(numbers, uniform(seed, offset, 1000, stream=1))
+    assert scipy.stats.kstest(uniform(seed[:1], offset[:1], 100_000)[0], "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"typical_p": 0.6},
+        {"temperature": 0.5, "top_k": 20, "top_p": 0.9},
+        {"temperature": 2.0, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.9},
+        {"temperature": 0.0, "typical_p": 0.5},
+        {"top_p": 0.0},
+    ],
+    ids=lambda parameters: "-".join(parameters),
+)
+def test_filters_keep_what_their_definition_keeps(rng, dtype, parameters):
+    logits = (2 * rng.standard_normal((5, 97))).astype(dtype)
+    filtered = sampling.filter_logits(logits, **parameters)
+    defaults = {"temperature": 1.0, "top_k": 97, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    values = {**defaults, **parameters}
+    single = {name: float(np.float32(value)) for name, value in values.items() if name != "top_k"}
+    expected = [define_kept(row, top_k=values["top_k"], **single) for row in logits]
+    assert kept(filtered) == expected
+    temperature = values["temperature"] or 1.0
+    scaled = (logits.astype(np.float64) / temperature).astype(np.float32)
+    assert np.array_equal(filtered, np.where(filtered > -np.inf, scaled, -np.inf))
+
+
+def test_equal_logits_rank_by_index():
+    logits = np.zeros((1, 10), np.float32)
+    logits[0, 4] = 1
+    assert kept(sampling.filter_logits(logits, top_k=3)) == [{4, 0, 1}]
+    assert kept(sampling.filter_logits(np.zeros((1, 8), np.float32), top_p=0.5)) == [{0, 1, 2, 3}]
+    assert kept(sampling.filter_logits(np.zeros((1, 8), np.float32), typical_p=0.6)) == [
+        {0, 1, 2, 3, 4}
+    ]
+    values, indices = sampling.top_k(logits, 4)
+    assert indices.tolist() == [[4, 0, 1, 2]] and values.tolist() == [[1, 0, 0, 0]]
+
+
+def test_top_p_keeps_the_token_that_crosses():
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]])).astype(np.float32)
+    assert kept(sampling.filter_logits(logits, top_p=0.6)) == [{0, 1}]
+    assert kept(sampling.filter_logits(logits, top_p=0.45)) == [{0}]
+
+
+@pytest.mark.parametrize(
+    "greedily", [{"temperature": 0}, {"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-6}, {"min_p": 1.0}]
+)
+def test_limits_are_greedy(rng, greedily):
+    logits = rng.standard_normal((20, 50)).astype(np.float32)
+    expected = logits.argmax(axis=1)
+    assert np.array_equal(sampling.greedy(logits), expected)
+    assert np.array_equal(sampling.sample(logits, seed=3, **greedily), expected)
+
+
+def degenerate(vocab=300):
+    """Rows that hold, in turn: a NaN; only -inf; -inf but one; +inf; plain numbers."""
+    logits = np.random.default_rng(5).standard_normal((5, vocab)).astype(np.float32)
+    logits[0, vocab // 3] = np.nan
+    logits[1] = -np.inf
+    logits[2] = -np.inf
+    logits[2, vocab - 1] = -50
+    logits[3, 0] = np.inf
+    return logits
+
+
+FILTERS = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5}]
+
+
+@pytest.mark.parametrize("parameters", FILTERS)
+def test_degenerate_rows_harm_no_other(parameters):
+    logits = degenerate()
+    tokens = sampling.sample(logits, seed=1, **parameters)
+    alone = sampling.sample(logits[4], seed=1, **parameters)
+    assert tokens.tolist() == [-1, -1, 299, -1, int(alone)]
+    filtered = sampling.filter_logits(logits, **parameters)
+    assert np.isnan(filtered[[0, 3]]).all() and (filtered[1] == -np.inf).all()
+    assert kept(filtered[2:3]) == [{299}]
+
+
+def test_degenerate_rows_of_the_other_functions():
+    logits = degenerate()
+    assert sampling.greedy(logits).tolist() == [-1, -1, 299, -1, logits[4].argmax()]
+    probabilities = sampling.softmax(logits)
+    assert np.isnan(probabilities[[0, 3]]).all() and (probabilities[1] == 0).all()
+    assert np.allclose(probabilities[[2, 4]].sum(axis=1), 1)
+    assert (sampling.top_k(logits, 3)[1][[0, 3]] == -1).all()
+    chosen, values, _ = sampling.logprobs(logits, np.array([0, 0, 299, 0, -1]), top_n=1)
+    assert np.isnan(chosen[[0, 3, 4]]).all() and chosen[1] == -np.inf and chosen[2] == 0
+    assert values[2] == 0
+
+
+@given(batch=st.integers(1, 12), seed=st.integers(-(2**63), 2**63 - 1), data=st.data())
+def test_a_row_is_drawn_the_same_in_any_batch(batch, seed, data):
+    rng = np.random.default_rng(abs(seed))
+    logits = rng.standard_normal((batch, 200)).astype(np.float32)
+    seeds = rng.integers(0, 2**62, batch)
+    offsets = rng.integers(0, 2**62, batch)
+    heat = rng.uniform(0, 2, batch).astype(np.float32)
+    tokens = sampling.sample(logits, temperature=heat, top_p=0.9, seed=seeds, offset=offsets)
+    order = np.array(data.draw(st.permutations(range(batch))))
+    moved = sampling.sample(
+        logits[order], temperature=heat[order], top_p=0.9, seed=seeds[order], offset=offsets[order]
+    )
+    assert np.array_equal(moved, tokens[order])
+    alone = sampling.sample(
+        logits[0], temperature=heat[:1], top_p=0.9, seed=int(seeds[0]), offset=int(offsets[0])
+    )
+    assert alone == tokens[0]
+
+
+@pytest.mark.parametrize("varied", ["seed", "offset"])
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 1.7, "top_k": 6}, {"top_p": 0.9}])
+def test_draws_follow_the_filtered_distribution(varied, parameters):
+    row = np.random.default_rng(1).standard_normal(12).astype(np.float32) * 2
+    draws = 20_000
+    tokens = sampling.sample(
+        np.broadcast_to(row, (draws, 12)), **{varied: np.arange(draws)}, **parameters
+    )
+    expected = (
+        sampling.softmax(sampling.filter_logits(row, **parameters)).astype(np.float64) * draws
+    )
+    counts = np.bincount(tokens, minlength=12)
+    assert (counts[expected == 0] == 0).all()
+    there = expected > 0
+    expected = expected[there] * draws / expected[there].sum()
+    assert scipy.stats.chisquare(counts[there], expected).pvalue > 1e-3
+
+
+def test_penalties_by_their_definition(rng):
+    logits = rng.standard_normal((3, 40)).astype(np.float32)
+    tokens = np.array([[1, 1, 5, -1], [39, 0, 40, 7], [-1, -1, -1, -1]])
+    repetition, frequency = np.array([1.5, 2.0, 3.0]), np.array([0.1, 0.2, 0.3])
+    dense = rng.standard_normal(40).astype(np.float32)
+    allowed = rng.random((3, 40)) < 0.7
+    expected = logits.astype(np.float64)
+    for row in range(3):
+        for token in range(40):
+            count = list(tokens[row]).count(token)
+            if count:
+                x = expected[row, token]
+                x = x / repetition[row] if x > 0 else x * repetition[row]
+                expected[row, token] = x - np.float32(frequency[row]) * count - 0.5
+    got = sampling.apply_penalties(
+        logits, tokens, repetition=repetition, frequency=frequency, presence=0.5
+    )
+    assert np.allclose(got, expected, atol=1e-6)
+    got = sampling.apply_penalties(
+        logits,
+        tokens,
+        repetition=repetition,
+        frequency=frequency,
+        presence=0.5,
+        logit_bias=dense,
+        allowed=allowed,
+    )
+    assert np.allclose(got, np.where(allowed, expected + dense, -np.inf), atol=1e-6)
+
+    words = np.zeros((3, 64), bool)
+    words[:, :40] = allowed
+    packed = np.packbits(words, axis=1, bitorder="little").view(np.uint32)
+    triples = (np.array([0, 0, 2, 9]), np.array([3, 3, 8, 0]), np.array([1.0, 2.0, -1.0, 5.0]))
+    got = sampling.apply_penalties(logits, tokens, logit_bias=triples, allowed=packed)
+    biased = logits.copy()
+    biased[0, 3] += 3
+    biased[2, 8] -= 1
+    assert np.allclose(got, np.where(allowed, biased, -np.inf), atol=1e-6)
+    out = logits.copy()
+    assert sampling.apply_penalties(out, tokens, presence=1.0, out=out) is out
+    assert out[0, 1] == np.float32(logits[0, 1] - 1)
+
+
+def probabilities(rng, *shape):
+    return rng.dirichlet(np.full(shape[-1], 0.7), size=shape[:-1]).astype(np.float32)
+
+
+@pytest.mark.parametrize("parents", [None, [-1, -1, 0]], ids=["chain", "tree"])
+def test_speculative_tokens_follow_the_target(parents):
+    rng = np.random.default_rng(2)
+    drafts, vocab, draws = (2, 5, 40_000) if parents is None else (3, 5, 40_000)
+    draft, target = probabilities(rng, drafts, vocab), probabilities(rng, drafts + 1, vocab)
+    drawn = np.stack([rng.choice(vocab, draws, p=p / p.sum()) for p in draft.astype(float)], axis=1)
+    many = [np.broadcast_to(p, (draws, *p.shape)) for p in (draft, target)]
+    if parents is None:
+        tokens, accepted = sampling.speculative_sample(drawn, *many, seed=np.arange(draws))
+    else:
+        tree = np.broadcast_to(np.array(parents), (draws, drafts))
+        tokens, accepted = sampling.speculative_sample_tree(
+            drawn, tree, *many, seed=np.arange(draws)
+        )
+    counts = np.bincount(tokens[:, 0], minlength=vocab)
+    expected = target[0].astype(np.float64) / target[0].sum(dtype=np.float64) * draws
+    assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
+    second = tokens[(accepted >= 1) & (tokens[:, 0] == drawn[:, 0]), 1]
+    expected = target[1].astype(np.float64) / target[1].sum(dtype=np.float64) * len(second)
+    if parents is None:  # in the tree, an equal sibling may have been the one accepted
+        assert scipy.stats.chisquare(np.bincount(second, minlength=vocab), expected).pvalue > 1e-3
+    assert accepted.max() == 2 and accepted.min() == 0
+    assert all(
+        (row[: n + 1] >= 0).all() and (row[n + 1 :] == -1).all()
+        for row, n in zip(tokens, accepted, strict=True)
+    )
+
+
+def test_speculation_with_the_target_itself_accepts_all(rng):
+    target = probabilities(rng, 6, 4, 50)
+    drawn = target[:, :3].argmax(axis=2)
+    tokens, accepted = sampling.speculative_sample(drawn, target[:, :3], target)
+    assert (accepted == 3).all() and np.array_equal(tokens[:, :3], drawn)
+    drawn[:, 1] = -1
+    assert (sampling.speculative_sample(drawn, target[:, :3], target)[1] == 1).all()
+
+
+def test_logprobs_and_beams_by_their_definition(rng):
+    logits = rng.standard_normal((2, 3, 20)).astype(np.float32)
+    log_p = logits.astype(np.float64)
+    log_p -= np.log(np.exp(log_p).sum(axis=2, keepdims=True))
+    tokens = rng.integers(0, 20, (2, 4))
+    chosen, values, indices = sampling.logprobs(logits[:, 0], tokens, top_n=5)
+    assert np.allclose(chosen, np.take_along_axis(log_p[:, 0], tokens, axis=1), atol=1e-6)
+    assert np.allclose(values, np.sort(log_p[:, 0], axis=1)[:, :-6:-1], atol=1e-6)
+    assert np.array_equal(indices, np.argsort(-log_p[:, 0], axis=1)[:, :5])
+
+    scores = rng.standard_normal((2, 3)).astype(np.float32)
+    scores[1, 1] = -np.inf
+    best, added, parents = sampling.beam_step(logits, scores)
+    for row in range(2):
+        options = sorted(
+            (-(scores[row, b] + log_p[row, b, t]), b, t) for b in range(3) for t in range(20)
+        )[:3]
+        assert np.allclose(best[row], [-o[0] for o in options], atol=1e-5)
+        assert [(b, t) for _, b, t in options] == list(zip(parents[row], added[row], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: sampling.sample(x, temperature=-1.0), "temperature"),
+        (lambda x: sampling.sample(x, temperature=float("nan")), "temperature"),
+        (lambda x: sampling.sample(x, top_k=0), "top_k"),
+        (lambda x: sampling.sample(x, top_p=1.5), "top_p"),
+        (lambda x: sampling.sample(x, min_p=-0.1), "min_p"),
+        (lambda x: sampling.sample(x, typical_p=2), "typical_p"),
+        (lambda x: sampling.sample(x, top_p=np.ones(3)), "top_p"),
+        (lambda x: sampling.sample(x, seed=np.zeros(5, int)), "seed"),
+        (lambda x: sampling.top_k(x, 9), "k must be from 1 to 8"),
+        (
+            lambda x: sampling.apply_penalties(x, np.zeros((2, 1), int), repetition=0.0),
+            "repetition",
+        ),
+        (lambda x: sampling.apply_penalties(x, np.zeros((3, 1), int)), "tokens"),
+        (lambda x: sampling.greedy(x.astype(np.float64)), "float64"),
+        (lambda x: sampling.greedy(x[None]), "shape"),
+        (lambda x: sampling.logprobs(x, top_n=9), "top_n"),
+        (lambda x: sampling.beam_step(x, x), "batch, beams, vocab"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(np.zeros((2, 8), np.float32))
+
+
+def test_rows_may_be_any_stride_apart(rng):
+    wide = rng.standard_normal((6, 64)).astype(np.float32)
+    assert np.array_equal(
+        sampling.sample(wide[::2, 3:40], seed=4), sampling.sample(wide[::2, 3:40].copy(), seed=4)
+    )
+    across = rng.standard_normal((64, 6)).astype(np.float32).T
+    assert np.array_equal(sampling.greedy(across), across.argmax(axis=1))
