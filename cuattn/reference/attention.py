@@ -16,18 +16,18 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 
-# A tile has up to this many rows (query positions times the heads that share a key head), and meets this many keys at a
-# time. Its scores are the largest array at work: 512 KiB in float32, which a core's own cache holds.
-TILE_ROWS = 256
+# A query tile meets this many keys at a time, with up to TILE_SCORES scores (256 rows of them, or more where there are
+# fewer keys). They are the largest array at work: 512 KiB in float32, which a core's own cache holds.
 TILE_KEYS = 512
+TILE_SCORES = 256 * TILE_KEYS
 # OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise wakes threads of its own,
 # for which the workers here would wait in turn. So products are done in blocks of that size: 2.5 times faster than large
 # ones at (1, 2048, 8, 64) on two cores, and 1.4 times faster than one worker with OpenBLAS's threads.
 BLOCK_PRODUCT = 2**18
 BLOCK_ROWS = 8  # fewer rows a block are slower; with fewer rows in all, columns or the sum are cut
 BLOCK_LENGTH = 128  # of their pieces
-# A call with fewer multiplications than this, some 0.5 ms, is not worth a second thread.
-SERIAL_PRODUCTS = 2**25
+# A call with fewer multiplications than this, some 0.3 ms, is not worth a second thread.
+SERIAL_PRODUCTS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +174,9 @@ def _tiles(sequence: _Sequence, spec: AttentionSpec) -> Iterator[_Tile]:
     seqlen_q = sequence.q.shape[0]
     heads_kv, _, seqlen_k = sequence.k.shape
     group, diagonal = sequence.group, sequence.diagonal
-    positions = max(1, min(seqlen_q, TILE_ROWS // group))
-    heads = max(1, min(heads_kv, TILE_ROWS // (positions * group)))
+    rows_of_heads = TILE_SCORES // max(1, min(seqlen_k, TILE_KEYS))
+    positions = max(1, min(seqlen_q, rows_of_heads // group))
+    heads = max(1, min(heads_kv, rows_of_heads // (positions * group)))
     for i in reversed(range(0, seqlen_q, positions)):
         rows = slice(i, min(i + positions, seqlen_q))
         start, stop = 0, seqlen_k
@@ -202,7 +203,7 @@ def _run(tiles: collections.deque[_Tile], spec: AttentionSpec) -> None:
     """Do all tiles, on as many threads as there are cores where that pays."""
 
     def work() -> None:
-        buffer = np.empty(TILE_ROWS * TILE_KEYS, spec.acc_dtype)
+        buffer = np.empty(TILE_SCORES, spec.acc_dtype)
         # NaN and infinities of the inputs, and the -inf of masked scores, come as no surprise.
         with np.errstate(all="ignore"):
             while True:
@@ -243,11 +244,10 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
     row_sum = (row_max > -np.inf).astype(dtype)
     out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
     product = np.empty_like(out)
-    if stacked[1] < BLOCK_ROWS:
-        step = TILE_ROWS * TILE_KEYS // (heads_q * num_rows)
-    else:
+    step = TILE_SCORES // (heads_q * num_rows)
+    if stacked[1] >= BLOCK_ROWS:
         widest = max(head_dim, v.shape[-1])
-        step = max(1, min(TILE_KEYS, BLOCK_PRODUCT // (BLOCK_ROWS * widest)))
+        step = max(1, min(step, TILE_KEYS, BLOCK_PRODUCT // (BLOCK_ROWS * widest)))
     ones = np.ones(min(step, _size(tile.keys)), dtype)
     for j in range(tile.keys.start, tile.keys.stop, step):
         keys = slice(j, min(j + step, tile.keys.stop))
