@@ -298,6 +298,7 @@ def _plan(
             first_key=first_key,
             unit_keys=unit,
             num_splits=num_splits,
+            head_lanes=launch.head_lanes,
         ),
         partial_out=row_bytes * config.head_dim,
         partial_max_sum=row_bytes * 2,

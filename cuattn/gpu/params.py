@@ -89,7 +89,7 @@ DECODE_PARAMS = np.dtype(
         *((name, np.int32) for name in ("batch", "seqlen_q", "capacity", "heads_q", "heads_kv")),
         *((name, np.int32) for name in ("head_dim", "head_dim_v", "window_left", "window_right")),
         *((name, np.int32) for name in ("page_shift", "first_key", "unit_keys", "num_splits")),
-        *((name, np.int32) for name in ("split_units", "out_is_acc")),
+        *((name, np.int32) for name in ("split_units", "head_lanes", "out_is_acc")),
     ],
     align=True,
 )
@@ -97,7 +97,7 @@ DECODE_ARGUMENT = np.dtype((np.void, DECODE_PARAMS.itemsize))
 
 #: Packs the 14 pointers and the ticket that DECODE_PARAMS begins with.
 decode_pointers = struct.Struct("14Q").pack
-_DECODE_SHAPE = struct.Struct("12q 4q 2d 15i 4x")
+_DECODE_SHAPE = struct.Struct("12q 4q 2d 16i")
 #: MergeParams of rawkernels/decoding/merge.cu.
 MERGE_PARAMS = np.dtype(
     [
@@ -142,6 +142,7 @@ def decode_shape(
     first_key: int,
     unit_keys: int,
     num_splits: int | str | None,
+    head_lanes: int,
 ) -> bytes:
     """Pack DECODE_PARAMS after its pointers.
 
@@ -159,7 +160,7 @@ def decode_shape(
         In elements: of the page table's rows; of lse's batch and heads.
     page_size : int, optional
         None for a contiguous cache.
-    first_key, unit_keys, num_splits
+    first_key, unit_keys, head_lanes, num_splits
         As in DecodeParams; `num_splits` as in :func:`cuattn.flash_decode`.
     """
     slopes_batch = 0
@@ -192,6 +193,7 @@ def decode_shape(
         unit_keys,
         num_splits if isinstance(num_splits, int) else 0,
         num_splits is not None,
+        head_lanes,
         out_itemsize != itemsize,
     )
 

@@ -426,7 +426,7 @@ class Sm80DecodeConfig(Config):
             self.rows * self.head_dim * 2, self.warps_k * 8 * self.warps_q * self.head_dim * 4
         )
         warps = self.warps_k * self.warps_q
-        return -(-(rings + rows + 64 * warps + 16 * self.rows + 96 * (warps + 1) + 96) // 128) * 128
+        return -(-(rings + rows + 64 * warps + 16 * self.rows + 64 * (warps + 2) + 96) // 128) * 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,7 +445,14 @@ class SimtDecodeConfig(Config):
         return 128
 
 
-def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> Launch:
+@dataclasses.dataclass(frozen=True)
+class DecodeLaunch(Launch):
+    """A decoding variant, its grid, and how many heads a group of its blocks works on at the same time."""
+
+    head_lanes: int
+
+
+def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> DecodeLaunch:
     """Choose the kernel of a decoding call: the fastest tier of `DECODE_TIERS` that serves it.
 
     Parameters
@@ -469,7 +476,7 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
         if variant is not None:
             blocks = multiprocessors * variant.config.blocks_per_sm
             lanes = decode_head_lanes(spec.heads_kv, blocks)
-            return Launch(variant, (blocks // lanes * lanes,))
+            return DecodeLaunch(variant, (blocks // lanes * lanes,), lanes)
     raise LookupError(f"none of the tiers {', '.join(DECODE_TIERS)} serves {spec} on {arch}")
 
 

@@ -1,9 +1,8 @@
-// From the warps' parts of a result to a block's, and from the blocks' parts to what is written out. Maxima and exponents are
-// in log2 units throughout.
+// From the warps' parts of a result to a block's, and from the blocks' parts to what is written out.
 #pragma once
 
 #include "decoding/schedule.cuh"
-#include "ptx/math.cuh"
+#include "ptx/acquire_release.cuh"
 
 namespace decoding {
 
@@ -15,11 +14,6 @@ template <>
 struct Accumulator<double> {
   using type = double;
 };
-
-__device__ __forceinline__ float exp2_of(float x) { return ptx::ex2(x); }
-__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
-__device__ __forceinline__ float log_of(float x) { return logf(x); }
-__device__ __forceinline__ double log_of(double x) { return log(x); }
 
 template <class Acc>
 __device__ __forceinline__ Acc minus_infinity() {
@@ -47,9 +41,9 @@ struct Partial {
   Acc max = minus_infinity<Acc>();
   Acc sum = 0;
 
-  // Moves what exponents are relative to. Nothing seen on both sides: exp2(-inf - 0) = 0, and never NaN.
+  // Moves what exponents are relative to. Nothing seen on both sides: exp(-inf - 0) = 0, and never NaN.
   __device__ __forceinline__ void raise(Acc new_max) {
-    const Acc factor = exp2_of(max - (new_max == minus_infinity<Acc>() ? 0 : new_max));
+    const Acc factor = exp(max - (new_max == minus_infinity<Acc>() ? 0 : new_max));
 #pragma unroll
     for (int e = 0; e < 4; ++e) o.x[e] *= factor;
     sum *= factor;
@@ -57,7 +51,7 @@ struct Partial {
   }
   // Adds another one, whose maximum `max` is not below.
   __device__ __forceinline__ void add(const Vec<Acc>& other, Acc other_max, Acc other_sum) {
-    const Acc factor = exp2_of(other_max - (max == minus_infinity<Acc>() ? 0 : max));
+    const Acc factor = exp(other_max - (max == minus_infinity<Acc>() ? 0 : max));
 #pragma unroll
     for (int e = 0; e < 4; ++e) o.x[e] = fma(factor, other.x[e], o.x[e]);
     sum = fma(factor, other_sum, sum);
@@ -68,8 +62,6 @@ struct Partial {
 template <class T, int kRows, int kHeadDim, bool kAligned>
 struct Writer {
   using Acc = typename Accumulator<T>::type;
-  static constexpr Acc kLog2e = 1.4426950408889634074;
-  static constexpr Acc kLn2 = 0.69314718055994530942;
 
   const DecodeParams& params;
   const Piece& piece;
@@ -94,48 +86,46 @@ struct Writer {
     }
   }
 
-  // By all threads, once every row of the piece has been put. The last block to arrive merges: `arrived` needs no initial
-  // value, since no stale content is this launch's random ticket, and is cleared for a replay of the launch in a CUDA
-  // graph. Two blocks may both find all parts there; they then write the same.
+  // By all threads, once every row of the piece has been put.
   __device__ __forceinline__ void finish() const {
     if (piece.parts == 1) return;
-    __threadfence();
     __syncthreads();
-    volatile unsigned long long* arrived = params.arrived;
-    if (threadIdx.x == 0) {
-      arrived[piece.slot(piece.part)] = params.ticket;
-      __threadfence();
+    if (threadIdx.x == 0) ptx::store_release(params.arrived + piece.slot(piece.part), params.ticket);
+  }
+
+  // By all threads of the block that has the item's last piece. The other pieces are those of blocks before it, which run,
+  // or have run, whatever else the device is doing. `arrived` needs no initial value, since no stale content is this
+  // launch's random ticket, and is cleared for a replay of the launch in a CUDA graph.
+  __device__ __forceinline__ void merge_parts() const {
+    for (int i = threadIdx.x; i < piece.parts; i += Config::threads) {
+      unsigned long long* arrived = params.arrived + piece.slot(i);
+      while (ptx::load_acquire(arrived) != params.ticket) {
+      }
+      *arrived = 0;
     }
     __syncthreads();
-    bool all = true;
-    for (int i = threadIdx.x; i < piece.parts; i += Config::threads) all &= arrived[piece.slot(i)] == params.ticket;
-    if (!__syncthreads_and(all)) return;
-    __threadfence();
-    for (int i = threadIdx.x; i < piece.parts; i += Config::threads) arrived[piece.slot(i)] = 0;
     const int vecs = (params.head_dim_v + 3) / 4;
     for (int i = threadIdx.x; i < rows() * vecs; i += Config::threads) merge(i / vecs, i % vecs * 4);
   }
 
  private:
   __device__ __forceinline__ void merge(int row, int column) const {
-    constexpr int kBatch = 8;  // parts on their way from L2 at a time
+    constexpr int kBatch = 64 / sizeof(Acc);  // parts on their way from L2 at a time
     Partial<Acc> whole;
     for (int first = 0; first < piece.parts; first += kBatch) {
       Vec<Acc> o[kBatch];
       Acc max_[kBatch], sum[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        max_[i] = minus_infinity<Acc>();
-        sum[i] = 0;
-        o[i] = {};
-        if (first + i < piece.parts) {
-          const long long at = piece.slot(first + i) * kRows + row;
-          const Acc* max_sum = static_cast<const Acc*>(params.partial_max_sum) + 2 * at;
-          max_[i] = __ldcg(max_sum);
-          sum[i] = __ldcg(max_sum + 1);
-          o[i] = load_past_l1(static_cast<const Acc*>(params.partial_out) + at * kHeadDim + column);
-        }
+        const long long at = piece.slot(min(first + i, piece.parts - 1)) * kRows + row;
+        const Acc* max_sum = static_cast<const Acc*>(params.partial_max_sum) + 2 * at;
+        max_[i] = __ldcg(max_sum);
+        sum[i] = __ldcg(max_sum + 1);
+        o[i] = load_past_l1(static_cast<const Acc*>(params.partial_out) + at * kHeadDim + column);
       }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i >= piece.parts) max_[i] = minus_infinity<Acc>();  // weighs nothing
       Acc new_max = whole.max;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, max_[i]);
@@ -151,7 +141,7 @@ struct Writer {
     const int token = index / group();
     const int head = piece.head * group() + index % group();
     if (params.sinks != nullptr) {  // a key without a value
-      const Acc sink = static_cast<const Acc*>(params.sinks)[head] * kLog2e;
+      const Acc sink = static_cast<const Acc*>(params.sinks)[head];
       result.raise(fmax(result.max, sink));
       result.add({}, sink, 1);
     }
@@ -163,7 +153,7 @@ struct Writer {
     else
       store(static_cast<T*>(params.out) + at, column, result.o, inverse);
     if (params.lse != nullptr && column == 0) {
-      const Acc lse = result.sum == 0 ? minus_infinity<Acc>() : result.max * kLn2 + log_of(result.sum);
+      const Acc lse = result.sum == 0 ? minus_infinity<Acc>() : result.max + log(result.sum);
       static_cast<Acc*>(params.lse)[piece.seq.index * params.lse_batch_stride + head * params.lse_head_stride +
                                     piece.seq.begin_q + token] = lse;
     }
@@ -185,5 +175,16 @@ struct Writer {
     }
   }
 };
+
+// Merges the items whose last piece this block had. Of balanced pieces that can only be the first: a later one begins in
+// this block.
+template <class Writer, class Work>
+__device__ __forceinline__ void merge_items(const DecodeParams& params, Work work) {
+  Piece piece;
+  while (work.next(params, piece)) {
+    if (piece.parts > 1 && piece.part == piece.parts - 1) Writer{params, piece}.merge_parts();
+    if (piece.balanced) break;
+  }
+}
 
 }  // namespace decoding

@@ -72,10 +72,9 @@ struct Slice {
         s -= slope[r] * static_cast<Acc>(abs(piece.seq.length - piece.seq.seqlen_q + token - key));
       }
       if (key < visible[r].begin || key >= visible[r].end) continue;
-      s *= Writer::kLog2e;
       const Acc new_max = fmax(row_max[r], s);
       const Acc shift = new_max == decoding::minus_infinity<Acc>() ? 0 : new_max;
-      const Acc factor = decoding::exp2_of(row_max[r] - shift), weight = decoding::exp2_of(s - shift);
+      const Acc factor = exp(row_max[r] - shift), weight = exp(s - shift);
       row_max[r] = new_max;
       row_sum[r] = fma(row_sum[r], factor, weight);
 #pragma unroll
@@ -101,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Work work;
   work.start(params);
+  const Work first_work = work;
   decoding::Piece piece;
   while (work.next(params, piece)) {
     Slice slice(params, piece);
@@ -147,4 +147,5 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     }
     writer.finish();
   }
+  decoding::merge_items<Writer>(params, first_work);
 }

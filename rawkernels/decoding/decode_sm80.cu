@@ -10,12 +10,11 @@
 //   nothing in the main loop waits for the block; kWarpsQ warps share a slice and have kWarpRows rows each.
 //   The rings run ahead over the ends of pieces (schedule.cuh): while a piece is finished the next one's keys arrive.
 #include "decoding/combine.cuh"
+#include "decoding/ring.cuh"
 #include "ptx/bar.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/movmatrix.cuh"
-#include "ptx/shared.cuh"
 #include "tile/score.cuh"
 #include "tile/softmax.cuh"
 
@@ -34,41 +33,19 @@ constexpr int kRowBlocks = kWarpRows / 8;
 constexpr int kKeyBlocks = kWarpKeys / 16;
 constexpr int kSteps = kHeadDim / 16;
 constexpr int kChunks = kHeadDim / 8;
-constexpr int kPasses = kWarpKeys * kChunks / kSliceThreads;
+// Chains of dependent products that Sᵀ is summed up in: one alone would wait for the tensor cores each time.
+constexpr int kChains = kRowBlocks * kKeyBlocks == 1 ? 2 : 1;
 
 static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32, "whole mma tiles, and a lane for each key");
-static_assert(kHeadDim % 64 == 0 && kWarpKeys * kChunks % kSliceThreads == 0, "whole passes of 16-byte copies");
 static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
 static_assert(Config::threads == 32 * kWarpsQ * kWarpsK, "one warp for each slice of keys and of rows");
 static_assert(kRows <= Config::threads, "a thread for each row");
 
-// Rows of K, V and Q in shared memory: 16-byte chunks, permuted in groups of eight from row to row, so that neither whole rows
-// written nor a chunk of eight rows read by ldmatrix meet in a bank.
-struct Tile {
-  static constexpr int kRowBytes = kHeadDim * 2;
-
-  __device__ __forceinline__ static int permuted(int row, int chunk) { return chunk ^ row % 8; }
-
-  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0 and 1: rows 0-7 and 8-15 of chunk 0 first, or chunks 0
-  // and 1 of rows 0-7.
-  __device__ __forceinline__ static unsigned rows_first() {
-    const int lane = threadIdx.x % 32;
-    return lane % 16 * kRowBytes + permuted(lane, lane / 16) * 16;
-  }
-  __device__ __forceinline__ static unsigned chunks_first() {
-    const int lane = threadIdx.x % 32;
-    return (lane % 8 + lane / 16 * 8) * kRowBytes + permuted(lane, lane / 8 % 2) * 16;
-  }
-  // The same 2 i chunks on.
-  __device__ __forceinline__ static unsigned at_chunks(unsigned offset, int i) { return (offset ^ i % 4 * 32) + i / 4 * 128; }
-};
-
+using Tile = decoding::SwizzledRows<kHeadDim>;
+using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
-
-struct Stage {
-  T k[kWarpKeys * kHeadDim];
-  T v[kWarpKeys * kHeadDim];
-};
+using Loader = decoding::Loader<T, Work, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, true>;
 
 struct Smem {
   alignas(128) Stage ring[kWarpsK][kStages];
@@ -82,6 +59,7 @@ struct Smem {
   float slope[kRows];
   Work ahead[Config::threads / 32];  // where the rings' loads are
   Work work;                         // where the computation is
+  Work first_work;                   // where it began
   decoding::Piece piece;
   bool more;
 };
@@ -94,64 +72,6 @@ __device__ __forceinline__ void sync_slice() {
   else
     ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);
 }
-
-// What a slice loads next.
-struct Loader {
-  const DecodeParams& params;
-  Work& work;
-  decoding::Piece piece;
-  int key;   // first of the slice's next tile; the tile exists where `more`
-  int page;  // of the key that is this lane's
-  bool more;
-
-  __device__ __forceinline__ Loader(const DecodeParams& params, Work& work) : params(params), work(work) {
-    key = piece.end = 0;
-    more = true;
-    find_next(0);
-  }
-
-  // Moves on to the slice's next tile, and asks early for its place in the page table.
-  __device__ __forceinline__ void find_next(int step) {
-    key += step;
-    while (more && key >= piece.end) {
-      Work mine = work;
-      more = mine.next(params, piece);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) work = mine;
-      __syncwarp();
-      key = piece.origin + static_cast<int>(threadIdx.x) / kSliceThreads * kWarpKeys;
-    }
-    const int mine = key + static_cast<int>(threadIdx.x) % kWarpKeys;
-    page = -1;
-    if (more && mine >= piece.begin && mine < piece.end)
-      page = params.page_table == nullptr ? piece.seq.index
-                                          : params.page_table[piece.seq.index * params.table_stride + (mine >> params.page_shift)];
-  }
-
-  // Copies the tile's K and V; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
-  __device__ __forceinline__ void load(const Stage& stage) {
-    if (more) {
-      const int thread = threadIdx.x % kSliceThreads;
-      const int slot = (key + static_cast<int>(threadIdx.x) % kWarpKeys) & ((1 << params.page_shift) - 1);
-      const long long k_row = page * params.k_stride.page + slot * params.k_stride.seq + piece.head * params.k_stride.head;
-      const long long v_row = page * params.v_stride.page + slot * params.v_stride.seq + piece.head * params.v_stride.head;
-      const unsigned k_tile = ptx::shared_address(stage.k), v_tile = ptx::shared_address(stage.v);
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int row = (pass * kSliceThreads + thread) / kChunks;
-        const int chunk = thread % kChunks;
-        const bool inside = __shfl_sync(~0u, page, row) >= 0;
-        const T* k = static_cast<const T*>(params.k) + __shfl_sync(~0u, k_row, row) + chunk * 8;
-        const T* v = static_cast<const T*>(params.v) + __shfl_sync(~0u, v_row, row) + chunk * 8;
-        const unsigned at = row * Tile::kRowBytes + Tile::permuted(row, chunk) * 16;
-        ptx::cp_async_16(k_tile + at, k, inside && chunk * 8 < params.head_dim);
-        ptx::cp_async_16(v_tile + at, v, inside && chunk * 8 < params.head_dim_v);
-      }
-      find_next(kTileKeys);
-    }
-    ptx::cp_async_commit();
-  }
-};
 
 // Where a column of a row of O lies in shared memory: lanes 4g + t, with rows 2t and columns g, hit 32 banks.
 __device__ __forceinline__ int permuted_column(int row, int column) { return column ^ (row / 2 % 4 * 8); }
@@ -202,8 +122,9 @@ struct Slice {
     }
   }
 
-  __device__ __forceinline__ static void multiply_scores(float (&s)[kKeyBlocks][kRowBlocks][4], unsigned k_tile,
+  __device__ __forceinline__ static void multiply_scores(float (&sum)[kKeyBlocks][kRowBlocks][4], unsigned k_tile,
                                                          unsigned q_rows) {
+    float s[kChains][kKeyBlocks][kRowBlocks][4] = {};
     const int lane = threadIdx.x % 32;
     const unsigned k_lane = k_tile + Tile::rows_first();
     // One ldmatrix brings Q of 16 rows and one step, or of 8 rows and two steps.
@@ -224,10 +145,13 @@ struct Slice {
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {
           const int first = kRowBlocks == 1 ? step % 2 * 2 : r % 2 * 2;
-          ptx::mma_m16n8k16<T>(s[j][r], k, q[r / 2][first], q[r / 2][first + 1]);
+          ptx::mma_m16n8k16<T>(s[step % kChains][j][r], k, q[r / 2][first], q[r / 2][first + 1]);
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i)
+      (&sum[0][0][0])[i] = kChains == 1 ? (&s[0][0][0][0])[i] : (&s[0][0][0][0])[i] + (&s[kChains - 1][0][0][0])[i];
   }
 
   // Scores in log2 units, -inf where a row does not see a key.
@@ -354,7 +278,7 @@ struct Slice {
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
       if (lane < 4) {
-        smem.max_sum[slice][row][0] = row_max[r][c];
+        smem.max_sum[slice][row][0] = row_max[r][c] * tile::kLn2;
         smem.max_sum[slice][row][1] = sum;
       }
     }
@@ -365,7 +289,7 @@ struct Slice {
 
 // Merges the slices' eight rows of each row warp, and puts them where they belong.
 __device__ __forceinline__ void combine_rows(const DecodeParams& params, const Smem& smem, int r) {
-  const decoding::Writer<T, kRows, kHeadDim, true> writer = {params, smem.piece};
+  const Writer writer = {params, smem.piece};
   const int vecs = params.head_dim_v / 4;
   for (int i = threadIdx.x; i < 8 * kWarpsQ * vecs; i += Config::threads) {
     const int from = i / vecs, column = i % vecs * 4;
@@ -391,9 +315,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 
   Work work;
   work.start(params);
-  if (work.unit == work.end) return;
+  if (work.step == work.end) return;
   if (threadIdx.x % 32 == 0) smem.ahead[warp] = work;
-  if (threadIdx.x == 0) smem.work = work;
+  if (threadIdx.x == 0) smem.work = smem.first_work = work;
   __syncwarp();
   Loader loader(params, smem.ahead[warp]);
   for (int stage = 0; stage < kStages; ++stage) loader.load(smem.ring[slice][stage]);
@@ -414,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       const Stage& current = smem.ring[slice][stage];
       ptx::cp_async_wait<kStages - 1>();
       sync_slice();
-      float s[kKeyBlocks][kRowBlocks][4] = {};
+      float s[kKeyBlocks][kRowBlocks][4];
       Slice::multiply_scores(s, ptx::shared_address(current.k),
                              ptx::shared_address(smem.q) + first_row * Tile::kRowBytes);
       Slice::finish_scores(s, params, smem, key, first_row, key < begin || key + kWarpKeys > end);
@@ -432,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       __syncthreads();
       combine_rows(params, smem, r);
     }
-    decoding::Writer<T, kRows, kHeadDim, true>{params, smem.piece}.finish();
+    Writer{params, smem.piece}.finish();
   }
+  decoding::merge_items<Writer>(params, smem.first_work);
 }

@@ -44,5 +44,6 @@ struct DecodeParams {
   int unit_keys;                  // keys of a unit of work, unless num_splits says how many units
   int num_splits;                 // 0: units of unit_keys
   int split_units;                // nonzero: every unit is a partial result; else a block's consecutive units are one
+  int head_lanes;                 // blocks that work on the same keys for different heads; divides heads_kv and the grid
   int out_is_acc;
 };

@@ -1,9 +1,11 @@
 // Who computes what, worked out by every block for itself from the lengths as they are when the kernel runs.
 //
 // An item is one tile of rows (query heads that share a key head, and their query tokens) of one sequence over all keys it
-// may see. Items are cut into units of keys; all units, in the order sequence, head, row tile, key, are dealt out to the
-// blocks in equal consecutive runs. What a block has of one item is a piece. An item in one piece is written out; of the
-// others each piece leaves a partial result in a slot of its own, and the last to arrive merges them.
+// may see. Items are cut into units of keys; all units of a key head, in the order sequence, row tile, key, are dealt out
+// to groups of blocks in consecutive runs of equal cost. The blocks of a group do the same for different heads, at the same time:
+// what they read lies side by side in memory. (Where there are too many heads for that a block takes several in turn.)
+// What a block has of one item is a piece. An item in one piece is written out; of the others each piece leaves a partial
+// result in a slot of its own, and the block with the last piece merges them when it has nothing else to do.
 #pragma once
 
 #include "decoding/params.cuh"
@@ -53,23 +55,29 @@ __device__ __forceinline__ int tiles_of(const DecodeParams& params, const Sequen
 
 template <int kRows, int kTileKeys>
 __device__ __forceinline__ Cut cut_item(const DecodeParams& params, const Sequence& seq, int tile) {
+  static_assert((kTileKeys & (kTileKeys - 1)) == 0, "tiles of keys are cut by shifts");
   const int group = params.heads_q / params.heads_kv;
-  const int last_row = min((tile + 1) * kRows, seq.seqlen_q * group) - 1;
+  const bool several_tiles = seq.seqlen_q * group > kRows;
+  const int first = several_tiles ? tile * kRows / group : 0;
+  const int last = several_tiles ? (min((tile + 1) * kRows, seq.seqlen_q * group) - 1) / group : seq.seqlen_q - 1;
   Cut cut;
-  cut.begin = visible_keys(params, seq, tile * kRows / group).begin;
-  cut.end = max(cut.begin, visible_keys(params, seq, last_row / group).end);
-  if (params.split_units != 0 && tiles_of<kRows>(params, seq) > 1) {  // prompts need no splitting, and have many rows
-    cut.origin = 0;
-    cut.unit = max(seq.length, 1);
-  } else if (params.num_splits > 0) {
-    cut.origin = cut.begin / kTileKeys * kTileKeys;
-    const int tiles = ceil_div(cut.end - cut.origin, kTileKeys);
-    cut.unit = max(ceil_div(tiles, params.num_splits), 1) * kTileKeys;
-  } else {
-    cut.unit = params.unit_keys;
-    cut.origin = cut.begin / cut.unit * cut.unit;
+  cut.begin = visible_keys(params, seq, first).begin;
+  cut.end = max(cut.begin, visible_keys(params, seq, last).end);
+  cut.origin = cut.begin & -kTileKeys;
+  cut.unit = kTileKeys;
+  cut.count = (cut.end - cut.origin + kTileKeys - 1) / kTileKeys;
+  if (params.split_units != 0) {
+    if (several_tiles) {  // prompts need no splitting, and would leave many rows behind
+      cut.unit = max(cut.count, 1) * kTileKeys;
+    } else if (params.num_splits > 0) {
+      cut.unit = max(ceil_div(cut.count, params.num_splits), 1) * kTileKeys;
+    } else {
+      cut.unit = params.unit_keys;
+      cut.origin = cut.begin / cut.unit * cut.unit;
+    }
+    cut.count = ceil_div(cut.end - cut.origin, cut.unit);
   }
-  cut.count = max(ceil_div(cut.end - cut.origin, cut.unit), 1);  // one even where there is no key: 0 must be written
+  cut.count = max(cut.count, 1);  // one even where there is no key: 0 must be written
   return cut;
 }
 
@@ -78,116 +86,135 @@ struct Piece {
   int head, tile;          // of keys; of rows
   int begin, end, origin;  // keys [begin, end), in tiles counted from origin
   int part, parts;         // this is piece number `part` of the item's `parts`
-  long long first_slot;
+  int first_slot, slot_stride;
   bool balanced;
 
-  // Where part i's partial result lies. A block has at most two incomplete pieces: one that goes on in the next block and
-  // one that came from the block before.
+  // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one that goes on in the next
+  // group and one that came from the group before.
   __device__ __forceinline__ long long slot(int i) const {
-    return balanced ? first_slot + 2 * i + (i + 1 < parts) : first_slot + i;
+    return first_slot + static_cast<long long>(balanced ? 2 * i + (i + 1 < parts) : i) * slot_stride;
   }
 };
 
 template <int kRows, int kTileKeys>
 struct Schedule {
+  // An item also costs as much as so many units: its queries, its end. Its steps are these and then its units; blocks get
+  // equal runs of steps. Where every unit is a result of its own there is nothing to begin with.
+  static constexpr int kItemSteps = 1;
+
   Sequence seq;
   Cut cut;
-  int head, tile, index;  // of the next unit
-  long long unit, end;    // the next unit, and this block's end
-  long long total;
-  int blocks;  // that have something to do
+  int head, tile, index;  // of the next step; head counts this block's heads
+  int step, end;          // the next step, and this block's end
+  int share, larger;      // steps of a group; the first groups, `larger` of them, have one more
 
-  __device__ __forceinline__ static long long units_of(const DecodeParams& params, int index) {
-    const Sequence seq = sequence_at(params, index);
-    long long units = 0;
-    for (int tile = 0; tile < tiles_of<kRows>(params, seq); ++tile) units += cut_item<kRows, kTileKeys>(params, seq, tile).count;
-    return units * params.heads_kv;
+  __device__ __forceinline__ static int heads_of_block(const DecodeParams& params) {
+    return params.heads_kv / params.head_lanes;
+  }
+  __device__ __forceinline__ static int lane_of_block(const DecodeParams& params) { return blockIdx.x % params.head_lanes; }
+  __device__ __forceinline__ static int group_of_block(const DecodeParams& params) { return blockIdx.x / params.head_lanes; }
+
+  __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
+    return params.split_units != 0 ? 0 : kItemSteps;
   }
 
-  // Finds this block's first unit. By all lanes of a warp: 32 runs of sequences are summed at a time, and the run that
-  // holds the unit is looked into, so that a thousand sequences take two steps.
+  __device__ __forceinline__ static int steps_per_head(const DecodeParams& params, const Sequence& seq) {
+    const int tiles = tiles_of<kRows>(params, seq);
+    int steps = 0;
+    for (int tile = 0; tile < tiles; ++tile) steps += cut_item<kRows, kTileKeys>(params, seq, tile).count;
+    return steps + tiles * extra_steps(params);
+  }
+
+  // Finds this block's first step. By all lanes of a warp: 32 runs of sequences are summed at a time, and the run that
+  // holds the step is looked into, so that a thousand sequences take two rounds.
   __device__ __forceinline__ void start(const DecodeParams& params) {
     const int lane = threadIdx.x % 32;
     int low = 0, count = params.batch;
-    long long before = 0;  // units of the sequences before `low`
+    int before = 0;  // steps of the sequences before `low`
     bool first = true;
     do {
       const int run = ceil_div(count, 32);
-      long long units = 0;
-      for (int i = lane * run; i < min((lane + 1) * run, count); ++i) units += units_of(params, low + i);
-      long long inclusive = units;
+      int steps = 0;
+      for (int i = lane * run; i < min((lane + 1) * run, count); ++i)
+        steps += steps_per_head(params, sequence_at(params, low + i)) * heads_of_block(params);
+      int inclusive = steps;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
-        const long long other = __shfl_up_sync(~0u, inclusive, distance);
+        const int other = __shfl_up_sync(~0u, inclusive, distance);
         if (lane >= distance) inclusive += other;
       }
       if (first) {
-        total = __shfl_sync(~0u, inclusive, 31);
-        blocks = static_cast<int>(min(static_cast<long long>(gridDim.x), total));
-        unit = end = 0;
-        if (blockIdx.x >= blocks) return;
-        unit = total * blockIdx.x / blocks;
-        end = total * (blockIdx.x + 1) / blocks;
+        const int total = __shfl_sync(~0u, inclusive, 31);
+        const int group = group_of_block(params), groups = gridDim.x / params.head_lanes;
+        share = total / groups;
+        larger = total - share * groups;
+        step = group * share + min(group, larger);
+        end = step + share + (group < larger ? 1 : 0);
+        if (step == end) return;
         first = false;
       }
-      const int holder = __ffs(__ballot_sync(~0u, before + inclusive > unit)) - 1;
-      before += __shfl_sync(~0u, inclusive - units, holder);
+      const int holder = __ffs(__ballot_sync(~0u, before + inclusive > step)) - 1;
+      before += __shfl_sync(~0u, inclusive - steps, holder);
       low += holder * run;
       count = min(run, count - holder * run);
     } while (count > 1);
 
     seq = sequence_at(params, low);
-    int units = static_cast<int>(unit - before);
-    const int per_head = static_cast<int>(units_of(params, low) / params.heads_kv);
-    head = units / per_head;
-    index = units % per_head;
+    const int per_head = steps_per_head(params, seq);
+    head = (step - before) / per_head;
+    index = step - before - head * per_head;
     tile = 0;
     cut = cut_item<kRows, kTileKeys>(params, seq, tile);
-    while (index >= cut.count) {
-      index -= cut.count;
+    while (index >= cut.count + extra_steps(params)) {
+      index -= cut.count + extra_steps(params);
       cut = cut_item<kRows, kTileKeys>(params, seq, ++tile);
     }
   }
 
-  __device__ __forceinline__ int block_of(long long some_unit) const {
-    return static_cast<int>(((some_unit + 1) * blocks - 1) / total);
-  }
-
   // The block's next piece; false where there is none.
   __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece) {
-    if (unit >= end) return false;
-    if (index == cut.count) next_item(params);
-    const bool split = params.split_units != 0;
-    const int units = split ? 1 : static_cast<int>(min(static_cast<long long>(cut.count - index), end - unit));
+    const int extra = extra_steps(params);
+    if (step < end && index == cut.count + extra) next_item(params);
+    const int first = max(extra - index, 0);  // of these steps the first unit's is so far away
+    if (step + first >= end) return false;
+    const int unit = max(index - extra, 0);
+    const bool split = extra == 0;
+    const int units = split ? 1 : min(cut.count - unit, end - step - first);
     piece.seq = seq;
-    piece.head = head;
+    piece.head = lane_of_block(params) * heads_of_block(params) + head;
     piece.tile = tile;
-    piece.origin = cut.origin + index * cut.unit;
+    piece.origin = cut.origin + unit * cut.unit;
     piece.begin = max(cut.begin, piece.origin);
-    piece.end = min(static_cast<long long>(cut.end), piece.origin + static_cast<long long>(units) * cut.unit);
+    piece.end = min(cut.end, piece.origin + units * cut.unit);
     piece.balanced = !split;
-    const long long first = unit - index;
-    if (split) {
-      piece.part = index;
-      piece.parts = cut.count;
-      piece.first_slot = first;
-    } else {
-      const int first_block = block_of(first);
-      piece.part = blockIdx.x - first_block;
-      piece.parts = block_of(first + cut.count - 1) - first_block + 1;
-      piece.first_slot = 2LL * first_block;
+    const int item = step - index;  // its first step
+    int first_slot = item;
+    piece.part = split ? unit : 0;
+    piece.parts = split ? cut.count : 1;
+    if (!split && units < cut.count) {
+      const int first_group = group_of(item + extra);
+      piece.part = group_of_block(params) - first_group;
+      piece.parts = group_of(item + extra + cut.count - 1) - first_group + 1;
+      first_slot = 2 * first_group;
     }
-    unit += units;
-    index += units;
+    piece.slot_stride = params.head_lanes;
+    piece.first_slot = first_slot * params.head_lanes + lane_of_block(params);
+    step += first + units;
+    index += first + units;
     return true;
   }
 
  private:
+  __device__ __forceinline__ int group_of(int some_step) const {
+    const int in_larger = larger * (share + 1);
+    return some_step < in_larger ? some_step / (share + 1) : larger + (some_step - in_larger) / share;
+  }
+
   __device__ __forceinline__ void next_item(const DecodeParams& params) {
     index = 0;
     if (++tile == tiles_of<kRows>(params, seq)) {
       tile = 0;
-      if (++head == params.heads_kv) {
+      if (++head == heads_of_block(params)) {
         head = 0;
         do seq = sequence_at(params, seq.index + 1);
         while (seq.seqlen_q == 0);
