@@ -139,23 +139,6 @@ def _meaningful(
     return tuple(used)
 
 
-def _addressable(spec: AttentionSpec, strides: tuple[tuple[int, ...], ...]) -> bool:
-    outer = () if spec.varlen else (spec.batch,)
-    shapes = [
-        (*outer, seqlen, heads)
-        for seqlen, heads in (
-            (spec.seqlen_q, spec.heads_q),
-            (spec.seqlen_k, spec.heads_kv),
-            (spec.seqlen_k, spec.heads_kv),
-            (spec.seqlen_q, spec.heads_q),
-        )
-    ]
-    return all(
-        tensormap.addressable(shape, array[:-1])
-        for shape, array in zip(shapes, strides, strict=True)
-    )
-
-
 @functools.lru_cache(maxsize=4096)
 def _plan(
     spec: AttentionSpec,
@@ -172,7 +155,7 @@ def _plan(
         spec,
         compiler.device_arch(device),
         has_score=not (bias is None and mask is None and alibi_slopes is None),
-        aligned=aligned and _addressable(spec, strides),
+        aligned=aligned and all(tensormap.addressable(array[:-1]) for array in strides),
     )
     config, grid, plan = launch.variant.config, launch.grid, None
     if isinstance(config, tiles.Sm90ForwardConfig):

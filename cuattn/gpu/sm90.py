@@ -17,7 +17,6 @@ _SCHEDULE = struct.Struct("2Q i 44x")
 ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _SCHEDULE.size))
 
 TAKEN_BYTES = 16  # Sm90Params::Taken
-ANY_STRIDE = 4096
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
 
@@ -81,11 +80,8 @@ def _map(
     such axis: Sequence in attention/work_sm90.cuh says what for.
     """
     length, heads, head_dim = shape
-    # The stride of an axis of length 1 may be anything; the copy engine gets one that it accepts.
-    row = strides[-3] if length > 1 else ANY_STRIDE
-    head = strides[-2] if heads > 1 else ANY_STRIDE
+    row, head = strides[-3:-1]
     box = (_PANEL_COLUMNS, box_rows, 1, 1)
     if spec.varlen:
         return Map(-length * row, (head_dim, length, heads, length + 1), (row, head, row), box)
-    outer = strides[0] if spec.batch > 1 else ANY_STRIDE
-    return Map(0, (head_dim, length, heads, spec.batch), (row, head, outer), box)
+    return Map(0, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)

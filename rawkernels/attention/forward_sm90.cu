@@ -47,14 +47,18 @@ __device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const Forwar
   }
 }
 
-// Gives the values that the guards have replaced by 0 to the queries that see their keys. Rarely called.
-__device__ __noinline__ float replaced_values(const ForwardParams& params, const Tile& tile, int block, int query, int column) {
+// Gives the values that the guards have replaced by 0 to the queries that see their keys. `o` has this lane's part of O, rows
+// from `query` and columns from `column` on. Rarely called.
+__device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& params, const Tile& tile, int block, int query,
+                                                 int column) {
   const T* v = static_cast<const T*>(params.v) + tile.value_offset(params, block * kTileN) + column;
-  float sum = 0.0f;
   for (int key = block * kTileN; key < min((block + 1) * kTileN, tile.keys.length); ++key, v += params.v_stride.seq)
-    if (column < params.head_dim_v && !isfinite(static_cast<float>(*v)) && tile.sees(params, query, key))
-      sum += static_cast<float>(*v);
-  return sum;
+    for (int i = 0; i < kHeadDimV / 2; ++i) {
+      const int j = i / 4 * 8 + i % 2;
+      if (column + j >= params.head_dim_v) break;
+      const float value = static_cast<float>(v[j]);
+      if (!isfinite(value) && tile.sees(params, query + 8 * (i / 2 % 2), key)) o[i] += value;
+    }
 }
 
 // Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves, so that each writes four
@@ -105,8 +109,9 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   Ring<kStages> ring_k, ring_v;
   Ring<kSlots> ring_q;
   Ring<TileQueue::kSize> ring;
-  bool guarded = false;   // the block whose P is at hand
-  unsigned checks = 0;    // the parity of checked_v, a bit a stage
+  Tile::Partial hidden, guarded;  // blocks of the tile that call for a mask, and for guards
+  bool guarded_p = false;         // whether the block whose P is at hand is guarded
+  unsigned checks = 0;            // the parity of checked_v, a bit a stage
   tile::OnlineSoftmax softmax;
   float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
   unsigned p[kTileN / 4];
@@ -122,6 +127,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       clear();
       write_output(o, tile::OnlineSoftmax(), scale_log2, params, tile, tile.row + lane_row);
     }
+    hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
+    guarded = tile.guarded(params);
     return tile;
   };
   Tile tile = find_tile();
@@ -142,19 +149,22 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       const tile::ScoreTerms<T> terms(params, tile.batch, tile.head, tile.queries.length, tile.keys.length);
       terms.apply(s, params, row, column);
     }
-    if (tile.hides_keys(params, block, 64 * consumer)) mask_scores(s, params, tile, row, column);
+    if (hidden.has(block)) mask_scores(s, params, tile, row, column);
   };
   const auto await_values = [&] {
     ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
-    if (kGuards == 0 || !guarded) return;
+    if (kGuards == 0 || !guarded_p) return;
     ptx::mbarrier_wait(smem.checked_v[ring_v.index], checks >> ring_v.index & 1);
     checks ^= 1 << ring_v.index;
   };
   const auto release_values = [&](const Tile& tile, int block) {
-    if (kGuards > 0 && guarded && (smem.cleaned_v[ring_v.index][0] || smem.cleaned_v[ring_v.index][1])) {
+    if (kGuards > 0 && guarded_p && (smem.cleaned_v[ring_v.index][0] || smem.cleaned_v[ring_v.index][1])) {
+      float copy[kHeadDimV / 2];  // O itself has to stay in registers
 #pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i)
-        o[i] += replaced_values(params, tile, block, tile.row + lane_row + 8 * (i / 2 % 2), i / 4 * 8 + lane_column + i % 2);
+      for (int i = 0; i < kHeadDimV / 2; ++i) copy[i] = o[i];
+      add_replaced_values(copy, params, tile, block, tile.row + lane_row, lane_column);
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = copy[i];
     }
     arrive_warp(smem.empty_v[ring_v.index]);
     ring_v.advance();
@@ -168,7 +178,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_keys(s, smem.q[0][consumer], smem.k[0]);
   ptx::wgmma_wait_group<0>();
   receive_scores();
-  guarded = tile.guarded(params, block);
+  guarded_p = guarded.has(block);
   softmax.update(s, scale_log2, correction);
   tile::pack_fragment<T>(p, s);
   clear();
@@ -207,7 +217,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
     release_values(finished, finished_block);
-    guarded = tile.guarded(params, block);
+    guarded_p = guarded.has(block);
     if (fresh) {
       write_output(o, before, scale_log2, params, finished, finished.row + lane_row);
       clear();

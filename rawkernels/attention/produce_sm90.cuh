@@ -113,9 +113,10 @@ __device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& pa
   Ring<kStages> ring_v;
   Ring<TileQueue::kSize> ring;
   for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
+    const Tile::Partial guarded = tile.guarded(params);
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
-      if (tile.guarded(params, block)) {
+      if (guarded.has(block)) {
         smem.cleaned_v[ring_v.index][guard] = clean_values(smem.v[ring_v.index], guard);
         arrive_warp(smem.checked_v[ring_v.index]);
       }

@@ -46,17 +46,23 @@ struct Tile {
     return Config::bound_right ? min(query + diagonal() + params.window_right + 1, keys.length) : keys.length;
   }
 
-  // Whether one of the 64 queries from `offset` on must not see a key of the block.
-  __device__ __forceinline__ bool hides_keys(const ForwardParams& params, int block, int offset) const {
-    return (block + 1) * Config::tile_n > end_key(params, row + offset) ||
-           (Config::bound_left && block * Config::tile_n < first_key(params, row + offset + 63));
+  // Blocks in which some of the queries from `first` to `last` does not see some key: those before `before`, and from `from` on.
+  struct Partial {
+    int before, from;
+
+    __device__ __forceinline__ bool has(int block) const { return block >= from || (Config::bound_left && block < before); }
+  };
+  __device__ __forceinline__ Partial partial(const ForwardParams& params, int first, int last) const {
+    const int first_key_of_last = max(first_key(params, last), 0);
+    return {(first_key_of_last + Config::tile_n - 1) / Config::tile_n, max(end_key(params, first), 0) / Config::tile_n};
   }
 
-  // Whether some query of the tile does not see some key of the block. Keys past the sequence's end do not count: they are 0.
-  __device__ __forceinline__ bool guarded(const ForwardParams& params, int block) const {
-    return min((block + 1) * Config::tile_n, keys.length) > end_key(params, row) ||
-           (Config::bound_left && block * Config::tile_n < first_key(params, row + kTileM - 1)) ||
-           (Config::score && params.mask != nullptr);
+  // The same of the tile, but for keys past the sequence's end, which are zeros.
+  __device__ __forceinline__ Partial guarded(const ForwardParams& params) const {
+    if (Config::score && params.mask != nullptr) return {0, 0};
+    Partial guarded = partial(params, row, row + kTileM - 1);
+    if (end_key(params, row) == keys.length) guarded.from = block_end;
+    return guarded;
   }
 
   __device__ __forceinline__ bool sees(const ForwardParams& params, int query, int key) const {

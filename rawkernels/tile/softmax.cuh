@@ -63,14 +63,15 @@ struct OnlineSoftmax {
   }
 
   // Second, if that is so for any lane of the warp: move row_max. O is to be multiplied by `correction`. Only here do the lanes
-  // of a row compare their maxima: a row_max that no lane's scores leave behind stays.
+  // of a row compare their maxima: a row_max that no lane's scores leave behind stays, whatever the warp's other rows hold.
   __device__ __forceinline__ void raise(const float (&block_max)[2], float scale_log2, float (&correction)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float largest = quad_max(block_max[row]);
-      correction[row] = ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2));
+      const bool moves = (largest - row_max[row]) * scale_log2 > kLag;
+      correction[row] = moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
       row_sum[row] *= correction[row];
-      row_max[row] = largest;
+      row_max[row] = moves ? largest : row_max[row];
     }
   }
 
@@ -78,11 +79,14 @@ struct OnlineSoftmax {
   template <int kBegin = 0, int kEnd = 1 << 30, int n>
   __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) {
     const float offsets[2] = {offset(row_max[0], scale_log2), offset(row_max[1], scale_log2)};
+    float sum[2][2] = {};  // two chains a row
 #pragma unroll
     for (int i = kBegin; i < min(n, kEnd); ++i) {
       s[i] = ptx::ex2(fmaf(s[i], scale_log2, -offsets[i / 2 % 2]));
-      row_sum[i / 2 % 2] += s[i];
+      sum[i % 2][i / 2 % 2] += s[i];
     }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) row_sum[row] += sum[0][row] + sum[1][row];
   }
 
   // A row that has kept no key yet has no maximum: its terms are exp2(-inf - 0) = 0, and never NaN.
