@@ -135,6 +135,8 @@ class Tokenizer:
 
 # --------------------------------------------------------------------------------------- model
 
+CHUNK = 256  # a prompt is read so many tokens at a time: their arrays fit a CPU's cache
+
 
 class Llama:
     """A Llama model with its cache of keys and values.
@@ -180,6 +182,12 @@ class Llama:
 
     def __call__(self, ids: list[int]) -> Any:
         """Logits of the token after `ids`, which come after what is in the cache and join it."""
+        for start in range(0, len(ids), CHUNK):
+            x = self.read(ids[start : start + CHUNK])
+        return self.rms_norm(x[-1:], self.output_norm)[0] @ self.output
+
+    def read(self, ids: list[int]) -> Any:
+        """Read `ids` into the cache. Returns what the last layer makes of them: (tokens, features)."""
         xp, start, stop = self.xp, self.length, self.length + len(ids)
         self.reserve(stop)
         positions = xp.arange(start, stop, dtype=xp.float32)
@@ -199,7 +207,7 @@ class Llama:
             gate, up = xp.split(self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up, 2, axis=1)
             x += (gate / (1 + xp.exp(-gate)) * up) @ layer.ffn_down
         self.length = stop
-        return self.rms_norm(x[-1:], self.output_norm)[0] @ self.output
+        return x
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """`x` scaled to a mean square of one, times `weight`."""

@@ -46,7 +46,7 @@ def run_example(*arguments: object, stdin: str = "") -> subprocess.CompletedProc
 
 
 def generate_text(*arguments: object, stdin: str = "") -> tuple[str, list[list[int]]]:
-    """Run generate.py greedily; its text, and its token ids by reply."""
+    """Run generate.py greedily; its text, and the token ids of each reply."""
     run = run_example("examples/generate.py", "--greedy", "--show-ids", *arguments, stdin=stdin)
     assert run.returncode == 0, run.stderr
     assert "tokens/s; attention took" in run.stderr
@@ -258,7 +258,7 @@ TRANSFORMERS = {
     "x  =  12   and    34": [256, 198, 504, 2988, 314, 42, 216, 33, 34, 198, 198, 504],
     "Grüße aus München, schöne Straße": [28, 198, 50, 1145, 266, 5320, 81, 28, 389, 2832, 264, 28],
     "👋🌍🚀 emoji ": [33, 32, 198, 10813, 235, 235, 10813, 230, 231, 10813, 244, 218],
-    "The quick brown fox jumps over the lazy dog. " * 20: [198, 504, 2365, 6354, 16438, 27003],
+    "The old lighthouse stood at the edge of the world. " * 180: [198, 504, 1573, 33059, 9318, 418],
 }
 
 
