@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "flash_attention",
     "flash_attention_varlen",
-    "scaled_dot_product_attention",
     "sampling",
+    "scaled_dot_product_attention",
     "show_config",
 ]
