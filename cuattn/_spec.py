@@ -151,6 +151,7 @@ def attention_spec(
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     """Whether `shape` broadcasts to `full`."""
     return len(shape) <= len(full) and all(

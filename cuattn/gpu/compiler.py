@@ -26,8 +26,6 @@ CTYPES = {
 #: From compute capability to the architecture that has all its instructions.
 ARCH_SPECIFIC = {(9, 0): "sm_90a"}
 
-STATIC_SMEM_LIMIT = 48 * 1024  # above it a kernel must ask
-
 
 class CompileError(RuntimeError):
     """A kernel did not compile. The message shows the kernel, its Config and the compiler's log."""
@@ -157,7 +155,9 @@ def kernel(variant: Variant, device: int) -> Any:
     module = cupy.RawModule(code=full_source(variant), options=options(device_arch(device)))
     try:
         function = module.get_function(variant.entry)
-        if variant.config.smem_bytes > STATIC_SMEM_LIMIT:
+        if (
+            variant.config.smem_bytes
+        ):  # 48 KiB and above have to be asked for, static memory counted in
             function.max_dynamic_shared_size_bytes = variant.config.smem_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_message(variant, device_arch(device), str(error))) from error

@@ -73,7 +73,7 @@ class SimtForwardConfig(Config):
 
     dtype: str
     head_dim_v: int  # the next of 64, 128 and 256
-    has_score: bool  # softcap, bias, mask or alibi_slopes
+    has_score: bool  # softcap, bias, mask or alibi_slopes can be there; for 16-bit, which falls here rarely, always
     tile_m: int
     tile_n: int
     thread_cols: int  # threads that share a row of scores and of O
@@ -101,7 +101,7 @@ def simt_forward(
     config = _simt_config(
         dtype=spec.dtype.name,
         head_dim_v=next(n for n in (64, 128, 256) if spec.head_dim_v <= n),
-        has_score=has_score or spec.softcap != 0.0,
+        has_score=has_score or spec.softcap != 0.0 or spec.dtype.itemsize == 2,
     )
     if spec.varlen:
         tiles, batch = spec.seqlen_q // config.tile_m + spec.batch, 1
@@ -113,10 +113,10 @@ def simt_forward(
 
 def simt_forward_variants(arch: str) -> Iterator[Variant]:
     """Every variant of attention/forward_simt.cu."""
-    for dtype in FLOAT_DTYPES.values():
+    for dtype, name in FLOAT_DTYPES.items():
         for head_dim_v in (64, 128, 256):
-            for has_score in (False, True):
-                yield _simt_variant(_simt_config(dtype, head_dim_v, has_score))
+            for has_score in (True,) if dtype.itemsize == 2 else (False, True):
+                yield _simt_variant(_simt_config(name, head_dim_v, has_score))
 
 
 def _simt_config(dtype: str, head_dim_v: int, has_score: bool) -> SimtForwardConfig:
