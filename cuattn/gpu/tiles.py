@@ -7,6 +7,7 @@ can give, so that `variants` knows all that may ever be compiled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -76,20 +77,20 @@ class SimtForwardConfig(Config):
     has_score: bool  # softcap, bias, mask or alibi_slopes can be there; for 16-bit, which falls here rarely, always
     tile_m: int
     tile_n: int
-    thread_cols: int  # threads that share a row of scores and of O
     thread_rows: int
     blocks_per_sm: int  # that registers must suffice for
 
     @property
     def threads(self) -> int:
-        return self.thread_rows * self.thread_cols
+        """16 share a row of scores and of O."""
+        return 16 * self.thread_rows
 
 
-#: (tile_m, tile_n, thread_cols, thread_rows, blocks_per_sm) by the size of the accumulator and head_dim_v: as many
-#: scores and columns of O for a thread as registers hold, since it should use often what it reads from shared memory.
+#: (tile_m, tile_n, thread_rows, blocks_per_sm) by the size of the accumulator and head_dim_v: as many scores and columns
+#: of O for a thread as registers hold, since it should use often what it reads from shared memory.
 SIMT_TILES = {
-    4: {64: (64, 64, 16, 8, 3), 128: (64, 64, 16, 8, 2), 256: (32, 64, 16, 8, 2)},
-    8: {64: (64, 64, 16, 8, 2), 128: (64, 64, 16, 16, 1), 256: (32, 64, 16, 16, 1)},
+    4: {64: (64, 64, 8, 3), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    8: {64: (64, 64, 8, 2), 128: (64, 64, 16, 1), 256: (32, 64, 16, 1)},
 }
 GRID_Y = 65535  # the most blocks along a grid's second axis
 
@@ -165,18 +166,31 @@ class Sm90ForwardConfig(Config):
         return queries + self.stages * self.tile_n * (panels + panels_v) * 128 + 1024
 
 
-#: (tile_n, warpgroups, q_slots) by (head_dim, head_dim_v), the first that is large enough, for plain scores and for others. Two
-#: slots of queries let one tile's products run into the next's; where they do not fit, keys go first.
-SM90_TILES = {
-    (64, 64): ((128, 3, 2), (64, 2, 2)),
-    (96, 96): ((112, 3, 2), (64, 2, 2)),
-    (128, 128): ((80, 3, 2), (64, 2, 2)),
-    (64, 256): ((96, 2, 2), (64, 2, 2)),
-    (192, 128): ((128, 2, 1), (64, 2, 2)),
-    (192, 192): ((112, 2, 1), (64, 2, 1)),
-    (256, 256): ((80, 2, 1), (64, 2, 1)),
-}
+@dataclasses.dataclass(frozen=True)
+class Sm90Tile:
+    """A tile of attention/forward_sm90.cu, and how fast it is beside the others of its head_dims where both fit evenly."""
 
+    tile_n: int
+    warpgroups: int
+    q_slots: int = 2  # of queries: with two, one tile's products run into the next's
+    speed: float = 1.0
+
+
+#: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups hide each other's
+#: exponentials best, two waste fewer rows of short sequences. Where keys, values and queries fill shared memory, tile_n comes first.
+SM90_TILES = {
+    (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
+    (96, 96): (Sm90Tile(112, 3),),
+    (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
+    (64, 256): (Sm90Tile(96, 2),),
+    (192, 128): (Sm90Tile(128, 2, q_slots=1),),
+    (192, 192): (Sm90Tile(112, 2, q_slots=1),),
+    (256, 256): (Sm90Tile(80, 2, q_slots=1),),
+}
+#: The tile of calls with softcap, bias, mask or alibi_slopes, which take registers.
+SM90_SCORE_TILE = Sm90Tile(64, 2, q_slots=1)
+#: What a varlen call's lengths, unknown here, are taken for.
+SM90_VARLEN_LENGTH = 1024
 
 #: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that bounds more.
 SM90_BOUNDS = ((False, False), (False, True), (True, True))
@@ -198,14 +212,13 @@ def sm90_forward(
         return None
     score = has_score or spec.softcap != 0.0
     bounded = spec.window_left is not None, spec.window_right is not None
-    bounds = SM90_BOUNDS[-1] if score else next(b for b in SM90_BOUNDS if b >= bounded)
-    config = _sm90_config(
-        dtype=spec.dtype.name,
-        dims=next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1]),
-        bounds=bounds,
-        varlen=spec.varlen,
-        score=score,
-    )
+    padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
+    configs = [
+        config
+        for config in _sm90_configs(spec.dtype.name, padded, spec.varlen, score)
+        if (config.bound_left, config.bound_right) >= bounded
+    ]
+    config = min(configs, key=functools.partial(_sm90_time, spec))
     if spec.varlen:
         tiles = (spec.seqlen_q // config.tile_m + spec.batch) * spec.heads_q
     else:
@@ -220,10 +233,8 @@ def sm90_forward_variants(arch: str) -> Iterator[Variant]:
     if arch != "sm_90a":
         return
     for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_TILES):
-        for bounds, varlen in itertools.product(SM90_BOUNDS, (False, True)):
-            yield _sm90_variant(_sm90_config(dtype, dims, bounds, varlen, score=False))
-        for varlen in (False, True):
-            yield _sm90_variant(_sm90_config(dtype, dims, SM90_BOUNDS[-1], varlen, score=True))
+        for varlen, score in itertools.product((False, True), repeat=2):
+            yield from map(_sm90_variant, _sm90_configs(dtype, dims, varlen, score))
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -271,14 +282,26 @@ SECTION_TILES = 4096
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
 
 
-def _sm90_config(
-    dtype: str,
-    dims: tuple[int, int],
-    bounds: tuple[bool, bool],
-    varlen: bool,
-    score: bool,
-) -> Sm90ForwardConfig:
-    return Sm90ForwardConfig(dtype, *dims, *SM90_TILES[dims][score], *bounds, varlen, score)
+def _sm90_configs(
+    dtype: str, dims: tuple[int, int], varlen: bool, score: bool
+) -> Iterator[Sm90ForwardConfig]:
+    """Every Config for these; those that bound fewer keys come first."""
+    for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
+        for tile in (SM90_SCORE_TILE,) if score else SM90_TILES[dims]:
+            shape = tile.tile_n, tile.warpgroups, tile.q_slots
+            yield Sm90ForwardConfig(dtype, *dims, *shape, *bounds, varlen, score)
+
+
+def _sm90_time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
+    """What a head costs, in an unnamed unit: a choice that the batch has no say in."""
+    if spec.varlen:
+        length = SM90_VARLEN_LENGTH
+        spec = dataclasses.replace(spec, seqlen_q=length, seqlen_k=length, varlen=False)
+    speed = {
+        (tile.tile_n, tile.warpgroups): tile.speed
+        for tile in SM90_TILES[config.head_dim, config.head_dim_v]
+    }.get((config.tile_n, config.warpgroups), 1.0)
+    return _sm90_costs(spec, config).sum() * config.tile_m * config.tile_n / speed
 
 
 def _sm90_variant(config: Sm90ForwardConfig) -> Variant:
@@ -312,16 +335,16 @@ class Sm80ForwardConfig(Config):
         return 2 * (self.tile_m * self.head_dim + keys)
 
 
-#: (tile_m, tile_n, warps) by (head_dim, head_dim_v), the first that is large enough: where a multiprocessor has 228 KiB of shared
-#: memory, 164 and 100, and for general calls anywhere, which need registers for more. A warp has 32 rows as long as their O fits
-#: its registers, since each fragment of K and V then serves two products; two blocks of four warps hide each other's waits.
+#: (tile_m, tile_n, warps) by (head_dim, head_dim_v), the first that is large enough, for plain calls and for general ones: where
+#: a multiprocessor has 228 KiB of shared memory, 164 and 100. A warp has 32 rows as long as their O fits its registers, since
+#: each fragment of K and V then serves two products; two blocks of four warps hide each other's waits.
 SM80_TILES = {
-    (64, 64): ((128, 128, 4), (128, 128, 4), (128, 128, 4), (128, 32, 4)),
-    (96, 96): ((128, 64, 4), (128, 64, 4), (128, 64, 4), (128, 32, 4)),
-    (128, 128): ((128, 64, 4), (128, 64, 4), (128, 32, 4), (64, 64, 4)),
-    (192, 128): ((64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4)),
-    (192, 192): ((64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4)),
-    (256, 256): ((64, 64, 4), (128, 64, 8), (64, 64, 4), (64, 32, 4)),
+    (64, 64): (((128, 128, 4),) * 3, ((128, 32, 4),) * 3),
+    (96, 96): (((128, 64, 4),) * 3, ((128, 32, 4),) * 3),
+    (128, 128): (((128, 64, 4), (128, 64, 4), (128, 32, 4)), ((64, 64, 4),) * 3),
+    (192, 128): (((64, 64, 4), (64, 64, 4), (64, 32, 4)), ((64, 32, 4),) * 3),
+    (192, 192): (((64, 64, 4), (64, 64, 4), (64, 32, 4)), ((64, 32, 4),) * 3),
+    (256, 256): (((64, 64, 4), (128, 64, 8), (64, 64, 4)), ((64, 64, 4), (64, 32, 4), (64, 32, 4))),
 }
 
 #: Of keys and values that blocks work on at the same time: they should stay in L2.
@@ -372,7 +395,7 @@ def sm80_forward_variants(arch: str) -> Iterator[Variant]:
 
 def _sm80_config(dtype: str, dims: tuple[int, int], general: bool, arch: str) -> Sm80ForwardConfig:
     shared = (228, 164, 100).index(SHARED_KIB.get(capability(arch), 100))
-    return Sm80ForwardConfig(dtype, *dims, general, *SM80_TILES[dims][3 if general else shared])
+    return Sm80ForwardConfig(dtype, *dims, general, *SM80_TILES[dims][general][shared])
 
 
 def _sm80_variant(config: Sm80ForwardConfig) -> Variant:
@@ -426,7 +449,9 @@ class Sm80DecodeConfig(Config):
             self.rows * self.head_dim * 2, self.warps_k * 8 * self.warps_q * self.head_dim * 4
         )
         warps = self.warps_k * self.warps_q
-        return -(-(rings + rows + 64 * warps + 16 * self.rows + 64 * (warps + 2) + 96) // 128) * 128
+        return (
+            -(-(rings + rows + 64 * warps + 16 * self.rows + 72 * (warps + 1) + 160) // 128) * 128
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,14 +470,7 @@ class SimtDecodeConfig(Config):
         return 128
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeLaunch(Launch):
-    """A decoding variant, its grid, and how many heads a group of its blocks works on at the same time."""
-
-    head_lanes: int
-
-
-def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> DecodeLaunch:
+def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> Launch:
     """Choose the kernel of a decoding call: the fastest tier of `DECODE_TIERS` that serves it.
 
     Parameters
@@ -466,6 +484,11 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
     aligned : bool
         Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
 
+    Returns
+    -------
+    Launch
+        Its grid is (blocks that share out the key heads, groups of them).
+
     Raises
     ------
     LookupError
@@ -476,7 +499,7 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
         if variant is not None:
             blocks = multiprocessors * variant.config.blocks_per_sm
             lanes = decode_head_lanes(spec.heads_kv, blocks)
-            return DecodeLaunch(variant, (blocks // lanes * lanes,), lanes)
+            return Launch(variant, (lanes, blocks // lanes))
     raise LookupError(f"none of the tiers {', '.join(DECODE_TIERS)} serves {spec} on {arch}")
 
 
@@ -493,7 +516,7 @@ def decode_slots(
     """How many partial results a decoding launch may have to keep at most."""
     config = launch.variant.config
     if num_splits is None:
-        return 2 * launch.grid[0]  # a block leaves at most two items incomplete
+        return 2 * launch.grid[0] * launch.grid[1]  # a block leaves at most two items incomplete
     group = spec.heads_q // spec.heads_kv
     if spec.varlen:
         row_tiles = spec.seqlen_q * group // config.rows + spec.batch
@@ -523,7 +546,7 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
     warp_rows = min(rows, 32, 4096 // head_dim)  # O takes head_dim * warp_rows / 32 registers
     warp_keys = 32 if head_dim == 64 else 16
     wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
-    for warps_k, stages, blocks in ((4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip
+    for warps_k, stages, blocks in ((8, 3, 1), (4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip
         config = Sm80DecodeConfig(
             dtype, head_dim, warp_rows, warp_keys, rows // warp_rows, warps_k, stages, blocks
         )
