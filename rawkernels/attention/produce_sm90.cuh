@@ -79,31 +79,37 @@ __device__ __forceinline__ void load_queries(Smem& smem, const Sm90Params& sm90)
   }
 }
 
-template <class Type>
-constexpr bool kIsHalf = false;
-template <>
-constexpr bool kIsHalf<__half> = true;
+__device__ __forceinline__ __half2 as_pair(unsigned pair, __half) { return reinterpret_cast<const __half2&>(pair); }
+__device__ __forceinline__ __nv_bfloat162 as_pair(unsigned pair, __nv_bfloat16) {
+  return reinterpret_cast<const __nv_bfloat162&>(pair);
+}
 
-// Infinities and NaN have all bits of the exponent set.
-__device__ __forceinline__ unsigned nonfinite_halves(unsigned pair) {
-  constexpr unsigned kExponent = kIsHalf<T> ? 0x7c007c00 : 0x7f807f80;
-  return __vcmpgeu2(pair & 0x7fff7fff, kExponent);
+// The same pair, with 0 for what is not finite.
+__device__ __forceinline__ unsigned finite_halves(unsigned pair) {
+  const auto values = as_pair(pair, T());
+  const auto zeros = __hmul2(values, as_pair(0, T()));  // but NaN for an infinity or NaN
+  return pair & __heq2_mask(zeros, zeros);
 }
 
 // One guard's half of the values of a block: whether it had any that is not finite, which it has replaced by 0.
 __device__ __forceinline__ bool clean_values(unsigned char* values, int guard) {
-  constexpr int kStep = 2 * 32 * sizeof(uint4);
+  constexpr int kWords = kPanelsV * kPanelBytesK / sizeof(uint4) / 64;  // of a lane: it takes one in 64
   uint4* const first = reinterpret_cast<uint4*>(values) + guard * 32 + threadIdx.x % 32;
-  unsigned found = 0;
-#pragma unroll 4
-  for (int i = 0; i < kPanelsV * kPanelBytesK / kStep; ++i) {
+  const auto zero = as_pair(0, T());
+  auto sum = zero, other_sum = zero;  // of zeros, and of NaN for each infinity or NaN
+#pragma unroll 8
+  for (int i = 0; i < kWords; ++i) {
     const uint4 x = first[i * 64];
-    found |= nonfinite_halves(x.x) | nonfinite_halves(x.y) | nonfinite_halves(x.z) | nonfinite_halves(x.w);
+    sum = __hfma2(as_pair(x.x, T()), zero, sum);
+    other_sum = __hfma2(as_pair(x.y, T()), zero, other_sum);
+    sum = __hfma2(as_pair(x.z, T()), zero, sum);
+    other_sum = __hfma2(as_pair(x.w, T()), zero, other_sum);
   }
-  if (__all_sync(~0u, found == 0)) return false;
-  for (int i = 0; i < kPanelsV * kPanelBytesK / kStep; ++i) {
+  sum = __hadd2(sum, other_sum);
+  if (__all_sync(~0u, __hbeq2(sum, sum))) return false;
+  for (int i = 0; i < kWords; ++i) {
     uint4& x = first[i * 64];
-    x = {x.x & ~nonfinite_halves(x.x), x.y & ~nonfinite_halves(x.y), x.z & ~nonfinite_halves(x.z), x.w & ~nonfinite_halves(x.w)};
+    x = {finite_halves(x.x), finite_halves(x.y), finite_halves(x.z), finite_halves(x.w)};
   }
   ptx::fence_proxy_async();
   return true;
