@@ -40,8 +40,11 @@ def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8")
     start = time.perf_counter()
     xp = array_module(arguments.device)
-    metadata, weights = llama.read_gguf(arguments.model) if arguments.model else smollm2()
-    tokenizer = llama.Tokenizer(metadata)
+    try:
+        metadata, weights = llama.read_gguf(arguments.model) if arguments.model else smollm2()
+        tokenizer = llama.Tokenizer(metadata)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{arguments.model or GGUF}: {error}")
     attention = Stopwatch(cuattn.flash_attention, xp)
     model = llama.Llama(metadata, weights, xp, attention)
     note(f"Ready on {xp.__name__} after {time.perf_counter() - start:.1f} s")

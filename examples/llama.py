@@ -44,7 +44,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     fields = reader.fields.items()
     metadata = {name: field.contents() for name, field in fields if not name.startswith("GGUF.")}
     if (architecture := metadata["general.architecture"]) != "llama":
-        raise ValueError(f"{path}: architecture {architecture!r}; this example knows 'llama'")
+        raise ValueError(f"architecture {architecture!r}; this example knows 'llama'")
 
     tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in reader.tensors}
     names = {name: (name,) for name in ("token_embd", "output", "output_norm") if name in tensors}
@@ -53,7 +53,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             parts = FUSED.get(name, (name,))
             names[f"blk.{block}.{name}"] = tuple(f"blk.{block}.{part}" for part in parts)
     if unknown := tensors.keys() - {part for parts in names.values() for part in parts}:
-        raise ValueError(f"{path}: no part of a plain Llama: {', '.join(sorted(unknown))}")
+        raise ValueError(f"tensors a plain Llama has not: {', '.join(sorted(unknown))}")
 
     weights = {}
     for name, parts in tqdm(names.items(), desc=f"Reading {path.name}", leave=False):

@@ -242,8 +242,10 @@ def test_other_models_are_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="mamba"):
-        llama.read_gguf(tmp_path / "other.gguf")
+    run = run_example("examples/generate.py", "--model", tmp_path / "other.gguf")
+    assert run.returncode == 1
+    assert "other.gguf: architecture 'mamba'; this example knows 'llama'" in run.stderr
+    assert "Traceback" not in run.stderr
     with pytest.raises(ValueError, match="'llama'"):
         llama.Tokenizer({"tokenizer.ggml.model": "llama"})
 
