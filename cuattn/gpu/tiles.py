@@ -39,7 +39,14 @@ def variants(arch: str) -> Iterator[Variant]:
     yield from decode_variants(arch)
 
 
-def forward(spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool) -> Launch:
+def forward(
+    spec: AttentionSpec,
+    arch: str,
+    *,
+    has_score: bool,
+    aligned: bool,
+    elementwise: bool | None = None,
+) -> Launch:
     """Choose the kernel of a forward call: the fastest tier of `FORWARD_TIERS` that serves it.
 
     Parameters
@@ -53,13 +60,18 @@ def forward(spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool) -
     aligned : bool
         Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
 
+    elementwise : bool, optional
+        Whether bias or mask are given; if not said, `has_score`.
+
     Raises
     ------
     LookupError
         No tier serves the call: only where `FORWARD_TIERS` was cut down, as tests do to reach one tier.
     """
+    if elementwise is None:
+        elementwise = has_score
     for choose in FORWARD_TIERS.values():
-        launch = choose(spec, arch, has_score=has_score, aligned=aligned)
+        launch = choose(spec, arch, has_score=has_score, elementwise=elementwise, aligned=aligned)
         if launch is not None:
             return launch
     raise LookupError(f"none of the tiers {', '.join(FORWARD_TIERS)} serves {spec} on {arch}")
@@ -96,7 +108,7 @@ GRID_Y = 65535  # the most blocks along a grid's second axis
 
 
 def simt_forward(
-    spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool
+    spec: AttentionSpec, arch: str, *, has_score: bool, elementwise: bool, aligned: bool
 ) -> Launch | None:
     """Choose a variant of attention/forward_simt.cu, which serves every call."""
     config = _simt_config(
@@ -145,7 +157,8 @@ class Sm90ForwardConfig(Config):
     bound_left: bool
     bound_right: bool
     varlen: bool
-    score: bool  # softcap, bias, mask or alibi_slopes
+    score: bool  # softcap, alibi_slopes or what is elementwise
+    elementwise: bool  # bias or mask
     stages: int = 2
 
     @property
@@ -187,8 +200,17 @@ SM90_TILES = {
     (192, 192): (Sm90Tile(112, 2, q_slots=1),),
     (256, 256): (Sm90Tile(80, 2, q_slots=1),),
 }
-#: The tile of calls with softcap, bias, mask or alibi_slopes, which take registers.
-SM90_SCORE_TILE = Sm90Tile(64, 2, q_slots=1)
+#: The tile of calls with softcap or alibi_slopes, and of those with bias or mask: registers are what these take.
+SM90_SCORE_TILES = {
+    (64, 64): Sm90Tile(128, 2),
+    (96, 96): Sm90Tile(128, 2),
+    (128, 128): Sm90Tile(128, 2),
+    (64, 256): Sm90Tile(80, 2),
+    (192, 128): Sm90Tile(112, 2, q_slots=1),
+    (192, 192): Sm90Tile(96, 2, q_slots=1),
+    (256, 256): Sm90Tile(80, 2, q_slots=1),
+}
+SM90_ELEMENTWISE_TILE = Sm90Tile(64, 2, q_slots=1)
 #: What a varlen call's lengths, unknown here, are taken for.
 SM90_VARLEN_LENGTH = 1024
 
@@ -197,7 +219,7 @@ SM90_BOUNDS = ((False, False), (False, True), (True, True))
 
 
 def sm90_forward(
-    spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool
+    spec: AttentionSpec, arch: str, *, has_score: bool, elementwise: bool, aligned: bool
 ) -> Launch | None:
     """Choose a variant of attention/forward_sm90.cu: what the copy engine can address, with scores that scaling keeps in order."""
     dims = spec.head_dim, spec.head_dim_v
@@ -210,12 +232,12 @@ def sm90_forward(
         or spec.scale <= 0.0
     ):
         return None
-    score = has_score or spec.softcap != 0.0
+    score = (has_score or spec.softcap != 0.0, elementwise)
     bounded = spec.window_left is not None, spec.window_right is not None
     padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
     configs = [
         config
-        for config in _sm90_configs(spec.dtype.name, padded, spec.varlen, score)
+        for config in _sm90_configs(spec.dtype.name, padded, spec.varlen, *score)
         if (config.bound_left, config.bound_right) >= bounded
     ]
     config = min(configs, key=functools.partial(_sm90_time, spec))
@@ -233,8 +255,9 @@ def sm90_forward_variants(arch: str) -> Iterator[Variant]:
     if arch != "sm_90a":
         return
     for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_TILES):
-        for varlen, score in itertools.product((False, True), repeat=2):
-            yield from map(_sm90_variant, _sm90_configs(dtype, dims, varlen, score))
+        for varlen in (False, True):
+            for score in ((False, False), (True, False), (True, True)):
+                yield from map(_sm90_variant, _sm90_configs(dtype, dims, varlen, *score))
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -283,13 +306,16 @@ SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
 
 
 def _sm90_configs(
-    dtype: str, dims: tuple[int, int], varlen: bool, score: bool
+    dtype: str, dims: tuple[int, int], varlen: bool, score: bool, elementwise: bool
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
+    tiles = SM90_TILES[dims]
+    if score:
+        tiles = (SM90_ELEMENTWISE_TILE if elementwise else SM90_SCORE_TILES[dims],)
     for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
-        for tile in (SM90_SCORE_TILE,) if score else SM90_TILES[dims]:
+        for tile in tiles:
             shape = tile.tile_n, tile.warpgroups, tile.q_slots
-            yield Sm90ForwardConfig(dtype, *dims, *shape, *bounds, varlen, score)
+            yield Sm90ForwardConfig(dtype, *dims, *shape, *bounds, varlen, score, elementwise)
 
 
 def _sm90_time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
@@ -352,7 +378,7 @@ SM80_GROUP_BYTES = 16 << 20
 
 
 def sm80_forward(
-    spec: AttentionSpec, arch: str, *, has_score: bool, aligned: bool
+    spec: AttentionSpec, arch: str, *, has_score: bool, elementwise: bool, aligned: bool
 ) -> Launch | None:
     """Choose a variant of attention/forward_sm80.cu: 16-bit calls of any kind."""
     if capability(arch) < 80 or spec.dtype.itemsize != 2 or spec.heads_q > GRID_Y:

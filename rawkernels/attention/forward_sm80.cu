@@ -4,6 +4,9 @@
 // A warp has kRows of the queries: S = Q K^T, the online softmax and O += P V stay in its registers, and P is S's accumulators
 // repacked. While S is computed, cp.async brings V of the same keys; while O is, K of the next.
 //
+// 0 · NaN is NaN, so a value that is not finite would reach queries that do not see it. It is rare: where an output is not
+// finite, the block walks over its keys again with such values set apart (Walk).
+//
 // Config: dtype; head_dim, head_dim_v: of the tiles, a call's may be smaller; tile_m, tile_n, warps; general: with bias, mask,
 // alibi_slopes, softcap, a scale of any sign, and rows that start anywhere. Without it scores are only scaled, rows are whole
 // 16-byte chunks at multiples of 16 bytes.
@@ -21,7 +24,7 @@ constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
 constexpr int kTileM = Config::tile_m, kTileN = Config::tile_n;
 constexpr int kThreads = Config::threads, kRows = kTileM / (kThreads / 32), kBlocks = kRows / 16;
 static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp has whole m16 blocks");
-static_assert(kTileN % 16 == 0 && kTileN <= 128, "whole k16 steps of P·V; one bit a key pair in ScoreTerms");
+static_assert(kTileN % 16 == 0, "whole k16 steps of P·V");
 static_assert(kDimV <= kDim, "a warp's O fits where its Q was");
 
 using TileQ = tile::Swizzled<T, kDim>;  // and K's
@@ -36,6 +39,10 @@ extern __shared__ __align__(128) unsigned char smem[];
 using Scores = float[kBlocks][kTileN / 2];
 using Weights = unsigned[kBlocks][kTileN / 4];  // P, in pairs
 using Output = float[kBlocks][kDimV / 2];
+
+// What P and V are in a walk over the keys: themselves; V's finite values alone; and, for P > 0, ones where V is NaN or inf,
+// then where it is NaN or -inf, so that O counts what must make an output +inf or NaN, and -inf or NaN.
+enum Walk { kPlain, kFinite, kPositive, kNegative };
 
 struct Problem {
   int batch, head, tile;  // tile < 0: nothing to do
@@ -98,24 +105,13 @@ __device__ __forceinline__ void multiply_qk(Scores& s, unsigned q, unsigned k) {
   }
 }
 
-// V's rows of keys that the mask keeps for none of the warp's queries count as zeros (`kept`: ScoreTerms::apply).
-__device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigned v, unsigned kept) {
+__device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigned v) {
 #pragma unroll
   for (int step = 0; step < kTileN / 16; ++step) {
-    unsigned keep[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned pair = kept >> (4 * step + 2 * i);
-      keep[i] = (pair & 1 ? 0xffffu : 0) | (pair & 2 ? 0xffff0000u : 0);
-    }
 #pragma unroll
     for (int n = 0; n < kDimV / 16; ++n) {
       unsigned frag_v[4];
       ptx::ldmatrix_x4_trans(frag_v, TileV::at_chunks(v, n) + step * 16 * TileV::kRowBytes);
-      if (Config::general) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) frag_v[i] &= keep[i % 2];
-      }
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) {
         const unsigned frag_p[4] = {p[m][4 * step], p[m][4 * step + 1], p[m][4 * step + 2], p[m][4 * step + 3]};
@@ -126,9 +122,32 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
   }
 }
 
-// Divides by the sums, writes lse, and sends O out in whole chunks through the shared memory of the warp's Q.
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// Turns V into what a walk other than the plain one has for it.
+__device__ __forceinline__ void set_apart(T* v, int walk) {
+  const float other = walk == kPositive ? tile::negative_infinity() : -tile::negative_infinity();
+  for (int i = threadIdx.x; i < kTileN * kDimV; i += kThreads) {
+    const float value = static_cast<float>(v[i]);
+    if (walk == kFinite)
+      v[i] = is_finite(value) ? v[i] : static_cast<T>(0.0f);
+    else
+      v[i] = static_cast<T>(is_finite(value) || value == other ? 0.0f : 1.0f);
+  }
+}
+
+// An output that `count` values, NaN or the infinity of this walk, go into.
+__device__ __forceinline__ T with_special(T out, T count, int walk) {
+  const float value = static_cast<float>(out), infinity = -tile::negative_infinity();
+  if (static_cast<float>(count) == 0.0f || value != value) return out;
+  if (walk == kPositive) return static_cast<T>(infinity);
+  return static_cast<T>(value == infinity ? infinity - infinity : -infinity);
+}
+
+// Divides by the sums, writes lse, and sends O out in whole chunks through the shared memory of the warp's Q. The last walks
+// change what the finite one left.
 __device__ __forceinline__ void finish(const ForwardParams& params, const Problem& p, Output& o,
-                                       const tile::OnlineSoftmax (&softmax)[kBlocks], unsigned char* staged) {
+                                       const tile::OnlineSoftmax (&softmax)[kBlocks], unsigned char* staged, int walk) {
   const int lane = threadIdx.x % 32;
   const int warp_row = p.tile * kTileM + threadIdx.x / 32 * kRows;
 #pragma unroll
@@ -148,8 +167,8 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
         weight = ptx::ex2((keys - shift) * tile::kLog2e);
         sum = sum * weight + ptx::ex2((sink - shift) * tile::kLog2e);
       }
-      factor[half] = sum == 0.0f ? 0.0f : weight / sum;
-      if (params.lse != nullptr && lane % 4 == 0 && row < p.seqlen_q) {
+      factor[half] = walk >= kPositive ? 1.0f : sum == 0.0f ? 0.0f : weight / sum;
+      if (params.lse != nullptr && walk < kPositive && lane % 4 == 0 && row < p.seqlen_q) {
         const long long heads = params.cu_seqlens_q != nullptr ? 0 : static_cast<long long>(p.batch) * params.heads_q;
         static_cast<float*>(params.lse)[(heads + p.head) * params.seqlen_q + p.begin_q + row] =
             sum == 0.0f ? tile::negative_infinity() : largest + ptx::lg2(sum) * tile::kLn2;
@@ -169,12 +188,15 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
   for (int i = lane; i < kRows * (kDimV / 8); i += 32) {
     const int row = i / (kDimV / 8), chunk = i % (kDimV / 8);
     if (warp_row + row >= p.seqlen_q || chunk * 8 >= params.head_dim_v) continue;
-    const uint4 elements = *reinterpret_cast<const uint4*>(staged + TileV::at(row, chunk));
+    const unsigned char* elements = staged + TileV::at(row, chunk);
     T* target = out + row * params.out_stride.seq + chunk * 8;
-    if (whole) {
-      *reinterpret_cast<uint4*>(target) = elements;
+    if (whole && walk < kPositive) {
+      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
     } else {
-      for (int e = 0; e < 8 && chunk * 8 + e < params.head_dim_v; ++e) target[e] = reinterpret_cast<const T*>(&elements)[e];
+      for (int e = 0; e < min(8, params.head_dim_v - chunk * 8); ++e) {
+        const T element = reinterpret_cast<const T*>(elements)[e];
+        target[e] = walk < kPositive ? element : with_special(target[e], element, walk);
+      }
     }
   }
 }
@@ -212,67 +234,83 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   const unsigned lane_k = ptx::opaque(smem_k + TileQ::lane_column_major());
   const unsigned lane_v = smem_v + TileV::lane_row_major();
 
-  load_q.load(smem_q, first_row, 0, p.seqlen_q);
-  if (first_key <= last_key) load_k.load(smem_k, last_key, key_begin, key_end);
-
   const float scale_log2 = score_scale(params) * tile::kLog2e;
-  Output o = {};
-  tile::OnlineSoftmax softmax[kBlocks];
 
 #pragma unroll 1
-  for (int key = last_key; key >= first_key; key -= kTileN) {
-    const int warp_row = ptx::thread_index() / 32 * kRows;  // within the tile; read anew, as most that is rarely needed, or registers spill
-    const bool active = warp_row < rows && band.sees_any(warp_row, warp_row + kRows - 1, key, kTileN);
-    Scores s;
+  for (int walk = kPlain; walk <= kNegative; ++walk) {
+    load_q.load(smem_q, first_row, 0, p.seqlen_q);
+    if (first_key <= last_key) load_k.load(smem_k, last_key, key_begin, key_end);
+    Output o = {};
+    tile::OnlineSoftmax softmax[kBlocks];
 
-    ptx::cp_async_wait_all();  // for K, and the first time Q
-    __syncthreads();
-    load_v.load(smem_v, key, key_begin, key_end);
-    if (active) multiply_qk(s, lane_q, lane_k);
+#pragma unroll 1
+    for (int key = last_key; key >= first_key; key -= kTileN) {
+      const int warp_row = ptx::thread_index() / 32 * kRows;  // within the tile; read anew, as most that is rarely needed, or registers spill
+      const bool active = warp_row < rows && band.sees_any(warp_row, warp_row + kRows - 1, key, kTileN);
+      Scores s;
 
-    ptx::cp_async_wait_all();  // for V
-    __syncthreads();
-    if (key > first_key) load_k.load(smem_k, key - kTileN, key_begin, key_end);
-    if (active) {
-      const int lane = ptx::thread_index() % 32, warp_row = ptx::thread_index() / 32 * kRows;
-      const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
-      unsigned kept = ~0u;
-      if (Config::general) {
-        const tile::ScoreTerms<T> terms(params, stored.batch, stored.head, stored.seqlen_q, stored.seqlen_k);
-        kept = 0;
-#pragma unroll
-        for (int m = 0; m < kBlocks; ++m) kept |= terms.apply(s[m], params, stored.tile * kTileM + row + 16 * m, column);
-#pragma unroll
-        for (int other = 4; other < 32; other *= 2) kept |= __shfl_xor_sync(~0u, kept, other);
+      ptx::cp_async_wait_all();  // for K, and the first time Q
+      __syncthreads();
+      load_v.load(smem_v, key, key_begin, key_end);
+      if (active) multiply_qk(s, lane_q, lane_k);
+
+      ptx::cp_async_wait_all();  // for V
+      __syncthreads();
+      if (key > first_key) load_k.load(smem_k, key - kTileN, key_begin, key_end);
+      if (walk != kPlain) {
+        set_apart(reinterpret_cast<T*>(smem + kBytesQ + kBytesK), walk);
+        __syncthreads();
       }
-      if (!band.sees_all(warp_row, warp_row + kRows - 1, key, kTileN)) {
+      if (active) {
+        const int lane = ptx::thread_index() % 32, warp_row = ptx::thread_index() / 32 * kRows;
+        const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
+        if (Config::general) {
+          const tile::ScoreTerms<T> terms(params, stored.batch, stored.head, stored.seqlen_q, stored.seqlen_k);
 #pragma unroll
-        for (int m = 0; m < kBlocks; ++m) tile::mask_band(s[m], band, row + 16 * m, column);
-      }
-      float block_max[kBlocks][2];
-      bool grown = false;
+          for (int m = 0; m < kBlocks; ++m) terms.apply(s[m], params, stored.tile * kTileM + row + 16 * m, column);
+        }
+        if (!band.sees_all(warp_row, warp_row + kRows - 1, key, kTileN)) {
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m) grown |= softmax[m].outgrown(s[m], scale_log2, block_max[m]);
-      if (__any_sync(~0u, grown)) {
+          for (int m = 0; m < kBlocks; ++m) tile::mask_band(s[m], band, row + 16 * m, column);
+        }
+        if (walk >= kPositive) {  // P is 1 for every key that is seen
+#pragma unroll
+          for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+            for (int i = 0; i < kTileN / 2; ++i) s[m][i] = s[m][i] == tile::negative_infinity() ? s[m][i] : 0.0f;
+        }
+        float block_max[kBlocks][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) grown |= softmax[m].outgrown(s[m], scale_log2, block_max[m]);
+        if (__any_sync(~0u, grown)) {
+#pragma unroll
+          for (int m = 0; m < kBlocks; ++m) {
+            float correction[2];
+            softmax[m].raise(block_max[m], scale_log2, correction);
+            tile::scale_rows(o[m], correction);
+          }
+        }
+        Weights weights;
+        // From here on one straight piece of code: exponentials of later keys run beside the products of earlier ones.
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m) {
-          float correction[2];
-          softmax[m].raise(block_max[m], scale_log2, correction);
-          tile::scale_rows(o[m], correction);
+          softmax[m].exponentiate(s[m], scale_log2);
+          tile::pack_fragment<T>(weights[m], s[m]);
         }
+        multiply_pv(o, weights, lane_v);
       }
-      Weights weights;
-      // From here on one straight piece of code: exponentials of later keys run beside the products of earlier ones.
-#pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        softmax[m].exponentiate(s[m], scale_log2);
-        tile::pack_fragment<T>(weights[m], s[m]);
-      }
-      multiply_pv(o, weights, lane_v, kept);
     }
-  }
 
-  ptx::cp_async_wait_all();  // for Q, where there was no key
-  __syncthreads();
-  finish(params, stored, o, softmax, staged);
+    ptx::cp_async_wait_all();  // for Q, where there was no key
+    bool finite = true;
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; ++i) finite &= is_finite(o[m][i]);
+    const bool done = !__syncthreads_or(!finite);
+    if (walk != kPlain || done) finish(params, stored, o, softmax, staged, walk);
+    if (walk == kPlain && done) break;
+    __syncthreads();
+  }
 }

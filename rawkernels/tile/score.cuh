@@ -78,11 +78,9 @@ struct ScoreTerms {
       slope = static_cast<const float*>(params.alibi_slopes)[batch * params.alibi_batch_stride + head];
   }
 
-  // From products to scores in natural units, all but mask_outside. Bit 2j + e of the result tells whether the mask keeps
-  // column 8j + e in one of the two rows.
+  // From products to scores in natural units, all but mask_band.
   template <int n>
-  __device__ __forceinline__ unsigned apply(float (&s)[n], const ForwardParams& params, int row, int column) const {
-    static_assert(n / 2 <= 32, "one bit a column");
+  __device__ __forceinline__ void apply(float (&s)[n], const ForwardParams& params, int row, int column) const {
     const float scale = static_cast<float>(params.scale);
     const float softcap = static_cast<float>(params.softcap);
 #pragma unroll
@@ -106,7 +104,7 @@ struct ScoreTerms {
         s[i] = fmaf(-slope, fabsf(static_cast<float>(moved)), s[i]);
       }
     }
-    return mask == nullptr ? ~0u : apply_mask(s, params.mask_stride, row, column);
+    if (mask != nullptr) apply_mask(s, params.mask_stride, row, column);
   }
 
  private:
@@ -121,16 +119,13 @@ struct ScoreTerms {
   }
 
   template <int n>
-  __device__ __forceinline__ unsigned apply_mask(float (&s)[n], const ScoreStrides& stride, int row, int column) const {
-    unsigned kept = 0;
+  __device__ __forceinline__ void apply_mask(float (&s)[n], const ScoreStrides& stride, int row, int column) const {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int r = row + i / 2 % 2 * 8, c = column + i / 4 * 8 + i % 2;
       const bool keep = r < seqlen_q && c < seqlen_k && mask[r * stride.row + c * stride.col] != 0;
       s[i] = keep ? s[i] : negative_infinity();
-      kept |= static_cast<unsigned>(keep) << (i / 4 * 2 + i % 2);
     }
-    return kept;
   }
 };
 
