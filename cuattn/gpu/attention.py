@@ -155,6 +155,7 @@ def _plan(
         spec,
         compiler.device_arch(device),
         has_score=not (bias is None and mask is None and alibi_slopes is None),
+        elementwise=not (bias is None and mask is None),
         aligned=aligned and all(tensormap.addressable(array[:-1]) for array in strides),
     )
     config, grid, plan = launch.variant.config, launch.grid, None

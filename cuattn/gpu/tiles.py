@@ -232,7 +232,8 @@ def sm90_forward(
         or spec.scale <= 0.0
     ):
         return None
-    score = (has_score or spec.softcap != 0.0, elementwise)
+    # Varlen calls have neither bias nor mask.
+    score = (has_score or spec.softcap != 0.0, elementwise and not spec.varlen)
     bounded = spec.window_left is not None, spec.window_right is not None
     padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
     configs = [
@@ -256,7 +257,7 @@ def sm90_forward_variants(arch: str) -> Iterator[Variant]:
         return
     for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_TILES):
         for varlen in (False, True):
-            for score in ((False, False), (True, False), (True, True)):
+            for score in ((False, False), (True, False), (True, True))[: 2 if varlen else 3]:
                 yield from map(_sm90_variant, _sm90_configs(dtype, dims, varlen, *score))
 
 

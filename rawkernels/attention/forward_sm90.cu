@@ -36,6 +36,27 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2], const
   ptx::wgmma_commit_group();
 }
 
+// What remains to be multiplied to scores before the softmax: for softcap * tanh(scale * q·k / softcap), the softcap.
+__device__ __forceinline__ float score_scale(const ForwardParams& params) {
+  return static_cast<float>(Config::score && params.softcap != 0.0 ? params.softcap : params.scale);
+}
+
+// Softcap and ALiBi, but for a factor of score_scale. `distance` is that from the lane's first query to its first key. The tanh
+// is an instruction with an error of 2^-11, which is what rounding scores to 16 bits costs.
+__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], const ForwardParams& params, float slope, float distance) {
+  if (params.softcap != 0.0) {
+    const float scale = static_cast<float>(params.scale / params.softcap);
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) s[i] = ptx::tanh(s[i] * scale);
+  }
+  if (slope != 0.0f) {
+    const float scaled_slope = slope * ptx::rcp(score_scale(params));
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i)
+      s[i] = fmaf(-scaled_slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
+  }
+}
+
 // Sets scores that a query must not see to -inf.
 __device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const ForwardParams& params, const Tile& tile, int row,
                                             int column) {
@@ -105,13 +126,14 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
 
   const int lane_row = 64 * consumer + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int lane_column = threadIdx.x % 4 * 2;
-  const float scale_log2 = Config::score ? tile::kLog2e : static_cast<float>(params.scale) * tile::kLog2e;
+  const float scale_log2 = Config::elementwise ? tile::kLog2e : score_scale(params) * tile::kLog2e;
   Ring<kStages> ring_k, ring_v;
   Ring<kSlots> ring_q;
   Ring<TileQueue::kSize> ring;
   Tile::Partial hidden, guarded;  // blocks of the tile that call for a mask, and for guards
   bool guarded_p = false;         // whether the block whose P is at hand is guarded
   unsigned checks = 0;            // the parity of checked_v, a bit a stage
+  float slope = 0.0f;             // ALiBi's
   tile::OnlineSoftmax softmax;
   float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
   unsigned p[kTileN / 4];
@@ -127,6 +149,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       clear();
       write_output(o, tile::OnlineSoftmax(), scale_log2, params, tile, tile.row + lane_row);
     }
+    if (Config::score && !Config::elementwise && params.alibi_slopes != nullptr && tile.row >= 0)
+      slope = static_cast<const float*>(params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
     hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
     guarded = tile.guarded(params);
     return tile;
@@ -145,9 +169,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       ring_q.advance();
     }
     const int row = tile.row + lane_row, column = block * kTileN + lane_column;
-    if constexpr (Config::score) {
+    if constexpr (Config::elementwise) {
       const tile::ScoreTerms<T> terms(params, tile.batch, tile.head, tile.queries.length, tile.keys.length);
       terms.apply(s, params, row, column);
+    } else if constexpr (Config::score) {
+      bend_scores(s, params, slope, static_cast<float>(row + tile.diagonal() - column));
     }
     if (hidden.has(block)) mask_scores(s, params, tile, row, column);
   };

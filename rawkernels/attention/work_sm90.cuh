@@ -59,7 +59,7 @@ struct Tile {
 
   // The same of the tile, but for keys past the sequence's end, which are zeros.
   __device__ __forceinline__ Partial guarded(const ForwardParams& params) const {
-    if (Config::score && params.mask != nullptr) return {0, 0};
+    if (Config::elementwise && params.mask != nullptr) return {0, 0};
     Partial guarded = partial(params, row, row + kTileM - 1);
     if (end_key(params, row) == keys.length) guarded.from = block_end;
     return guarded;
@@ -68,7 +68,7 @@ struct Tile {
   __device__ __forceinline__ bool sees(const ForwardParams& params, int query, int key) const {
     if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query)) return false;
     const ScoreStrides& stride = params.mask_stride;
-    return params.mask == nullptr || params.mask[batch * stride.batch + head * stride.head + query * stride.row + key * stride.col];
+    return !Config::elementwise || params.mask == nullptr || params.mask[batch * stride.batch + head * stride.head + query * stride.row + key * stride.col];
   }
 
   __device__ __forceinline__ long long value_offset(const ForwardParams& params, int key) const {
