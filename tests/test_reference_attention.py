@@ -109,7 +109,7 @@ def judge(out, lse, q, k, v, formula=attention, rows=..., **options):
 
     unit = (256 if acc == np.float64 else 1) * np.finfo(acc).eps
     if lse.size < 200:
-        unit *= max(1.0, largest(q) * largest(k) * options.get("scale", 1 / np.sqrt(head_dim)))
+        unit *= max(1.0, largest(q) * largest(k) * abs(options.get("scale", 1 / np.sqrt(head_dim))))
     last = float(ml_dtypes.finfo(q.dtype).eps) * largest(exact)
     assert_accurate(
         out[rows], exact[rows], *(a[rows] for a in outs), slack=unit * largest(v) + last

@@ -231,7 +231,8 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
     """
     sequence, rows = tile.sequence, tile.rows
     dtype = spec.acc_dtype
-    q = np.multiply(sequence.q[rows, tile.heads_q].swapaxes(0, 1), spec.scale, dtype=dtype)
+    q = sequence.q[rows, tile.heads_q].swapaxes(0, 1)
+    q = np.multiply(q, spec.scale, dtype=dtype, order="C")
     k, v = sequence.k[tile.heads_kv], sequence.v[tile.heads_kv]
     heads_q, num_rows, head_dim = q.shape
     stacked = (len(k), sequence.group * num_rows)
