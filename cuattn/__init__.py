@@ -7,12 +7,18 @@ from cuattn.attention import (
     flash_attention_varlen,
     scaled_dot_product_attention,
 )
+from cuattn.decoding import flash_decode, merge_attention, paged_attention
+from cuattn.kvcache import PagedKVCache
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PagedKVCache",
     "flash_attention",
     "flash_attention_varlen",
+    "flash_decode",
+    "merge_attention",
+    "paged_attention",
     "sampling",
     "scaled_dot_product_attention",
     "show_config",

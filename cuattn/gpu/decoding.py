@@ -279,8 +279,7 @@ def _plan(
         aligned=aligned and all(n % 16 == 0 for array in strides for n in array[:-1]),
     )
     config = launch.variant.config
-    unit = config.tile_keys if num_splits is None else UNIT_KEYS
-    slots = tiles.decode_slots(spec, launch, num_splits, unit)
+    slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
     row_bytes = slots * config.rows * spec.acc_dtype.itemsize
     return Plan(
         kernel=compiler.kernel(launch.variant, device),
@@ -296,9 +295,9 @@ def _plan(
             lse_strides=lse_strides,
             page_size=page_size,
             first_key=first_key,
-            unit_keys=unit,
+            unit_keys=UNIT_KEYS,
             num_splits=num_splits,
-            head_lanes=launch.head_lanes,
+            head_lanes=launch.grid[0],
         ),
         partial_out=row_bytes * config.head_dim,
         partial_max_sum=row_bytes * 2,

@@ -88,8 +88,10 @@ DECODE_PARAMS = np.dtype(
         ("softcap", np.float64),
         *((name, np.int32) for name in ("batch", "seqlen_q", "capacity", "heads_q", "heads_kv")),
         *((name, np.int32) for name in ("head_dim", "head_dim_v", "window_left", "window_right")),
-        *((name, np.int32) for name in ("page_shift", "first_key", "unit_keys", "num_splits")),
-        *((name, np.int32) for name in ("split_units", "head_lanes", "out_is_acc")),
+        *((name, np.int32) for name in ("page_shift", "first_key", "split_units", "unit_shift")),
+        *((name, np.int32) for name in ("num_splits", "heads_of_block", "group", "group_shift")),
+        ("group_magic", np.uint32),
+        ("out_is_acc", np.int32),
     ],
     align=True,
 )
@@ -97,7 +99,7 @@ DECODE_ARGUMENT = np.dtype((np.void, DECODE_PARAMS.itemsize))
 
 #: Packs the 14 pointers and the ticket that DECODE_PARAMS begins with.
 decode_pointers = struct.Struct("14Q").pack
-_DECODE_SHAPE = struct.Struct("12q 4q 2d 16i")
+_DECODE_SHAPE = struct.Struct("12q 4q 2d 17i I i 4x")
 #: MergeParams of rawkernels/decoding/merge.cu.
 MERGE_PARAMS = np.dtype(
     [
@@ -160,14 +162,24 @@ def decode_shape(
         In elements: of the page table's rows; of lse's batch and heads.
     page_size : int, optional
         None for a contiguous cache.
-    first_key, unit_keys, head_lanes, num_splits
-        As in DecodeParams; `num_splits` as in :func:`cuattn.flash_decode`.
+    first_key : int
+        As in DecodeParams.
+    unit_keys : int
+        Of num_splits="fixed": a power of two.
+    num_splits
+        As in :func:`cuattn.flash_decode`.
+    head_lanes : int
+        Blocks that share out the key heads.
     """
     slopes_batch = 0
     if alibi_slopes is not None and len(alibi_slopes[0]) == 2:
         slopes_batch = alibi_slopes[1][0] // alibi_slopes[2].itemsize
     q, out, k, v = strides
     itemsize = spec.dtype.itemsize
+    group = spec.heads_q // spec.heads_kv
+    group_shift = (
+        31 + (group - 1).bit_length()
+    )  # exact for all n < 2**31 (Granlund & Montgomery, 1994)
     return _DECODE_SHAPE.pack(
         *_row_strides(spec, q),
         *([0] if spec.varlen else []),
@@ -190,10 +202,13 @@ def decode_shape(
         _bounded(spec.window_right),
         CONTIGUOUS_PAGE_SHIFT if page_size is None else page_size.bit_length() - 1,
         first_key,
-        unit_keys,
-        num_splits if isinstance(num_splits, int) else 0,
         num_splits is not None,
-        head_lanes,
+        unit_keys.bit_length() - 1,
+        num_splits if isinstance(num_splits, int) else 0,
+        spec.heads_kv // head_lanes,
+        group,
+        group_shift,
+        -(-(1 << group_shift) // group),
         out_itemsize != itemsize,
     )
 

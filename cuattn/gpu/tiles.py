@@ -37,6 +37,7 @@ def variants(arch: str) -> Iterator[Variant]:
     yield from sm90_forward_variants(arch)
     yield from sm80_forward_variants(arch)
     yield from decode_variants(arch)
+    yield from sampling_variants(arch)
 
 
 def forward(
@@ -440,6 +441,10 @@ SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
+#: Rows of a tile that decode_sm80.cu comes with, by head_dim.
+DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Sm80DecodeConfig(Config):
     """decoding/decode_sm80.cu."""
@@ -486,7 +491,7 @@ class SimtDecodeConfig(Config):
     """decoding/decode_simt.cu."""
 
     dtype: str
-    head_dim: int  # the next of 128 and 256, for both
+    head_dim: int  # 256, or 128 for float32 where that is enough, for both
     rows: int
     blocks_per_sm: int
     tile_keys: int
@@ -563,7 +568,7 @@ def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None
     group = spec.heads_q // spec.heads_kv
     # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a small tile wastes least.
     tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.varlen else spec.seqlen_q
-    rows = next((n for n in (8, 32) if tokens * group <= n), 64)
+    rows = next(n for n in DECODE_ROWS[head_dim] if tokens * group <= n or n == 64)
     return _sm80_decode_variant(spec.dtype.name, head_dim, rows, arch)
 
 
@@ -585,9 +590,8 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
 
 def simt_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant:
     """Choose a variant of decoding/decode_simt.cu, which serves every call."""
-    return _simt_decode_variant(
-        spec.dtype.name, next(n for n in (128, 256) if max(spec.head_dim, spec.head_dim_v) <= n)
-    )
+    small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
+    return _simt_decode_variant(spec.dtype.name, 128 if small else 256)
 
 
 def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
@@ -634,7 +638,8 @@ class CacheWriteConfig(Config):
 
 def cache_write(dtype: str, itemsize: int, *, aligned: bool) -> Variant:
     """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
-    config = CacheWriteConfig(dtype, 16 if aligned else itemsize, loads=4)
+    vec_bytes = 16 if aligned and itemsize < 8 else itemsize
+    config = CacheWriteConfig(dtype, vec_bytes, loads=4)
     return Variant("kvcache/write.cu", "write", config)
 
 
@@ -656,15 +661,125 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     if capability(arch) >= 80:
         for dtype in ("float16", "bfloat16"):
             for head_dim in (64, 128, 256):
-                for rows in (8, 32, 64):
+                for rows in DECODE_ROWS[head_dim]:
                     yield _sm80_decode_variant(dtype, head_dim, rows, arch)
     for dtype in FLOAT_DTYPES.values():
-        for head_dim in (128, 256):
-            yield _simt_decode_variant(dtype, head_dim)
+        yield _simt_decode_variant(dtype, 256)
+    yield _simt_decode_variant("float32", 128)
     for dtype, name in FLOAT_DTYPES.items():
         yield merge(name, name)
         if dtype.itemsize == 2:
             yield merge("float32", name)
-        for aligned in (False, True):
-            yield cache_write(name, dtype.itemsize, aligned=aligned)
+        yield cache_write(name, dtype.itemsize, aligned=False)
+        if dtype.itemsize < 8:
+            yield cache_write(name, dtype.itemsize, aligned=True)
     yield CACHE_UPDATE
+
+
+# ---------------------------------------------------------------------------------------------- sampling
+
+LOGIT_DTYPES = ("float16", "bfloat16", "float32")
+CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule
+WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
+RESIDENT_BYTES = 200 * 1024  # of a row that a block can hold
+MAX_LISTED = 512  # kList of rawkernels/sampling/select.cuh
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(Config):
+    """sampling/sample.cu and sampling/speculate.cu."""
+
+    dtype: str
+    cluster: int
+    blocks_per_sm: int
+    unroll: int  # groups of 128 tokens that a warp has in flight
+    threads_per_block: int
+
+    @property
+    def threads(self) -> int:
+        return self.threads_per_block
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterConfig(Config):
+    """sampling/filter.cu."""
+
+    dtype: str
+    cluster: int
+    resident: bool
+    blocks_per_sm: int = 2
+    unroll: int = 2
+
+    @property
+    def threads(self) -> int:
+        return MAX_LISTED
+
+    @property
+    def smem_bytes(self) -> int:
+        """At most: a launch asks for what its rows take."""
+        return RESIDENT_BYTES if self.resident else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PenalizeConfig(Config):
+    """sampling/penalize.cu."""
+
+    dtype: str
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+
+def sample(dtype: str, rows: int, arch: str) -> Launch:
+    """Choose the kernel of a draw that no filter precedes."""
+    cluster = CLUSTER if rows < WHOLE_ROWS and capability(arch) >= 90 else 1
+    return Launch(_sample_variant(dtype, cluster), (rows * cluster,))
+
+
+def filter_rows(dtype: str, rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
+    """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
+    part = -(-(-(-vocab // 128)) // CLUSTER) * 512
+    resident = capability(arch) >= 90 and part <= RESIDENT_BYTES
+    variant = _filter_variant(dtype, resident)
+    return Launch(variant, (rows * variant.config.cluster,)), part if resident else 0
+
+
+def speculate(rows: int, arch: str) -> Launch:
+    """Choose the kernel of speculative sampling."""
+    variant = _speculate_variant(arch)
+    return Launch(variant, (rows * variant.config.cluster,))
+
+
+def penalize(dtype: str, rows: int, vocab: int) -> Launch:
+    """Choose the kernel of the penalties."""
+    variant = Variant("sampling/penalize.cu", "penalize", PenalizeConfig(dtype))
+    return Launch(variant, (-(-vocab // 4096), rows))
+
+
+def sampling_variants(arch: str) -> Iterator[Variant]:
+    """Every variant of the kernels in sampling/."""
+    hopper = capability(arch) >= 90
+    for dtype in LOGIT_DTYPES:
+        for cluster in (1, CLUSTER) if hopper else (1,):
+            yield _sample_variant(dtype, cluster)
+        for resident in (False, True) if hopper else (False,):
+            yield _filter_variant(dtype, resident)
+        yield penalize(dtype, 1, 1).variant
+    yield _speculate_variant(arch)
+
+
+def _sample_variant(dtype: str, cluster: int) -> Variant:
+    config = SampleConfig(dtype, cluster, blocks_per_sm=2, unroll=4, threads_per_block=512)
+    return Variant("sampling/sample.cu", "sample", config)
+
+
+def _filter_variant(dtype: str, resident: bool) -> Variant:
+    config = FilterConfig(dtype, CLUSTER if resident else 1, resident)
+    return Variant("sampling/filter.cu", "filter", config)
+
+
+def _speculate_variant(arch: str) -> Variant:
+    cluster = CLUSTER if capability(arch) >= 90 else 1
+    config = SampleConfig("float32", cluster, blocks_per_sm=2, unroll=1, threads_per_block=512)
+    return Variant("sampling/speculate.cu", "speculate", config)

@@ -63,20 +63,22 @@ template <class T, int kRows, int kHeadDim, bool kAligned>
 struct Writer {
   using Acc = typename Accumulator<T>::type;
 
+  static constexpr int kVecs = kHeadDim / 4;
+
   const DecodeParams& params;
   const Piece& piece;
+  const Parts& parts;
 
-  __device__ __forceinline__ int group() const { return params.heads_q / params.heads_kv; }
   __device__ __forceinline__ int rows() const {
-    return min(kRows, piece.seq.seqlen_q * group() - piece.tile * kRows);
+    return min(kRows, piece.seq.seqlen_q * params.group - piece.tile * kRows);
   }
 
   // Columns 4c … 4c + 3 of a row of this piece.
   __device__ __forceinline__ void put(int row, int column, const Partial<Acc>& result) const {
-    if (piece.parts == 1) {
+    if (parts.parts == 1) {
       put_result(row, column, result);
     } else {
-      const long long at = piece.slot(piece.part) * kRows + row;
+      const long long at = parts.slot(parts.part) * kRows + row;
       *reinterpret_cast<Vec<Acc>*>(static_cast<Acc*>(params.partial_out) + at * kHeadDim + column) = result.o;
       if (column == 0) {
         Acc* max_sum = static_cast<Acc*>(params.partial_max_sum) + 2 * at;
@@ -88,36 +90,39 @@ struct Writer {
 
   // By all threads, once every row of the piece has been put.
   __device__ __forceinline__ void finish() const {
-    if (piece.parts == 1) return;
+    if (parts.parts == 1) return;
     __syncthreads();
-    if (threadIdx.x == 0) ptx::store_release(params.arrived + piece.slot(piece.part), params.ticket);
+    if (threadIdx.x == 0) ptx::store_release(params.arrived + parts.slot(parts.part), params.ticket);
   }
 
   // By all threads of the block that has the item's last piece. The other pieces are those of blocks before it, which run,
   // or have run, whatever else the device is doing. `arrived` needs no initial value, since no stale content is this
   // launch's random ticket, and is cleared for a replay of the launch in a CUDA graph.
   __device__ __forceinline__ void merge_parts() const {
-    for (int i = threadIdx.x; i < piece.parts; i += Config::threads) {
-      unsigned long long* arrived = params.arrived + piece.slot(i);
+    for (int i = threadIdx.x; i < parts.parts; i += Config::threads) {
+      unsigned long long* arrived = params.arrived + parts.slot(i);
       while (ptx::load_acquire(arrived) != params.ticket) {
       }
       *arrived = 0;
     }
     __syncthreads();
-    const int vecs = (params.head_dim_v + 3) / 4;
-    for (int i = threadIdx.x; i < rows() * vecs; i += Config::threads) merge(i / vecs, i % vecs * 4);
+    for (int i = threadIdx.x; i < rows() * kVecs; i += Config::threads) {
+      const int column = i % kVecs * 4;
+      if (column < params.head_dim_v) merge(i / kVecs, column);
+    }
   }
 
  private:
   __device__ __forceinline__ void merge(int row, int column) const {
     constexpr int kBatch = 64 / sizeof(Acc);  // parts on their way from L2 at a time
     Partial<Acc> whole;
-    for (int first = 0; first < piece.parts; first += kBatch) {
+#pragma unroll 1
+    for (int first = 0; first < parts.parts; first += kBatch) {
       Vec<Acc> o[kBatch];
       Acc max_[kBatch], sum[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const long long at = piece.slot(min(first + i, piece.parts - 1)) * kRows + row;
+        const long long at = parts.slot(min(first + i, parts.parts - 1)) * kRows + row;
         const Acc* max_sum = static_cast<const Acc*>(params.partial_max_sum) + 2 * at;
         max_[i] = __ldcg(max_sum);
         sum[i] = __ldcg(max_sum + 1);
@@ -125,7 +130,7 @@ struct Writer {
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        if (first + i >= piece.parts) max_[i] = minus_infinity<Acc>();  // weighs nothing
+        if (first + i >= parts.parts) max_[i] = minus_infinity<Acc>();  // weighs nothing
       Acc new_max = whole.max;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, max_[i]);
@@ -138,8 +143,8 @@ struct Writer {
 
   __device__ __forceinline__ void put_result(int row, int column, Partial<Acc> result) const {
     const int index = piece.tile * kRows + row;
-    const int token = index / group();
-    const int head = piece.head * group() + index % group();
+    const int token = divided_by_group(params, index);
+    const int head = piece.head * params.group + index - token * params.group;
     if (params.sinks != nullptr) {  // a key without a value
       const Acc sink = static_cast<const Acc*>(params.sinks)[head];
       result.raise(fmax(result.max, sink));
@@ -175,16 +180,5 @@ struct Writer {
     }
   }
 };
-
-// Merges the items whose last piece this block had. Of balanced pieces that can only be the first: a later one begins in
-// this block.
-template <class Writer, class Work>
-__device__ __forceinline__ void merge_items(const DecodeParams& params, Work work) {
-  Piece piece;
-  while (work.next(params, piece)) {
-    if (piece.parts > 1 && piece.part == piece.parts - 1) Writer{params, piece}.merge_parts();
-    if (piece.balanced) break;
-  }
-}
 
 }  // namespace decoding

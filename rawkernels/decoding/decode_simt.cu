@@ -34,20 +34,23 @@ struct Slice {
   Acc row_max[kRows], row_sum[kRows] = {};
   Acc slope[kRows];
   decoding::KeyRange visible[kRows];
+  int position[kRows];
 
   __device__ __forceinline__ Slice(const DecodeParams& params, const decoding::Piece& piece) {
-    const int group = params.heads_q / params.heads_kv, lane = threadIdx.x % 32;
+    const int group = params.group, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       // Rows that do not exist do as the last one does.
       const int index = min(piece.tile * kRows + r, piece.seq.seqlen_q * group - 1);
-      const int head = piece.head * group + index % group;
+      const int token = divided_by_group(params, index);
+      const int head = piece.head * group + index - token * group;
       const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
-                        (piece.seq.begin_q + index / group) * params.q_stride.seq + head * params.q_stride.head;
+                        (piece.seq.begin_q + token) * params.q_stride.seq + head * params.q_stride.head;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i)
         q[r][i] = lane + 32 * i < params.head_dim ? static_cast<Acc>(source[lane + 32 * i]) : 0;
-      visible[r] = visible_keys(params, piece.seq, index / group);
+      visible[r] = visible_keys(params, piece.seq, token);
+      position[r] = piece.seq.length - piece.seq.seqlen_q + token;
       slope[r] = params.alibi_slopes == nullptr
                      ? 0
                      : static_cast<const Acc*>(params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride + head];
@@ -55,30 +58,41 @@ struct Slice {
     }
   }
 
-  __device__ __forceinline__ void see(const DecodeParams& params, const decoding::Piece& piece, int key,
-                                      const Acc (&k)[kLaneDims], const Acc (&v)[kLaneDims]) {
-    const int group = params.heads_q / params.heads_kv;
+  // Keys first … first + kBatch - 1, as far as they come before `end`.
+  __device__ __forceinline__ void see(const DecodeParams& params, int first, int end, const Acc (&k)[kBatch][kLaneDims],
+                                      const Acc (&v)[kBatch][kLaneDims]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Acc s = 0;
+      Acc s[kBatch], new_max = row_max[r];
 #pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) s = fma(q[r][i], k[i], s);
+      for (int j = 0; j < kBatch; ++j) {
+        const int key = first + j;
+        s[j] = 0;
 #pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) s += __shfl_xor_sync(~0u, s, distance);
-      s *= static_cast<Acc>(params.scale);
-      if (params.softcap != 0) s = static_cast<Acc>(params.softcap) * tanh(s / static_cast<Acc>(params.softcap));
-      if (params.alibi_slopes != nullptr) {
-        const int token = min(piece.tile * kRows + r, piece.seq.seqlen_q * group - 1) / group;
-        s -= slope[r] * static_cast<Acc>(abs(piece.seq.length - piece.seq.seqlen_q + token - key));
+        for (int i = 0; i < kLaneDims; ++i) s[j] = fma(q[r][i], k[j][i], s[j]);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) s[j] += __shfl_xor_sync(~0u, s[j], distance);
+        s[j] *= static_cast<Acc>(params.scale);
+        if (params.softcap != 0) s[j] = static_cast<Acc>(params.softcap) * tanh(s[j] / static_cast<Acc>(params.softcap));
+        if (params.alibi_slopes != nullptr) s[j] -= slope[r] * static_cast<Acc>(abs(position[r] - key));
+        if (key < visible[r].begin || key >= min(visible[r].end, end)) s[j] = decoding::minus_infinity<Acc>();
+        new_max = fmax(new_max, s[j]);
       }
-      if (key < visible[r].begin || key >= visible[r].end) continue;
-      const Acc new_max = fmax(row_max[r], s);
       const Acc shift = new_max == decoding::minus_infinity<Acc>() ? 0 : new_max;
-      const Acc factor = exp(row_max[r] - shift), weight = exp(s - shift);
-      row_max[r] = new_max;
-      row_sum[r] = fma(row_sum[r], factor, weight);
+      const Acc factor = exp(row_max[r] - shift);
+      Acc sum = 0, weighted[kLaneDims] = {};
 #pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) o[r][i] = fma(o[r][i], factor, weight * v[i]);
+      for (int j = 0; j < kBatch; ++j) {
+        const Acc weight = exp(s[j] - shift);
+        if (weight == 0) continue;  // a key that is not seen may hold anything
+        sum += weight;
+#pragma unroll
+        for (int i = 0; i < kLaneDims; ++i) weighted[i] = fma(weight, v[j][i], weighted[i]);
+      }
+      row_max[r] = new_max;
+      row_sum[r] = fma(row_sum[r], factor, sum);
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) o[r][i] = fma(o[r][i], factor, weighted[i]);
     }
   }
 };
@@ -100,9 +114,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Work work;
   work.start(params);
-  const Work first_work = work;
-  decoding::Piece piece;
-  while (work.next(params, piece)) {
+  decoding::Piece piece, last_piece;
+  decoding::Parts parts, last_parts;
+  last_parts.merges = false;
+  while (work.next(params, piece, &parts)) {
     Slice slice(params, piece);
     for (int first = piece.begin + warp * kBatch; first < piece.end; first += kWarps * kBatch) {
       Acc k[kBatch][kLaneDims], v[kBatch][kLaneDims];
@@ -116,9 +131,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         load_row(k[i], params.k, params.k_stride, page, slot, piece.head, params.head_dim);
         load_row(v[i], params.v, params.v_stride, page, slot, piece.head, params.head_dim_v);
       }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (first + i < piece.end) slice.see(params, piece, first + i, k[i], v[i]);
+      slice.see(params, first, piece.end, k, v);
     }
 
     __syncthreads();  // the piece before has been combined
@@ -132,10 +145,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       }
     }
     __syncthreads();
-    const Writer writer = {params, piece};
-    const int vecs = (params.head_dim_v + 3) / 4;
-    for (int i = threadIdx.x; i < writer.rows() * vecs; i += Config::threads) {
-      const int row = i / vecs, column = i % vecs * 4;
+    const Writer writer = {params, piece, parts};
+    for (int i = threadIdx.x; i < writer.rows() * Writer::kVecs; i += Config::threads) {
+      const int row = i / Writer::kVecs, column = i % Writer::kVecs * 4;
+      if (column >= params.head_dim_v) continue;
       decoding::Partial<Acc> whole;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
@@ -146,6 +159,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       writer.put(row, column, whole);
     }
     writer.finish();
+    if (parts.merges && parts.alone) {
+      writer.merge_parts();
+    } else if (parts.merges) {  // other blocks began this item: to be merged at the end
+      last_piece = piece;
+      last_parts = parts;
+    }
   }
-  decoding::merge_items<Writer>(params, first_work);
+  if (last_parts.merges) Writer{params, last_piece, last_parts}.merge_parts();
 }

@@ -59,8 +59,10 @@ struct Smem {
   float slope[kRows];
   Work ahead[Config::threads / 32];  // where the rings' loads are
   Work work;                         // where the computation is
-  Work first_work;                   // where it began
   decoding::Piece piece;
+  decoding::Parts parts;
+  decoding::Piece last_piece;  // of an item that other blocks began: to be merged at the end
+  decoding::Parts last_parts;
   bool more;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
@@ -79,15 +81,16 @@ __device__ __forceinline__ int permuted_column(int row, int column) { return col
 // Rows of Q, and for each what it may see of the piece.
 __device__ __forceinline__ void load_rows(const DecodeParams& params, Smem& smem) {
   const decoding::Piece& piece = smem.piece;
-  const int group = params.heads_q / params.heads_kv;
+  const int group = params.group;
   const int rows = min(kRows, piece.seq.seqlen_q * group - piece.tile * kRows);
   const unsigned q_tile = ptx::shared_address(smem.q);
   for (int i = threadIdx.x; i < kRows * kChunks; i += Config::threads) {
     const int row = i / kChunks, chunk = i % kChunks;
     const int index = piece.tile * kRows + row;
+    const int token = divided_by_group(params, index);
     const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
-                      (piece.seq.begin_q + index / group) * params.q_stride.seq +
-                      (piece.head * group + index % group) * params.q_stride.head + chunk * 8;
+                      (piece.seq.begin_q + token) * params.q_stride.seq +
+                      (piece.head * group + index - token * group) * params.q_stride.head + chunk * 8;
     uint4 values = {};
     if (row < rows && chunk * 8 < params.head_dim) values = *reinterpret_cast<const uint4*>(source);
     reinterpret_cast<uint4*>(smem.q)[row * kChunks + Tile::permuted(row, chunk)] = values;
@@ -95,12 +98,13 @@ __device__ __forceinline__ void load_rows(const DecodeParams& params, Smem& smem
   if (threadIdx.x < kRows) {
     const int row = min(static_cast<int>(threadIdx.x), rows - 1);  // rows that do not exist do as the last one does
     const int index = piece.tile * kRows + row;
-    const decoding::KeyRange keys = visible_keys(params, piece.seq, index / group);
+    const int token = divided_by_group(params, index);
+    const decoding::KeyRange keys = visible_keys(params, piece.seq, token);
     smem.visible[threadIdx.x] = {max(keys.begin, piece.begin), min(keys.end, piece.end)};
-    smem.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + index / group;
+    smem.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
     if (params.alibi_slopes != nullptr)
       smem.slope[threadIdx.x] = tile::kLog2e * static_cast<const float*>(params.alibi_slopes)[
-          piece.seq.index * params.alibi_batch_stride + piece.head * group + index % group];
+          piece.seq.index * params.alibi_batch_stride + piece.head * group + index - token * group];
   }
 }
 
@@ -288,13 +292,11 @@ struct Slice {
 };
 
 // Merges the slices' eight rows of each row warp, and puts them where they belong.
-__device__ __forceinline__ void combine_rows(const DecodeParams& params, const Smem& smem, int r) {
-  const Writer writer = {params, smem.piece};
-  const int vecs = params.head_dim_v / 4;
-  for (int i = threadIdx.x; i < 8 * kWarpsQ * vecs; i += Config::threads) {
-    const int from = i / vecs, column = i % vecs * 4;
+__device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int r) {
+  for (int i = threadIdx.x; i < 8 * kWarpsQ * Writer::kVecs; i += Config::threads) {
+    const int from = i / Writer::kVecs, column = i % Writer::kVecs * 4;
     const int row = from / 8 * kWarpRows + 8 * r + from % 8;
-    if (row >= writer.rows()) continue;
+    if (row >= writer.rows() || column >= writer.params.head_dim_v) continue;
     decoding::Partial<float> whole;
 #pragma unroll
     for (int slice = 0; slice < kWarpsK; ++slice) whole.max = fmaxf(whole.max, smem.max_sum[slice][from][0]);
@@ -304,6 +306,42 @@ __device__ __forceinline__ void combine_rows(const DecodeParams& params, const S
                 smem.max_sum[slice][from][0], smem.max_sum[slice][from][1]);
     writer.put(row, column, whole);
   }
+}
+
+// The block's next piece, with its rows of Q. When there is none any more: false, and the item that is left to be merged.
+__device__ __forceinline__ bool open_piece(const DecodeParams& params, Smem& smem) {
+  __syncthreads();  // the piece before, and what was kept for it, are done with
+  if (threadIdx.x == 0) {
+    smem.more = smem.work.next(params, smem.piece, &smem.parts);
+    if (!smem.more) {
+      smem.piece = smem.last_piece;
+      smem.parts = smem.last_parts;
+    }
+  }
+  __syncthreads();
+  if (!smem.more) return false;
+  load_rows(params, smem);
+  __syncthreads();
+  return true;
+}
+
+// Whether the item is to be merged right away.
+__device__ __forceinline__ bool close_piece(const Writer& writer, Smem& smem, const Slice& acc, int slice, int row_warp) {
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+    __syncthreads();  // Q, or the rows before, have been read
+    acc.put_rows(r, smem, slice, row_warp * 8);
+    __syncthreads();
+    combine_rows(writer, smem, r);
+  }
+  writer.finish();
+  if (!smem.parts.merges) return false;
+  if (smem.parts.alone || smem.work.step == smem.work.end) return true;
+  if (threadIdx.x == 0) {
+    smem.last_piece = smem.piece;
+    smem.last_parts = smem.parts;
+  }
+  return false;
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
@@ -317,46 +355,56 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   work.start(params);
   if (work.step == work.end) return;
   if (threadIdx.x % 32 == 0) smem.ahead[warp] = work;
-  if (threadIdx.x == 0) smem.work = smem.first_work = work;
+  if (threadIdx.x == 0) {
+    smem.work = work;
+    smem.last_parts.merges = false;
+  }
   __syncwarp();
   Loader loader(params, smem.ahead[warp]);
-  for (int stage = 0; stage < kStages; ++stage) loader.load(smem.ring[slice][stage]);
-
+  Slice acc;
+  bool open = false;
+  int key = 0, end = 0;  // of this slice's share of the piece
   int stage = 0;
+  int filling = kStages + Loader::kAhead;  // the ring fills before the first tile is computed
+#pragma unroll 1
   while (true) {
-    __syncthreads();  // the piece before, and what was kept for it, are done with
-    if (threadIdx.x == 0) smem.more = smem.work.next(params, smem.piece);
-    __syncthreads();
-    if (!smem.more) break;
-    load_rows(params, smem);
-    __syncthreads();
-
-    Slice acc;
-    acc.clear();
-    const int begin = smem.visible[kRows - 1].begin, end = smem.visible[0].end;  // keys that every row sees
-    for (int key = smem.piece.origin + slice * kWarpKeys; key < smem.piece.end; key += kTileKeys) {
-      const Stage& current = smem.ring[slice][stage];
+    Stage& current = smem.ring[slice][stage];
+    if (filling > 0) {
+      --filling;
+    } else {
+#pragma unroll 1
+      while (key >= end) {
+        const Writer writer = {params, smem.piece, smem.parts};
+        bool merges = open && close_piece(writer, smem, acc, slice, row_warp);
+        if (!merges) {
+          open = open_piece(params, smem);
+          if (!open && !smem.parts.merges) return;
+          merges = !open;
+        }
+        if (merges) {
+          writer.merge_parts();
+          if (!open) return;
+          open = false;
+        } else {
+          key = smem.piece.origin + slice * kWarpKeys;
+          end = smem.piece.end;
+        }
+        acc.clear();  // also where nothing follows: what is not kept needs no registers while parts are merged
+      }
       ptx::cp_async_wait<kStages - 1>();
       sync_slice();
       float s[kKeyBlocks][kRowBlocks][4];
       Slice::multiply_scores(s, ptx::shared_address(current.k),
                              ptx::shared_address(smem.q) + first_row * Tile::kRowBytes);
-      Slice::finish_scores(s, params, smem, key, first_row, key < begin || key + kWarpKeys > end);
+      // Keys that every row sees are from the last row's first to the first row's last.
+      const bool masked = key < smem.visible[kRows - 1].begin || key + kWarpKeys > smem.visible[0].end;
+      Slice::finish_scores(s, params, smem, key, first_row, masked);
       acc.update_softmax(s);
       acc.multiply_values(s, ptx::shared_address(current.v));
+      key += kTileKeys;
       sync_slice();
-      loader.load(current);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
-      __syncthreads();  // Q, or the rows before, have been read
-      acc.put_rows(r, smem, slice, row_warp * 8);
-      __syncthreads();
-      combine_rows(params, smem, r);
-    }
-    Writer{params, smem.piece}.finish();
+    loader.load(current);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
-  decoding::merge_items<Writer>(params, smem.first_work);
 }

@@ -41,9 +41,15 @@ struct DecodeParams {
   int window_left, window_right;  // as in ForwardParams, with a sequence's length as its seqlen_k
   int page_shift;                 // log2 of the page size; 30 for contiguous caches
   int first_key;                  // keys before it are not read: they are merged in from elsewhere
-  int unit_keys;                  // keys of a unit of work, unless num_splits says how many units
-  int num_splits;                 // 0: units of unit_keys
-  int split_units;                // nonzero: every unit is a partial result; else a block's consecutive units are one
-  int head_lanes;                 // blocks that work on the same keys for different heads; divides heads_kv and the grid
+  int split_units;                // nonzero: every unit of work is a partial result; else a block's consecutive ones are one
+  int unit_shift;                 // log2 of the keys of such a unit, unless num_splits is given
+  int num_splits;                 // 0: not given
+  int heads_of_block;             // gridDim.x blocks share out heads_kv heads
+  int group, group_shift;         // heads_q / heads_kv; n / group = n * group_magic >> group_shift
+  unsigned group_magic;
   int out_is_acc;
 };
+
+__device__ __forceinline__ int divided_by_group(const DecodeParams& params, int n) {
+  return static_cast<int>(static_cast<unsigned long long>(n) * params.group_magic >> params.group_shift);
+}

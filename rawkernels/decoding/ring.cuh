@@ -66,7 +66,7 @@ struct Loader {
     key = piece.end = 0;
     more = true;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) places[i] = look_up();
+    for (int i = 0; i < kAhead; ++i) places[i] = {-1, 0, 0, false};
   }
 
   __device__ __forceinline__ Place look_up() {
@@ -88,13 +88,13 @@ struct Loader {
     return place;
   }
 
-  // Copies the next tile; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
+  // Looks up one tile, and copies the one that was looked up kAhead calls before, if any; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
   __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage) {
     const Place place = places[0];
 #pragma unroll
     for (int i = 0; i + 1 < kAhead; ++i) places[i] = places[i + 1];
+    places[kAhead - 1] = look_up();
     if (place.exists) {
-      places[kAhead - 1] = look_up();
       const int thread = threadIdx.x % kThreads;
       const PageStrides &ks = params.k_stride, &vs = params.v_stride;
       const long long k_row = place.page * ks.page + place.slot * ks.seq + place.head * ks.head;

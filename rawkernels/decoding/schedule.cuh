@@ -5,7 +5,7 @@
 // to groups of blocks in consecutive runs of equal cost. The blocks of a group do the same for different heads, at the same time:
 // what they read lies side by side in memory. (Where there are too many heads for that a block takes several in turn.)
 // What a block has of one item is a piece. An item in one piece is written out; of the others each piece leaves a partial
-// result in a slot of its own, and the block with the last piece merges them when it has nothing else to do.
+// result in a slot of its own, and the block with the last piece merges them: at its end, where they are not all its own.
 #pragma once
 
 #include "decoding/params.cuh"
@@ -21,8 +21,6 @@ struct Sequence {
 struct KeyRange {
   int begin, end;
 };
-
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 __device__ __forceinline__ Sequence sequence_at(const DecodeParams& params, int index) {
   Sequence seq = {index, 0, params.seqlen_q, params.capacity};
@@ -43,40 +41,42 @@ __device__ __forceinline__ KeyRange visible_keys(const DecodeParams& params, con
   return {begin, max(begin, min(right, seq.length))};
 }
 
-// How the keys of an item are cut: unit i is [origin + i * unit, origin + (i + 1) * unit), of it what lies in [begin, end).
+// How the keys of an item are cut: unit i is [origin + (i << shift), origin + (i + 1 << shift)), of it what lies in
+// [begin, end).
 struct Cut {
-  int begin, end, origin, unit, count;
+  int begin, end, origin, shift, count;
 };
 
 template <int kRows>
 __device__ __forceinline__ int tiles_of(const DecodeParams& params, const Sequence& seq) {
-  return ceil_div(seq.seqlen_q * (params.heads_q / params.heads_kv), kRows);
+  return (seq.seqlen_q * params.group + kRows - 1) / kRows;
 }
+
+__device__ constexpr int log2_of(int n) { return n == 1 ? 0 : 1 + log2_of(n / 2); }
 
 template <int kRows, int kTileKeys>
 __device__ __forceinline__ Cut cut_item(const DecodeParams& params, const Sequence& seq, int tile) {
-  static_assert((kTileKeys & (kTileKeys - 1)) == 0, "tiles of keys are cut by shifts");
-  const int group = params.heads_q / params.heads_kv;
-  const bool several_tiles = seq.seqlen_q * group > kRows;
-  const int first = several_tiles ? tile * kRows / group : 0;
-  const int last = several_tiles ? (min((tile + 1) * kRows, seq.seqlen_q * group) - 1) / group : seq.seqlen_q - 1;
+  static_assert((kTileKeys & (kTileKeys - 1)) == 0, "keys are cut by shifts");
+  const int rows = seq.seqlen_q * params.group;
+  const int first = divided_by_group(params, tile * kRows);
+  const int last = divided_by_group(params, max(min((tile + 1) * kRows, rows) - 1, 0));
   Cut cut;
   cut.begin = visible_keys(params, seq, first).begin;
   cut.end = max(cut.begin, visible_keys(params, seq, last).end);
+  cut.shift = log2_of(kTileKeys);
   cut.origin = cut.begin & -kTileKeys;
-  cut.unit = kTileKeys;
-  cut.count = (cut.end - cut.origin + kTileKeys - 1) / kTileKeys;
   if (params.split_units != 0) {
-    if (several_tiles) {  // prompts need no splitting, and would leave many rows behind
-      cut.unit = max(cut.count, 1) * kTileKeys;
+    if (rows > kRows) {  // prompts need no splitting, and would leave many rows behind
+      cut.shift = 30;
+      cut.origin = 0;
     } else if (params.num_splits > 0) {
-      cut.unit = max(ceil_div(cut.count, params.num_splits), 1) * kTileKeys;
+      while (cut.end - cut.origin > params.num_splits << cut.shift) ++cut.shift;
     } else {
-      cut.unit = params.unit_keys;
-      cut.origin = cut.begin / cut.unit * cut.unit;
+      cut.shift = params.unit_shift;
+      cut.origin = cut.begin >> cut.shift << cut.shift;
     }
-    cut.count = ceil_div(cut.end - cut.origin, cut.unit);
   }
+  cut.count = (cut.end - cut.origin - 1 >> cut.shift) + 1;
   cut.count = max(cut.count, 1);  // one even where there is no key: 0 must be written
   return cut;
 }
@@ -85,9 +85,15 @@ struct Piece {
   Sequence seq;
   int head, tile;          // of keys; of rows
   int begin, end, origin;  // keys [begin, end), in tiles counted from origin
-  int part, parts;         // this is piece number `part` of the item's `parts`
-  int first_slot, slot_stride;
+};
+
+// A piece's place among those of its item.
+struct Parts {
+  int part, parts;
+  bool merges;  // this block is to merge them
+  bool alone;   // and had them all itself
   bool balanced;
+  int first_slot, slot_stride;
 
   // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one that goes on in the next
   // group and one that came from the group before.
@@ -98,21 +104,15 @@ struct Piece {
 
 template <int kRows, int kTileKeys>
 struct Schedule {
-  // An item also costs as much as so many units: its queries, its end. Its steps are these and then its units; blocks get
+  // An item also costs as much as so many units: its queries, its end. Its steps are these and then its units; groups get
   // equal runs of steps. Where every unit is a result of its own there is nothing to begin with.
   static constexpr int kItemSteps = 1;
 
   Sequence seq;
   Cut cut;
   int head, tile, index;  // of the next step; head counts this block's heads
-  int step, end;          // the next step, and this block's end
+  int begin, step, end;   // the next step, and this group's first and last
   int share, larger;      // steps of a group; the first groups, `larger` of them, have one more
-
-  __device__ __forceinline__ static int heads_of_block(const DecodeParams& params) {
-    return params.heads_kv / params.head_lanes;
-  }
-  __device__ __forceinline__ static int lane_of_block(const DecodeParams& params) { return blockIdx.x % params.head_lanes; }
-  __device__ __forceinline__ static int group_of_block(const DecodeParams& params) { return blockIdx.x / params.head_lanes; }
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
     return params.split_units != 0 ? 0 : kItemSteps;
@@ -120,9 +120,10 @@ struct Schedule {
 
   __device__ __forceinline__ static int steps_per_head(const DecodeParams& params, const Sequence& seq) {
     const int tiles = tiles_of<kRows>(params, seq);
-    int steps = 0;
+    int steps = tiles * extra_steps(params);
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) steps += cut_item<kRows, kTileKeys>(params, seq, tile).count;
-    return steps + tiles * extra_steps(params);
+    return steps;
   }
 
   // Finds this block's first step. By all lanes of a warp: 32 runs of sequences are summed at a time, and the run that
@@ -132,11 +133,13 @@ struct Schedule {
     int low = 0, count = params.batch;
     int before = 0;  // steps of the sequences before `low`
     bool first = true;
+#pragma unroll 1
     do {
-      const int run = ceil_div(count, 32);
+      const int run = (count + 31) / 32;
       int steps = 0;
+#pragma unroll 1
       for (int i = lane * run; i < min((lane + 1) * run, count); ++i)
-        steps += steps_per_head(params, sequence_at(params, low + i)) * heads_of_block(params);
+        steps += steps_per_head(params, sequence_at(params, low + i)) * params.heads_of_block;
       int inclusive = steps;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -145,10 +148,10 @@ struct Schedule {
       }
       if (first) {
         const int total = __shfl_sync(~0u, inclusive, 31);
-        const int group = group_of_block(params), groups = gridDim.x / params.head_lanes;
-        share = total / groups;
+        const int group = blockIdx.y, groups = gridDim.y;
+        share = static_cast<unsigned>(total) / groups;
         larger = total - share * groups;
-        step = group * share + min(group, larger);
+        begin = step = group * share + min(group, larger);
         end = step + share + (group < larger ? 1 : 0);
         if (step == end) return;
         first = false;
@@ -161,60 +164,71 @@ struct Schedule {
 
     seq = sequence_at(params, low);
     const int per_head = steps_per_head(params, seq);
-    head = (step - before) / per_head;
-    index = step - before - head * per_head;
-    tile = 0;
-    cut = cut_item<kRows, kTileKeys>(params, seq, tile);
-    while (index >= cut.count + extra_steps(params)) {
-      index -= cut.count + extra_steps(params);
-      cut = cut_item<kRows, kTileKeys>(params, seq, ++tile);
+    index = step - before;
+    head = tile = 0;
+    for (; index >= per_head; index -= per_head) ++head;
+    while (true) {
+      cut = cut_item<kRows, kTileKeys>(params, seq, tile);
+      const int steps = cut.count + extra_steps(params);
+      if (index < steps) break;
+      index -= steps;
+      ++tile;
     }
   }
 
-  // The block's next piece; false where there is none.
-  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece) {
+  // The block's next piece; false where there is none. `parts`, where given, is filled in too.
+  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece, Parts* parts = nullptr) {
     const int extra = extra_steps(params);
     if (step < end && index == cut.count + extra) next_item(params);
-    const int first = max(extra - index, 0);  // of these steps the first unit's is so far away
+    const int first = max(extra - index, 0);  // so many steps before the first unit
     if (step + first >= end) return false;
     const int unit = max(index - extra, 0);
-    const bool split = extra == 0;
-    const int units = split ? 1 : min(cut.count - unit, end - step - first);
+    const int units = extra == 0 ? 1 : min(cut.count - unit, end - step - first);
     piece.seq = seq;
-    piece.head = lane_of_block(params) * heads_of_block(params) + head;
+    piece.head = blockIdx.x * params.heads_of_block + head;
     piece.tile = tile;
-    piece.origin = cut.origin + unit * cut.unit;
+    piece.origin = cut.origin + (unit << cut.shift);
     piece.begin = max(cut.begin, piece.origin);
-    piece.end = min(cut.end, piece.origin + units * cut.unit);
-    piece.balanced = !split;
-    const int item = step - index;  // its first step
-    int first_slot = item;
-    piece.part = split ? unit : 0;
-    piece.parts = split ? cut.count : 1;
-    if (!split && units < cut.count) {
-      const int first_group = group_of(item + extra);
-      piece.part = group_of_block(params) - first_group;
-      piece.parts = group_of(item + extra + cut.count - 1) - first_group + 1;
-      first_slot = 2 * first_group;
-    }
-    piece.slot_stride = params.head_lanes;
-    piece.first_slot = first_slot * params.head_lanes + lane_of_block(params);
+    piece.end = units == cut.count ? cut.end : min(cut.end, piece.origin + (units << cut.shift));
+    if (parts != nullptr) *parts = place_of(params, unit, units);
     step += first + units;
     index += first + units;
     return true;
   }
 
  private:
+  __device__ __forceinline__ Parts place_of(const DecodeParams& params, int unit, int units) const {
+    const int item = step - index;  // its first step
+    const bool last = unit + units == cut.count;
+    Parts parts = {0, 1, false, item >= begin, params.split_units == 0, 0, static_cast<int>(gridDim.x)};
+    if (units == cut.count) return parts;
+    if (parts.balanced) {
+      const int first_group = group_of(item + kItemSteps);
+      parts.part = blockIdx.y - first_group;
+      parts.parts = group_of(item + kItemSteps + cut.count - 1) - first_group + 1;
+      parts.first_slot = 2 * first_group;
+    } else {
+      parts.part = unit;
+      parts.parts = cut.count;
+      parts.first_slot = item;
+    }
+    parts.merges = last && parts.parts > 1;
+    parts.first_slot = parts.first_slot * gridDim.x + blockIdx.x;
+    return parts;
+  }
+
   __device__ __forceinline__ int group_of(int some_step) const {
     const int in_larger = larger * (share + 1);
-    return some_step < in_larger ? some_step / (share + 1) : larger + (some_step - in_larger) / share;
+    const bool within = some_step < in_larger;
+    const unsigned offset = within ? some_step : some_step - in_larger;
+    return static_cast<int>(offset / (within ? share + 1 : share)) + (within ? 0 : larger);
   }
 
   __device__ __forceinline__ void next_item(const DecodeParams& params) {
     index = 0;
     if (++tile == tiles_of<kRows>(params, seq)) {
       tile = 0;
-      if (++head == heads_of_block(params)) {
+      if (++head == params.heads_of_block) {
         head = 0;
         do seq = sequence_at(params, seq.index + 1);
         while (seq.seqlen_q == 0);

@@ -83,31 +83,32 @@ class Caches:
 def check(result, q, caches, cu=None, **options):
     """Judge out and lse by the definition on each sequence."""
     out, lse = (a.get() for a in result)
-    precisions = [np.longdouble, q.dtype] if q.dtype == np.float64 else [np.float64, q.dtype]
-    parts: list[Any] = [[], []]
-    for precision, results in zip(precisions, parts, strict=True):
+    counts = [q.shape[1]] * len(q) if cu is None else np.diff(cu)
+    rows = np.concatenate([[0], np.cumsum(counts)])
+    q = q.reshape(-1, *q.shape[-2:])
+    if cu is None:
+        out, lse = out.reshape(-1, *out.shape[-2:]), lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
+    results = []
+    for precision in [np.longdouble if q.dtype == np.float64 else np.float64, q.dtype]:
+        parts = []
         for b, n in enumerate(caches.lens):
-            rows = q[b] if cu is None else q[cu[b] : cu[b + 1]]
             slopes = options.get("alibi_slopes")
             if slopes is not None and slopes.ndim == 2:
                 slopes = slopes[b]
-            results.append(
+            parts.append(
                 formulas.attention(
-                    rows[None],
+                    q[None, rows[b] : rows[b + 1]],
                     caches.k[b : b + 1, :n],
                     caches.v[b : b + 1, :n],
                     precision=precision,
                     **(options | {"alibi_slopes": slopes}),
                 )
             )
-    for b in range(len(caches.lens)):
-        (exact, exact_lse), (plain, plain_lse) = parts[0][b], parts[1][b]
-        if cu is None:
-            ours, ours_lse = out[b], lse[b]
-        else:
-            ours, ours_lse = out[cu[b] : cu[b + 1]], lse[:, cu[b] : cu[b + 1]]
-        formulas.assert_accurate(ours, exact[0], plain[0])
-        formulas.assert_accurate(ours_lse, exact_lse[0], plain_lse[0])
+        outs, lses = zip(*parts, strict=True)
+        results.append((np.concatenate(outs, 1)[0], np.concatenate(lses, 2)[0]))
+    (exact, exact_lse), (plain, plain_lse) = results
+    formulas.assert_accurate(out, exact, plain)
+    formulas.assert_accurate(lse, exact_lse, plain_lse)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
