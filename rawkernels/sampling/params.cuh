@@ -1,0 +1,24 @@
+// What the sampling kernels are told about one call. Mirrored field by field by SAMPLE_PARAMS in cuattn/gpu/sampling.py.
+#pragma once
+
+// A parameter: one value a row where per_row is set, else one for all.
+template <class T>
+struct RowValue {
+  const T* per_row;
+  T value;
+
+  __device__ __forceinline__ T operator[](int row) const { return per_row ? per_row[row] : value; }
+};
+
+struct SampleParams {
+  const void* logits;  // (rows, vocab), row_stride elements apart
+  int* tokens;         // (rows,); null: no draw
+  float* filtered;     // (rows, vocab): logits over temperature or, if normalise, probabilities; null: not wanted
+  void* top_values;    // (rows, top_count) of the logits' type; null: not wanted
+  int* top_indices;
+  long long row_stride;
+  RowValue<unsigned long long> seed, offset;
+  RowValue<float> temperature, top_p, min_p, typical_p;
+  RowValue<int> top_k;
+  int vocab, top_count, normalise;
+};

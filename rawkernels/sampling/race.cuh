@@ -1,0 +1,133 @@
+// The Gumbel race: the token with the largest  logit / temperature - log(-log1p(-u)),  u uniform, is a draw from softmax.
+//
+// The winner is decided in float64, as NumPy decides it, but hardly any token gets that far. With E = -log1p(-u) a token
+// beats the best key so far only if  E < 2^(log2(e) (logit / temperature - key)),  and E > u: one exp2 and 23 bits of u
+// tell nearly every token that it has lost. Rounding is met by a margin, which costs a few needless looks and no answer.
+// A NaN passes every such test, since each is written so that only a true comparison rejects; so does +inf.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "sampling/row.cuh"
+#include "tile/philox.cuh"
+
+constexpr unsigned kTokenStream = 0, kAcceptStream = 1;
+constexpr int kRaceUnroll = Config::unroll;  // groups whose loads are in flight together
+
+struct Draw {
+  double key;
+  int token;  // -1: none
+};
+
+struct RaceSmem {
+  unsigned bar;  // ordered(): what log2(e) times a key must reach to be looked at
+  Draw best[kWarps];
+  int bad[kWarps];
+  Draw block_best;
+  int block_bad;
+};
+
+__device__ __forceinline__ bool beats(const Draw& a, const Draw& b) {
+  return a.token >= 0 && (b.token < 0 || a.key > b.key || (a.key == b.key && a.token < b.token));
+}
+
+__device__ __forceinline__ float with_margin(float key) { return key - fmaf(fabsf(key), 1e-6f, 1e-3f); }
+
+// Apart from the loop, whose registers its logarithms would take.
+__device__ __noinline__ double gumbel(PhiloxKey key, int i) {
+  return -log(-log1p(-double(philox_uniform(key, kTokenStream, i))));
+}
+
+// The best draw of the segment by each thread's share of it. load(i) gives the logit, -inf for one that may not win, and
+// exact(i, load(i)) the logit over temperature in float64; slope is log2(e) / temperature. Sets `bad` if a NaN or +inf was
+// met. All threads of the block must come.
+template <class Load, class Exact>
+__device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, float slope, PhiloxKey key,
+                                     RaceSmem& smem, bool& bad) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Draw best = {0.0, -1};
+
+  // A first bar from one token a thread: -log E >= log((1 - u) / u).
+  float start = -kMaxFloat;
+  const int sample = segment.begin + threadIdx.x;
+  if (sample < segment.end) {
+    const float u = philox_uniform(key, kTokenStream, sample);
+    start = fmaxf(start, with_margin(fmaf(load(sample), slope, ptx::lg2(1.0f - u) - ptx::lg2(u))));
+  }
+  if (threadIdx.x == 0) smem.bar = 0;
+  __syncthreads();
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) start = fmaxf(start, __shfl_xor_sync(0xffffffffu, start, lanes));
+  if (lane == 0) atomicMax(&smem.bar, ordered(fminf(start, kMaxFloat)));
+  __syncthreads();
+
+  for (int base = segment.begin + warp * kGroup * kRaceUnroll; base < segment.end;
+       base += Config::threads * 4 * kRaceUnroll) {
+    float logit[4 * kRaceUnroll];
+#pragma unroll
+    for (int j = 0; j < 4 * kRaceUnroll; ++j) {
+      const int i = base + 32 * j + lane;
+      logit[j] = i < segment.end ? load(i) : -kInfinity;
+    }
+    const float bar = from_ordered(*static_cast<volatile unsigned*>(&smem.bar));
+    unsigned close = 0;  // bit j: token j may win
+#pragma unroll
+    for (int group = 0; group < kRaceUnroll; ++group) {
+      const uint4 words = philox4x32(philox_block(base + kGroup * group + lane), kTokenStream, key);
+      const unsigned bits[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float one_plus_u = __uint_as_float(0x3f800000u | bits[j] >> 9);
+        const float limit = 1.0f + ptx::ex2(fmaf(logit[4 * group + j], slope, -bar));
+        if (!(one_plus_u > limit)) close |= 1u << (4 * group + j);
+      }
+    }
+    for (; close != 0; close &= close - 1) {
+      const int i = base + 32 * (__ffs(close) - 1) + lane;
+      const float x = i < segment.end ? load(i) : -kInfinity;
+      bad |= !(x < kInfinity);
+      if (!(x > -kInfinity)) continue;
+      const Draw draw = {exact(i, x) + gumbel(key, i), i};
+      if (beats(draw, best)) {
+        best = draw;
+        const float reached = fmaxf(fminf(__double2float_rd(draw.key * 1.4426950408889634), kMaxFloat), -kMaxFloat);
+        atomicMax(&smem.bar, ordered(fmaxf(with_margin(reached), -kMaxFloat)));
+      }
+    }
+  }
+  return best;
+}
+
+// The best draw of the cluster, known to the first thread of its first block; token -1 for a bad row.
+__device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& smem) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  bad = __any_sync(0xffffffffu, bad);
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const Draw other = {__shfl_xor_sync(0xffffffffu, best.key, lanes), __shfl_xor_sync(0xffffffffu, best.token, lanes)};
+    if (beats(other, best)) best = other;
+  }
+  if (lane == 0) {
+    smem.best[warp] = best;
+    smem.bad[warp] = bad;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kWarps; ++w) {
+      if (beats(smem.best[w], best)) best = smem.best[w];
+      bad |= smem.bad[w];
+    }
+    smem.block_best = best;
+    smem.block_bad = bad;
+  }
+  sync_cluster();
+  if (threadIdx.x == 0 && rank_in_cluster() == 0) {
+    for (int rank = 1; rank < Config::cluster; ++rank) {
+      const Draw other = *of_rank(&smem.block_best, rank);
+      if (beats(other, best)) best = other;
+      bad |= *of_rank(&smem.block_bad, rank) != 0;
+    }
+  }
+  sync_cluster();  // no block leaves while its shared memory may be read
+  if (bad) best.token = -1;
+  return best;
+}

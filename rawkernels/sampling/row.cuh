@@ -1,0 +1,88 @@
+// One row of logits, shared by the blocks of a cluster: which part is whose, and what they reduce together.
+#pragma once
+
+#include "ptx/cluster.cuh"
+
+constexpr int kGroup = 128;  // indices that a warp takes together: four a lane, 32 apart, as tile/philox.cuh numbers them
+constexpr int kWarps = Config::threads / 32;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMaxFloat = 3.402823466e38f;
+#define kInfinity __int_as_float(0x7f800000)
+
+struct Segment {  // indices [begin, end)
+  int begin, end;
+};
+
+__device__ __forceinline__ int rank_in_cluster() { return Config::cluster > 1 ? ptx::cluster_ctarank() : 0; }
+
+__device__ __forceinline__ Segment own_segment(int vocab) {
+  const int groups = (vocab + kGroup - 1) / kGroup;
+  const int part = (groups + Config::cluster - 1) / Config::cluster * kGroup;
+  const int begin = min(rank_in_cluster() * part, vocab);
+  return {begin, min(begin + part, vocab)};
+}
+
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Config::cluster > 1) {
+    ptx::cluster_barrier();
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+template <class T>
+__device__ __forceinline__ T* of_rank(T* pointer, int rank) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Config::cluster > 1) return ptx::mapa(pointer, rank);
+#endif
+  return pointer;
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Unsigned integers in the order of the floats.
+__device__ __forceinline__ unsigned ordered(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float from_ordered(unsigned key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// What log2(p) grows by for each unit of a logit. Finite, since 0 times it must be 0.
+__device__ __forceinline__ float log2_per_logit(float temperature) { return fminf(kLog2e / temperature, kMaxFloat); }
+
+struct Add {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Max {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel decides.
+// `slots` holds kWarps + 1 values, its own for each reduction of a launch, since other blocks may read it until the next.
+template <class T, class Op>
+__device__ __forceinline__ T reduce_cluster(T value, Op op, T* slots) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < kWarps; ++warp) value = op(value, slots[warp]);
+    slots[kWarps] = value;
+  }
+  sync_cluster();
+  value = *of_rank(slots + kWarps, 0);
+#pragma unroll
+  for (int rank = 1; rank < Config::cluster; ++rank) value = op(value, *of_rank(slots + kWarps, rank));
+  return value;
+}

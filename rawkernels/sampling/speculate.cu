@@ -1,0 +1,97 @@
+// Speculative sampling: which draft tokens of a row are accepted, and the token that is drawn after them.
+//
+// draft_tokens and parents (rows, drafts), draft_probs (rows, drafts, vocab), target_probs (rows, drafts + 1, vocab) float32
+// -> tokens (rows, drafts + 1), accepted (rows,). A cluster of Config::cluster blocks shares a row; grid (rows * cluster).
+//
+// What a token is judged by after some siblings were rejected is worked out anew from theirs and the target's
+// probabilities wherever it is needed: nothing of the size of the vocabulary is stored.
+#include "sampling/params.cuh"
+#include "sampling/race.cuh"
+
+constexpr int kMaxDrafts = 256;
+
+struct SpeculateParams {
+  const int* draft_tokens;
+  const int* parents;  // null: a chain
+  const float* draft_probs;
+  const float* target_probs;
+  int* tokens;
+  int* accepted;
+  RowValue<unsigned long long> seed, offset;
+  int drafts, vocab;
+};
+
+struct Smem {
+  RaceSmem race;
+  double sums[2][kWarps + 1];
+  int rejected[kMaxDrafts];  // since the last accepted token
+  double left[kMaxDrafts];   // what each rejection left of the mass
+};
+
+extern "C" __global__ void
+#if __CUDA_ARCH__ >= 900
+__cluster_dims__(Config::cluster, 1, 1)
+#endif
+__launch_bounds__(Config::threads, Config::blocks_per_sm) speculate(const SpeculateParams params) {
+  __shared__ Smem smem;
+  const int row = blockIdx.x / Config::cluster;
+  const bool writes = threadIdx.x == 0 && rank_in_cluster() == 0;
+  const Segment segment = own_segment(params.vocab);
+  const long long vocab = params.vocab;
+  const int* const drafted = params.draft_tokens + static_cast<long long>(row) * params.drafts;
+  const int* const parents = params.parents ? params.parents + static_cast<long long>(row) * params.drafts : nullptr;
+  const float* const proposals = params.draft_probs + row * params.drafts * vocab;
+  const float* const targets = params.target_probs + row * (params.drafts + 1) * vocab;
+  int* const tokens = params.tokens + static_cast<long long>(row) * (params.drafts + 1);
+  const PhiloxKey key = {params.seed[row], params.offset[row]};
+
+  int node = -1, accepted = 0, rejected = 0;
+  const auto remaining = [&](int i) {
+    double p = targets[(node + 1) * vocab + i];
+    for (int r = 0; r < rejected; ++r) {
+      const double rest = p - double(proposals[smem.rejected[r] * vocab + i]);
+      p = (rest > 0.0 || rest != rest ? rest : 0.0) / smem.left[r];
+    }
+    return p;
+  };
+
+  int sums = 0;
+  for (int draft = 0; draft < params.drafts; ++draft) {
+    const int token = drafted[draft];
+    if ((parents ? parents[draft] : draft - 1) != node || token < 0 || token >= params.vocab) continue;
+    const float* const proposal = proposals + draft * vocab;
+    const double u = philox_uniform(key, kAcceptStream, draft);
+    if (u * double(proposal[token]) < remaining(token)) {
+      if (writes) tokens[accepted] = token;
+      ++accepted;
+      node = draft;
+      rejected = 0;
+      continue;
+    }
+    double sum = 0.0;
+    for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
+      const double rest = remaining(i) - double(proposal[i]);
+      sum += rest > 0.0 || rest != rest ? rest : 0.0;
+    }
+    sum = reduce_cluster(sum, Add(), smem.sums[sums++ % 2]);
+    if (sum > 0.0) {  // else nothing is left, by rounding, and the proposal was the target
+      if (threadIdx.x == 0) {
+        smem.rejected[rejected] = draft;
+        smem.left[rejected] = sum;
+      }
+      ++rejected;
+      __syncthreads();
+    }
+  }
+
+  bool bad = false;
+  const auto score = [&](int i) { return 0.6931471805599453f * ptx::lg2(float(remaining(i))); };
+  const auto exact = [&](int i, float) { return log(remaining(i)); };
+  const Draw best = race(score, exact, segment, kLog2e, key, smem.race, bad);
+  const Draw winner = best_of_cluster(best, bad, smem.race);
+  if (writes) {
+    tokens[accepted] = winner.token;
+    for (int i = accepted + 1; i <= params.drafts; ++i) tokens[i] = -1;
+    params.accepted[row] = accepted;
+  }
+}

@@ -1,0 +1,301 @@
+"""Sampling on a GPU: the same tokens as NumPy draws, and the degenerate rows, shapes and graphs of its own."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuattn import sampling
+from cuattn._philox import uniform
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+VOCABS = [2, 31, 128, 129, 1000, 4097, 32768, 50257, 128256, 151936, 300000]
+FILTERS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 3000},
+    {"top_p": 0.9},
+    {"top_p": 0.1},
+    {"min_p": 0.05},
+    {"typical_p": 0.8},
+    {"top_k": 50, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 700, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9},
+]
+
+
+def logits_of(rng, rows, vocab, dtype="float32", std=4.0):
+    return (std * rng.standard_normal((rows, vocab), dtype=np.float32)).astype(DTYPES[dtype])
+
+
+def name_of(parameters):
+    return "-".join(f"{name}{value}" for name, value in parameters.items()) or "plain"
+
+
+@pytest.mark.parametrize("parameters", FILTERS, ids=name_of)
+@pytest.mark.parametrize("std", [1.0, 4.0])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_tokens_are_those_of_numpy(rng, vocab, std, parameters):
+    parameters = dict(parameters)
+    if "top_k" in parameters:
+        parameters["top_k"] = min(parameters["top_k"], vocab)
+    logits = logits_of(rng, 3, vocab, std=std)
+    seed, offset = rng.integers(0, 2**62, 3), rng.integers(0, 2**62, 3)
+    expected = sampling.sample(logits, seed=seed, offset=offset, **parameters)
+    tokens = sampling.sample(cupy.asarray(logits), seed=seed, offset=offset, **parameters)
+    assert np.array_equal(tokens.get(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 127, 128, 400])
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 50}, {"top_p": 0.8}], ids=name_of)
+def test_any_batch_and_dtype_gives_the_same_tokens(rng, dtype, rows, parameters):
+    logits = logits_of(rng, rows, 3001, dtype)
+    seed = rng.integers(0, 2**62, rows)
+    expected = sampling.sample(logits, seed=seed, offset=7, **parameters)
+    on_gpu = cupy.asarray(logits)
+    tokens = sampling.sample(on_gpu, seed=seed, offset=7, **parameters)
+    assert np.array_equal(tokens.get(), expected)
+    one = sampling.sample(on_gpu[rows // 2], seed=int(seed[rows // 2]), offset=7, **parameters)
+    assert int(one) == expected[rows // 2]
+
+
+@pytest.mark.parametrize("parameters", FILTERS[1:], ids=name_of)
+@pytest.mark.parametrize("vocab", [129, 32768, 128256])
+def test_filters_keep_what_numpy_keeps(rng, vocab, parameters):
+    parameters = dict(parameters)
+    if "top_k" in parameters:
+        parameters["top_k"] = min(parameters["top_k"], vocab)
+    logits = logits_of(rng, 2, vocab, std=2.0)
+    expected = sampling.filter_logits(logits, **parameters)
+    found = sampling.filter_logits(cupy.asarray(logits), **parameters).get()
+    by_mass = parameters.get("top_p", 1) < 1 or parameters.get("typical_p", 1) < 1
+    differ = (found != expected).sum()
+    if not by_mass:
+        assert differ == 0
+    elif differ:  # sums of float32 exponentials: the token at the crossing may fall on either side
+        assert differ <= 4
+        there, here = (np.exp(x.astype(np.float64)).sum(axis=1) for x in (expected, found))
+        assert np.allclose(here, there, rtol=1e-5)
+    same = (found > -np.inf) & (expected > -np.inf)
+    assert np.array_equal(found[same], expected[same])
+
+
+def test_ties_rank_by_index():
+    logits = cupy.zeros((2, 200_000), np.float32)
+    logits[1, 150_000:] = 1
+    for top_k in (1, 3, 1000, 60_000):
+        found = sampling.filter_logits(logits, top_k=top_k).get() > -np.inf
+        expected = sampling.filter_logits(logits.get(), top_k=top_k) > -np.inf
+        assert np.array_equal(found, expected)
+    found = sampling.filter_logits(logits[:1, :1024], top_p=0.5).get() > -np.inf
+    assert np.array_equal(np.flatnonzero(found[0]), np.arange(512))
+    values, indices = sampling.top_k(logits, 300)
+    assert np.array_equal(indices.get()[0], np.arange(300))
+    assert np.array_equal(indices.get()[1], 150_000 + np.arange(300))
+    assert (values.get() == [[0], [1]]).all()
+    signed = cupy.asarray([[0.0, -0.0, 0.0, -0.0]], np.float32)
+    assert sampling.top_k(signed, 4)[1].get().tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("parameters", FILTERS, ids=name_of)
+@pytest.mark.parametrize("rows", [5, 200])
+def test_degenerate_rows_harm_no_other(rng, rows, parameters):
+    logits = logits_of(rng, rows, 5000)
+    logits[0, 4000] = np.nan
+    logits[1] = -np.inf
+    logits[2] = -np.inf
+    logits[2, 4999] = -50
+    logits[3, 0] = np.inf
+    expected = sampling.sample(logits, seed=3, **parameters)
+    assert expected[:4].tolist() == [-1, -1, 4999, -1]
+    tokens = sampling.sample(cupy.asarray(logits), seed=3, **parameters)
+    assert np.array_equal(tokens.get(), expected)
+    found = sampling.filter_logits(cupy.asarray(logits), **parameters).get()
+    assert np.isnan(found[[0, 3]]).all() and (found[1] == -np.inf).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e6, 1e37])
+def test_logits_of_any_size(rng, scale):
+    logits = logits_of(rng, 4, 9001, std=1.0) * np.float32(scale)
+    logits[1, 5] = -3e38
+    for parameters in FILTERS[:11]:
+        expected = sampling.sample(logits, seed=1, **parameters)
+        tokens = sampling.sample(cupy.asarray(logits), seed=1, **parameters)
+        assert np.array_equal(tokens.get(), expected), parameters
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("vocab", "k"), [(2, 1), (50, 50), (128256, 50), (32768, 512), (5000, 2000)]
+)
+def test_top_k_values_and_indices(rng, dtype, vocab, k):
+    logits = logits_of(rng, 5, vocab, dtype)
+    logits[1, vocab // 2] = np.nan
+    logits[2] = -np.inf
+    values, indices = sampling.top_k(cupy.asarray(logits), k)
+    expected = sampling.top_k(logits, k)
+    assert np.array_equal(indices.get(), expected[1])
+    assert np.array_equal(values.get().astype(float), expected[0].astype(float), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [2, 129, 128256])
+def test_softmax(rng, dtype, vocab):
+    logits = logits_of(rng, 4, vocab, dtype)
+    logits[1] = -np.inf
+    logits[2, 1] = np.nan
+    heat = np.array([1.0, 1.0, 1.0, 0.0])
+    expected = sampling.softmax(logits, temperature=heat)
+    found = sampling.softmax(cupy.asarray(logits), temperature=heat).get()
+    assert np.allclose(found, expected, rtol=2e-5, atol=1e-12, equal_nan=True)
+
+
+def test_parameters_on_the_device_are_clamped():
+    logits = np.random.default_rng(3).standard_normal((6, 500)).astype(np.float32)
+    given = {
+        "temperature": [-1.0, np.nan, 1.0, 1.0, 1.0, 1.0],
+        "top_k": [500, 500, -3, 10_000, 500, 500],
+        "top_p": [1.0, 1.0, 1.0, 7.0, -1.0, np.nan],
+    }
+    valid = {
+        "temperature": [0.0, 0.0, 1.0, 1.0, 1.0, 1.0],
+        "top_k": [500, 500, 1, 500, 500, 500],
+        "top_p": [1.0, 1.0, 1.0, 1.0, 0.0, 0.0],
+    }
+    tokens = sampling.sample(
+        cupy.asarray(logits), seed=2, **{name: cupy.asarray(value) for name, value in given.items()}
+    )
+    arrays = {name: np.array(value) for name, value in valid.items()}
+    assert np.array_equal(tokens.get(), sampling.sample(logits, seed=2, **arrays))
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 20, "top_p": 0.9}], ids=name_of)
+def test_offsets_advance_on_the_device_between_replays(rng, parameters):
+    logits = logits_of(rng, 4, 3000, std=1.0)
+    on_gpu, offset = cupy.asarray(logits), cupy.zeros(4, np.uint64)
+    sampling.sample(on_gpu, seed=9, offset=offset, **parameters)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        tokens = sampling.sample(on_gpu, seed=9, offset=offset, **parameters)
+        offset += np.uint64(1)
+        graph = stream.end_capture()
+        for step in range(4):
+            graph.launch(stream)
+            stream.synchronize()
+            expected = sampling.sample(logits, seed=9, offset=step, **parameters)
+            assert np.array_equal(tokens.get(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_penalties_are_those_of_numpy(rng, dtype):
+    logits = logits_of(rng, 4, 9000, dtype)
+    tokens = rng.integers(-1, 9000, (4, 300))
+    tokens[:, ::3] = 17
+    bias, mask = rng.standard_normal((4, 9000), dtype=np.float32), rng.random(9000) < 0.5
+    words = np.packbits(np.pad(mask, (0, 9024 - 9000)), bitorder="little").view(np.uint32)
+    triples = (np.array([0, 1, 1]), np.array([5, 17, 8999]), np.array([1.5, -2.0, 3.0]))
+    cases = [
+        {},
+        {"repetition": 1.3, "frequency": np.array([0.1, 0.2, 0.0, -0.1]), "presence": 0.5},
+        {"logit_bias": bias, "allowed": mask, "repetition": 1.2},
+        {"logit_bias": triples, "allowed": words},
+    ]
+    for options in cases:
+        expected = sampling.apply_penalties(logits, tokens, **options).astype(np.float64)
+        there = {
+            name: tuple(map(cupy.asarray, value))
+            if isinstance(value, tuple)
+            else cupy.asarray(value)
+            if name in ("logit_bias", "allowed")
+            else value
+            for name, value in options.items()
+        }
+        found = sampling.apply_penalties(cupy.asarray(logits), cupy.asarray(tokens), **there)
+        step = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+        assert found.dtype == DTYPES[dtype]
+        found = found.get().astype(np.float64)
+        assert np.array_equal(np.isneginf(found), np.isneginf(expected))
+        assert np.allclose(found, expected, rtol=step, atol=4e-6)
+
+
+@pytest.mark.parametrize("parents", [None, [-1, -1, 0, 0, 1]], ids=["chain", "tree"])
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_speculation_is_that_of_numpy(rng, vocab, parents):
+    rows, drafts = 50, 5
+    target = rng.dirichlet(np.full(vocab, 0.1), (rows, drafts + 1)).astype(np.float32)
+    draft = (0.5 * target[:, :drafts] + 0.5 / vocab).astype(np.float32)
+    drawn = np.array(
+        [[rng.choice(vocab, p=p / p.sum()) for p in row.astype(float)] for row in draft]
+    )
+    drawn[0, 2:] = -1
+    target[1, :, 3] = np.nan
+    options = {"seed": rng.integers(0, 2**62, rows), "offset": 5}
+    there = [cupy.asarray(a) for a in (drawn, draft, target)]
+    if parents is None:
+        expected = sampling.speculative_sample(drawn, draft, target, **options)
+        found = sampling.speculative_sample(*there, **options)
+    else:
+        tree = np.broadcast_to(np.array(parents), (rows, drafts)).copy()
+        expected = sampling.speculative_sample_tree(drawn, tree, draft, target, **options)
+        found = sampling.speculative_sample_tree(
+            there[0], cupy.asarray(tree), *there[1:], **options
+        )
+    assert np.array_equal(found[1].get(), expected[1])
+    assert np.array_equal(found[0].get(), expected[0])
+    assert expected[1].max() > 0 and expected[1].min() == 0
+
+
+def test_logprobs_and_beams_are_those_of_numpy(rng):
+    logits = logits_of(rng, 12, 3000)
+    logits[11] = -np.inf
+    tokens = rng.integers(0, 3000, (12, 3))
+    expected = sampling.logprobs(logits, tokens, top_n=7)
+    found = sampling.logprobs(cupy.asarray(logits), cupy.asarray(tokens), top_n=7)
+    assert np.array_equal(found[2].get(), expected[2])
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert np.allclose(a.get(), b, rtol=1e-5, atol=1e-5)
+    beams, scores = logits.reshape(3, 4, 3000), rng.standard_normal((3, 4)).astype(np.float32)
+    scores[0, 1:] = -np.inf
+    expected = sampling.beam_step(beams, scores)
+    found = sampling.beam_step(cupy.asarray(beams), cupy.asarray(scores))
+    assert np.allclose(found[0].get(), expected[0], rtol=1e-5)
+    assert np.array_equal(found[1].get(), expected[1]) and np.array_equal(
+        found[2].get(), expected[2]
+    )
+
+
+def test_rows_any_stride_apart_and_far_apart(rng):
+    wide = cupy.asarray(logits_of(rng, 6, 700))
+    part = wide[::2, 5:618]
+    assert np.array_equal(
+        sampling.sample(part, seed=4, top_k=9).get(), sampling.sample(part.get(), seed=4, top_k=9)
+    )
+    row = logits_of(rng, 1, 1000, "bfloat16")
+    far = cupy.zeros((2_200_000_000,), np.uint8).view(DTYPES["bfloat16"])
+    rows = cupy.lib.stride_tricks.as_strided(far, (2, 1000), (2_199_990_000 // 2 * 2, 2))
+    rows[1] = cupy.asarray(row[0])
+    assert int(sampling.sample(rows, seed=1)[1]) == sampling.sample(row, seed=1)[0]
+
+
+def test_uniform_numbers_are_numpys_bit_for_bit():
+    """Of two tokens whose logits differ by d, the first wins iff E1 / E0 > exp(-d): bisection reads the ratio's bits."""
+    seeds = np.arange(4000)
+    pair = np.zeros((4000, 2), np.float32)
+    u = uniform(seeds.astype(np.uint64), np.zeros(4000, np.uint64), 2).astype(np.float64)
+    gap = np.log(np.log1p(-u[:, 0]) / np.log1p(-u[:, 1]))
+    for shift in (-1e-6, 1e-6):
+        pair[:, 0] = (gap * (1 + shift)).astype(np.float32)
+        tokens = sampling.sample(cupy.asarray(pair), seed=seeds).get()
+        assert np.array_equal(tokens, sampling.sample(pair, seed=seeds))
