@@ -708,7 +708,7 @@ class FilterConfig(Config):
     cluster: int
     resident: bool
     blocks_per_sm: int = 2
-    unroll: int = 2
+    unroll: int = 1
 
     @property
     def threads(self) -> int:
@@ -739,7 +739,8 @@ def sample(dtype: str, rows: int, arch: str) -> Launch:
 
 def filter_rows(dtype: str, rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
     """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
-    part = -(-(-(-vocab // 128)) // CLUSTER) * 512
+    groups = (vocab + 127) // 128
+    part = -(-groups // CLUSTER) * 128 * 4
     resident = capability(arch) >= 90 and part <= RESIDENT_BYTES
     variant = _filter_variant(dtype, resident)
     return Launch(variant, (rows * variant.config.cluster,)), part if resident else 0
@@ -770,7 +771,7 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
 
 
 def _sample_variant(dtype: str, cluster: int) -> Variant:
-    config = SampleConfig(dtype, cluster, blocks_per_sm=2, unroll=4, threads_per_block=512)
+    config = SampleConfig(dtype, cluster, blocks_per_sm=3, unroll=4, threads_per_block=256)
     return Variant("sampling/sample.cu", "sample", config)
 
 
