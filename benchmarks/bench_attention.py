@@ -1,4 +1,5 @@
-"""Forward attention: 16384 tokens and 2048 features, cut into heads and sequences in every common way.
+"""Forward attention: 16384 tokens and 2048 features, cut into heads and sequences in every common
+way.
 
 ``pytest benchmarks/bench_attention.py --benchmark-json=benchmarks/results/NAME.json``
 """

@@ -1,4 +1,5 @@
-"""What a call costs on the host: an ordinary one above a bare launch, and the first one, which compiles.
+"""What a call costs on the host: an ordinary one above a bare launch, and the first one, which
+compiles.
 
 ``pytest benchmarks/bench_host.py --benchmark-json=benchmarks/results/NAME.json``
 """
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.benchmark(timer=timing.clock)
 def bench_call(benchmark):
-    """One small float16 call with `out`, beside the launch of an empty kernel with arguments of the same size."""
+    """One small float16 call with `out`, beside the launch of an empty kernel with arguments of the
+    same size."""
     q, k, v = (cupy.random.standard_normal((1, 64, 2, 64)).astype(np.float16) for _ in "qkv")
     out = cupy.empty_like(q)
     code = """
@@ -63,7 +65,8 @@ print(time.perf_counter() - start)
 
 
 def bench_first_call(benchmark, tmp_path):
-    """The first call of a process: with an empty kernel cache, which compiles, and with the cache it leaves behind."""
+    """The first call of a process: with an empty kernel cache, which compiles, and with the cache
+    it leaves behind."""
     environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", FIRST_CALL]
 

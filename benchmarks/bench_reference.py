@@ -1,4 +1,5 @@
-"""Forward attention on the CPU: cuattn's NumPy side beside torch, where it is installed; both on all cores.
+"""Forward attention on the CPU: cuattn's NumPy side beside torch, where it is installed; both on
+all cores.
 
 ``pytest benchmarks/bench_reference.py --benchmark-json=benchmarks/results/NAME.json``
 """

@@ -35,8 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_benchmark_generate_machine_info() -> dict:
     """The GPU, the driver and the versions; nothing about whose machine it is."""
+    cpu = cpuinfo.get_cpu_info().get("brand_raw", platform.machine())
     info = {
-        "cpu": f"{cpuinfo.get_cpu_info().get('brand_raw', platform.machine())}, {os.cpu_count()} cores",
+        "cpu": f"{cpu}, {os.cpu_count()} cores",
         "system": platform.system(),
         "python": platform.python_version(),
         "cuattn": cuattn.__version__,
@@ -56,7 +57,8 @@ def pytest_benchmark_generate_machine_info() -> dict:
 
 
 def pytest_benchmark_generate_commit_info() -> dict:
-    """The commit that was measured; $CUATTN_COMMIT where the tree was copied without its history."""
+    """The commit that was measured; $CUATTN_COMMIT where the tree was copied without its
+    history."""
     return {"id": os.environ.get("CUATTN_COMMIT") or _output("git", "rev-parse", "HEAD")}
 
 

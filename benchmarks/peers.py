@@ -1,7 +1,8 @@
-"""Other implementations of attention, each behind the same face; those that cannot be imported stay away.
+"""Other implementations of attention, each behind the same face; those that cannot be imported stay
+away.
 
-None is a dependency. CuPy arrays go to them by DLPack, without a copy, as 16-bit integers that are then seen as what they
-are, since not every DLPack reader knows bfloat16.
+None is a dependency. CuPy arrays go to them by DLPack, without a copy, as 16-bit integers that are
+then seen as what they are, since not every DLPack reader knows bfloat16.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def attention_forward(
     causal : bool
         With as many queries as keys, so that every peer means the same by it.
     portable : bool
-        Only the peers whose kernels run on Ampere and newer, with the instructions that all of these have.
+        Only the peers whose kernels run on Ampere and newer, with the instructions that all of
+        these have.
     """
     torch = importlib.util.find_spec("torch")
     if torch:
@@ -77,6 +79,19 @@ def attention_forward_cpu(
         yield timing.Contestant("torch", run, timing.by_wall)
 
 
+def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:
+    """Every peer that computes attention of one query to contiguous caches; a launch is a graph
+    replay of all sets.
+
+    Parameters
+    ----------
+    sets : list of (q, k, v)
+        As in `attention_forward`, with one query and all keys valid.
+    """
+    if importlib.util.find_spec("torch"):
+        yield timing.Contestant("cuDNN", _torch_sdpa_graph("CUDNN_ATTENTION", sets))
+
+
 def to_cupy(array: Any) -> Any:
     """A peer's result as a float32 CuPy array (batch, seqlen, heads, head_dim)."""
     import cupy
@@ -103,6 +118,34 @@ def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[i
     def run(launches: int) -> Any:
         with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
             return rotated(launches)
+
+    return run
+
+
+def _torch_sdpa_graph(backend: str, sets: list[tuple]) -> Callable[[int], Any]:
+    """torch's scaled_dot_product_attention on all sets, captured in one CUDA graph."""
+    import cupy
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def heads_first(array: Any) -> Any:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16).transpose(1, 2)
+
+    tensors = [tuple(map(heads_first, arrays)) for arrays in sets]
+    graph = torch.cuda.CUDAGraph()
+    with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attend(*tensors[0], enable_gqa=True)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for arrays in tensors:
+                attend(*arrays, enable_gqa=True)
+
+    def run(replays: int) -> None:
+        stream = cupy.cuda.get_current_stream()
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+            for _ in range(replays):
+                graph.replay()
 
     return run
 

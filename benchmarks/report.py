@@ -1,7 +1,7 @@
 """Recorded figures -> the README's table and the plots.
 
-``python -m benchmarks.report`` prints the table; with ``--write`` it goes into README.md between its ``benchmarks`` marks, and the
-plots into docs/images/.
+``python -m benchmarks.report`` prints the table; with ``--write`` it goes into README.md between
+its ``benchmarks`` marks, and the plots into docs/images/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ COLOURS = {"cuattn": "#d1495b", "FA-2": "#9fb1bd", "cuDNN": "#66829a", "FA-3": "
 
 
 def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
-    """A group's benchmarks in files that pytest-benchmark wrote: the last of each, with its machine and commit."""
+    """A group's benchmarks in files that pytest-benchmark wrote: the last of each, with its machine
+    and commit."""
     latest: dict[str, dict[str, Any]] = {}
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for run in sorted(runs, key=lambda run: run["datetime"]):
@@ -66,15 +67,16 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def comparison(records: list[dict[str, Any]], what: str = "cuattn") -> list[str]:
-    """One line for each peer: the geometric mean, the least and the most of cuattn's speed over the peer's."""
+    """One line for each peer: the geometric mean, the least and the most of cuattn's speed over the
+    peer's."""
     lines = []
     for name in COLOURS:
         ratios = [r["tflops"]["cuattn"] / r["tflops"][name] for r in records if name in r["tflops"]]
         if name != "cuattn" and ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             lines.append(
-                f"- {what}'s speed over {name}'s: {mean:.2f}× in the geometric mean of {len(ratios)} shapes, "
-                f"{min(ratios):.2f}× at least, {max(ratios):.2f}× at most."
+                f"- {what}'s speed over {name}'s: {mean:.2f}× in the geometric mean of "
+                f"{len(ratios)} shapes, {min(ratios):.2f}× at least, {max(ratios):.2f}× at most."
             )
     return lines
 
@@ -86,12 +88,14 @@ def host(records: list[dict[str, Any]]) -> list[str]:
         if "microseconds" in r:
             call, bare = r["microseconds"]["call"], r["microseconds"]["bare launch"]
             lines.append(
-                f"- A call takes the host {call:.1f} µs; the bare launch of an empty kernel takes {bare:.1f} µs."
+                f"- A call takes the host {call:.1f} µs; "
+                f"the bare launch of an empty kernel takes {bare:.1f} µs."
             )
         if "compiling_ms" in r:
             lines.append(
-                f"- The first call of a variant takes {r['compiling_ms']:.0f} ms, with compiling it, and "
-                f"{r['cached_ms']:.0f} ms in later processes, which find it in the kernel cache."
+                f"- The first call of a variant takes {r['compiling_ms']:.0f} ms, "
+                f"with compiling it, and {r['cached_ms']:.0f} ms in later processes, "
+                "which find it in the kernel cache."
             )
     return lines
 
@@ -118,16 +122,17 @@ def provenance(records: list[dict[str, Any]]) -> str:
             f"{name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
         )
         runs[(r["date"], r["commit"])] = (
-            f"{r['dtype']}, 16384 tokens, heads · head_dim = 2048; {m['gpu']}, driver {m['driver']}, "
-            f"NVRTC {m['nvrtc']}, CuPy {m['cupy']}, {peers}; {r['date']}, commit {r['commit'][:10]}. "
-            f"In the same process cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³) and a copy "
-            f"{r['copy_tb_per_s']:.2f} TB/s."
+            f"{r['dtype']}, 16384 tokens, heads · head_dim = 2048; {m['gpu']}, "
+            f"driver {m['driver']}, NVRTC {m['nvrtc']}, CuPy {m['cupy']}, {peers}; {r['date']}, "
+            f"commit {r['commit'][:10]}. In the same process cuBLAS reached "
+            f"{r['matmul_tflops']:.0f} TFLOP/s (8192³) and a copy {r['copy_tb_per_s']:.2f} TB/s."
         )
     return " ".join(runs.values())
 
 
 def plot(records: list[dict[str, Any]], file: pathlib.Path) -> None:
-    """Draw bars of TFLOP/s over seqlen: a row of panels for each mask, a column for each head_dim."""
+    """Draw bars of TFLOP/s over seqlen: a row of panels for each mask, a column for each
+    head_dim."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -174,7 +179,8 @@ def plot(records: list[dict[str, Any]], file: pathlib.Path) -> None:
     figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False)
     gpu = records[0]["machine"]["gpu"]
     figure.supxlabel(
-        f"attention forward, {records[0]['dtype']}, {gpu}; dotted: cuBLAS matmul in the same process",
+        f"attention forward, {records[0]['dtype']}, {gpu}; "
+        "dotted: cuBLAS matmul in the same process",
         fontsize=9,
     )
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +200,8 @@ def main(argv: list[str] | None = None) -> None:
     records = load(files, "attention forward")
     if not records:
         parser.error(
-            "no recorded figures: run pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
+            "no recorded figures: run "
+            "pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
         )
     text = "\n".join(
         [

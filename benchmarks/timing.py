@@ -1,8 +1,8 @@
 """Timing several contestants, turn by turn, in one process.
 
-A big kernel heats the chip until its clock falls, and the next one measured pays for it. Contestants therefore take
-turns of some milliseconds, round after round, and each is judged by the median of its turns: what one figure is worth
-depends on the day, their ratio does not.
+A big kernel heats the chip until its clock falls, and the next one measured pays for it.
+Contestants therefore take turns of some milliseconds, round after round, and each is judged by the
+median of its turns: what one figure is worth depends on the day, their ratio does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def by_events(run: Callable[[int], Any], launches: int) -> float:
 
 
 def by_host(run: Callable[[int], Any], launches: int) -> float:
-    """Seconds on the host of ``run(launches)`` and of waiting for its last result: for JAX, whose streams are its own."""
+    """Seconds on the host of ``run(launches)`` and of waiting for its last result: for JAX, whose
+    streams are its own."""
     import cupy
 
     cupy.cuda.runtime.deviceSynchronize()
@@ -36,7 +37,8 @@ def by_host(run: Callable[[int], Any], launches: int) -> float:
 
 
 def by_issue(run: Callable[[int], Any], launches: int) -> float:
-    """Seconds the host takes to issue ``run(launches)``, on an idle device whose queue holds them all."""
+    """Seconds the host takes to issue ``run(launches)``, on an idle device whose queue holds them
+    all."""
     import cupy
 
     cupy.cuda.runtime.deviceSynchronize()
@@ -54,20 +56,23 @@ def by_wall(run: Callable[[int], Any], launches: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """Something that can be timed: `run(n)` launches it n times, asynchronously, and returns the last result."""
+    """Something that can be timed: `run(n)` launches it n times, asynchronously, and returns the
+    last result."""
 
     name: str
     run: Callable[[int], Any]
     timer: Callable[[Callable[[int], Any], int], float] = by_events
 
     def launches(self, seconds: float) -> int:
-        """How many launches take about `seconds`, once it is warm; never more than a device's queue holds."""
+        """How many launches take about `seconds`, once it is warm; never more than a device's queue
+        holds."""
         self.timer(self.run, 2)
         return max(1, min(200, round(seconds / (self.timer(self.run, 4) / 4))))
 
 
 class Clock:
-    """A clock that shows what a race measured: pytest-benchmark reads it, and a race moves it on."""
+    """A clock that shows what a race measured: pytest-benchmark reads it, and a race moves it
+    on."""
 
     now = 0.0
 
@@ -79,7 +84,8 @@ clock = Clock()
 
 
 def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 15, turn: float = 8e-3):
-    """Time contestants turn by turn; pytest-benchmark's figures become the first one's seconds per launch.
+    """Time contestants turn by turn; pytest-benchmark's figures become the first one's seconds per
+    launch.
 
     Parameters
     ----------
@@ -111,7 +117,8 @@ def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 15, tur
 
 
 def rotate(function: Callable[..., Any], inputs: list[tuple]) -> Callable[[int], Any]:
-    """``run(n)`` that calls `function` on each of several sets of inputs in turn, so that no call finds its own in L2."""
+    """``run(n)`` that calls `function` on each of several sets of inputs in turn, so that no call
+    finds its own in L2."""
 
     def run(launches: int) -> Any:
         for launch in range(launches):

@@ -14,9 +14,10 @@ def main(argv: list[str] | None = None) -> int:
         "compile",
         help="compile every kernel, report its resources, and warm the cache of this machine's GPU",
         description=(
-            "Compile every kernel variant that can ever be chosen and print one row each: kernel, config, registers, "
-            "shared memory, spills, milliseconds. Needs no GPU; where there is one of a named architecture, its kernel "
-            "cache is filled as well. Exits 1 if a kernel does not compile, spills, or has a serialised instruction."
+            "Compile every kernel variant that can ever be chosen and print one row each: kernel, "
+            "config, registers, shared memory, spills, milliseconds. Needs no GPU; where there is "
+            "one of a named architecture, its kernel cache is filled as well. Exits 1 if a kernel "
+            "does not compile, spills, or has a serialised instruction."
         ),
     )
     compile_.add_argument(

@@ -29,8 +29,8 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
     function : str
         The public function, for error messages.
     **named
-        Arguments by name. ``None`` stays ``None``. NumPy and CuPy arrays are taken as they are; objects with
-        ``__cuda_array_interface__`` or ``__dlpack__`` are wrapped without a copy.
+        Arguments by name. ``None`` stays ``None``. NumPy and CuPy arrays are taken as they are;
+        objects with ``__cuda_array_interface__`` or ``__dlpack__`` are wrapped without a copy.
 
     Returns
     -------

@@ -12,7 +12,8 @@ import cuattn
 
 
 def show_config() -> None:
-    """Print the versions cuattn runs with, the devices it sees, their kernels, and the kernel cache.
+    """Print the versions cuattn runs with, the devices it sees, their kernels, and the kernel
+    cache.
 
     Put its output into a bug report. Nothing is compiled, and nothing is allocated on a device.
 
@@ -32,7 +33,8 @@ def _lines() -> Iterator[str]:
     try:
         import cupy
     except ImportError as error:
-        yield f"cupy          not available ({error}); NumPy arrays are served, pip install cuattn[cuda13] adds the GPU"
+        yield f"cupy          not available ({error}); NumPy arrays are served"
+        yield f"{'':13} pip install cuattn[cuda13] adds the GPU"
         return
     yield f"cupy          {cupy.__version__}"
     yield f"cuda-bindings {_version('cuda-bindings')}"

@@ -20,9 +20,10 @@ MAX_HEAD_DIM = 256
 class AttentionSpec:
     """The semantics of one attention call: every number that is known on the host.
 
-    Query ``i`` sees keys ``j`` with ``i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q +
-    window_right``; ``None`` on a side means no limit there. ``causal`` is folded into `window_right`. For varlen calls
-    `batch` counts the sequences, `seqlen_q` and `seqlen_k` are totals, and the window is relative to each sequence.
+    Query ``i`` sees keys ``j`` with ``i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k -
+    seqlen_q + window_right``; ``None`` on a side means no limit there. ``causal`` is folded into
+    `window_right`. For varlen calls `batch` counts the sequences, `seqlen_q` and `seqlen_k` are
+    totals, and the window is relative to each sequence.
     """
 
     batch: int
@@ -63,7 +64,8 @@ class AttentionSpec:
 
 
 def _cached(function: Callable[..., AttentionSpec]) -> Callable[..., AttentionSpec]:
-    """Remember results by arguments; one that cannot be hashed goes to the checks, which name it."""
+    """Remember results by arguments; one that cannot be hashed goes to the checks, which name
+    it."""
     cached = functools.lru_cache(maxsize=4096)(function)
 
     @functools.wraps(function)
@@ -94,7 +96,8 @@ def attention_spec(
     softcap: float | None = None,
     dropout: float = 0.0,
     sequences: int | None = None,
-    names: tuple[str, ...] = ("q", "k", "v"),
+    names: tuple[str, str, str] = ("q", "k", "v"),
+    dropout_name: str = "dropout",
 ) -> AttentionSpec:
     """Check shapes and options of one call; the result is cached by its arguments.
 
@@ -103,7 +106,8 @@ def attention_spec(
     function : str
         The public function, for error messages.
     q, k, v : tuple of int
-        Shapes: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) where `sequences` is given.
+        Shapes: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) where `sequences` is
+        given.
     q_dtype, k_dtype, v_dtype : numpy.dtype
         Their dtypes.
     causal, window, scale, softcap, dropout
@@ -115,12 +119,12 @@ def attention_spec(
     names : tuple of str
         What the function calls q, k, v and, where it has another name there, dropout.
     """
-    _check_shapes(function, names[:3], q, k, v, varlen=sequences is not None)
-    _check_dtypes(function, names[:3], q_dtype, k_dtype, v_dtype)
-    dropout_name = (*names, "dropout")[3]
+    _check_shapes(function, names, q, k, v, varlen=sequences is not None)
+    _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
     if _number(function, dropout_name, dropout) != 0.0:
         raise NotImplementedError(
-            f"{function}: {dropout_name}={dropout} is not implemented yet (it comes with the gradients); use 0.0"
+            f"{function}: {dropout_name}={dropout} is not implemented yet "
+            "(it comes with the gradients); use 0.0"
         )
     if scale is None:
         scale = 1.0 / math.sqrt(q[-1])
@@ -160,7 +164,8 @@ def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 
 def check_score_array(function: str, name: str, array: Any, spec: AttentionSpec) -> None:
-    """Check that `bias` or `mask` broadcasts to (batch, heads_q, seqlen_q, seqlen_k) and has a fitting dtype."""
+    """Check that `bias` or `mask` broadcasts to (batch, heads_q, seqlen_q, seqlen_k) and has a
+    fitting dtype."""
     full = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
     if not broadcasts(array.shape, full):
         raise ValueError(

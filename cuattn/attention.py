@@ -40,24 +40,25 @@ def flash_attention(
 ) -> Any:
     """Attention of queries over keys and values, exact, in memory linear in the sequence.
 
-    ``out = softmax(score) @ v`` with, for query ``i`` and key ``j`` and in this order,
-    ``s = scale * q_i.k_j``, ``s = softcap * tanh(s / softcap)``, ``s += bias``,
-    ``s -= alibi_slope * abs(i + seqlen_k - seqlen_q - j)``, then the masks. A query that may see no key gets
-    output 0 and lse -inf.
+    ``out = softmax(score) @ v`` with, for query ``i`` and key ``j`` and in this order, ``s = scale
+    * q_i.k_j``, ``s = softcap * tanh(s / softcap)``, ``s += bias``, ``s -= alibi_slope * abs(i +
+    seqlen_k - seqlen_q - j)``, then the masks. A query that may see no key gets output 0 and lse
+    -inf.
 
     Parameters
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim) or (seqlen_q, heads_q, head_dim)
         Queries: float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
     k : array (batch, seqlen_k, heads_kv, head_dim)
-        Keys, of q's dtype. heads_kv must divide heads_q: consecutive query heads share a key head (GQA, MQA).
+        Keys, of q's dtype. heads_kv must divide heads_q: consecutive query heads share a key head
+        (GQA, MQA).
     v : array (batch, seqlen_k, heads_kv, head_dim_v)
         Values, of q's dtype.
     causal : bool
         Query ``i`` sees keys ``j <= i + seqlen_k - seqlen_q`` (aligned to the last key).
     window : (left, right), optional
-        Query ``i`` sees keys from ``i + seqlen_k - seqlen_q - left`` to ``i + seqlen_k - seqlen_q + right``,
-        both included; None on a side for no limit there.
+        Query ``i`` sees keys from ``i + seqlen_k - seqlen_q - left`` to ``i + seqlen_k - seqlen_q +
+        right``, both included; None on a side for no limit there.
     scale : float, optional
         Factor of q.k; default ``1 / sqrt(head_dim)``.
     softcap : float, optional
@@ -177,13 +178,14 @@ def flash_attention_varlen(
     k, v : array (total_k, heads_kv, head_dim), (total_k, heads_kv, head_dim_v)
         Keys and values, likewise.
     cu_seqlens_q : int32 array (sequences + 1,)
-        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Starts at 0, never falls, ends at
-        total_q at most; rows past its end are not computed. On a GPU it is read by the kernel only: no synchronisation.
+        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Starts at 0,
+        never falls, ends at total_q at most; rows past its end are not computed. On a GPU it is
+        read by the kernel only: no synchronisation.
     cu_seqlens_k : int32 array (sequences + 1,), optional
         The same of the keys; default cu_seqlens_q.
     causal, window, scale, softcap, alibi_slopes, sinks, dropout, seed, return_lse, out
-        As in :func:`flash_attention`, with positions and lengths of each sequence; alibi_slopes (heads_q,) or
-        (sequences, heads_q).
+        As in :func:`flash_attention`, with positions and lengths of each sequence; alibi_slopes
+        (heads_q,) or (sequences, heads_q).
 
     Returns
     -------
@@ -265,12 +267,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention with the signature, layout and masks of ``torch.nn.functional.scaled_dot_product_attention``.
+    """Attention with the signature, layout and masks of
+    ``torch.nn.functional.scaled_dot_product_attention``.
 
     Parameters
     ----------
     query : array (..., heads_q, L, E)
-        Queries; any leading axes, or none beside (L, E). Its strides are free: views of other layouts are not copied.
+        Queries; any leading axes, or none beside (L, E). Its strides are free: views of other
+        layouts are not copied.
     key, value : array (..., heads_kv, S, E), (..., heads_kv, S, Ev)
         Keys and values.
     attn_mask : array, optional
@@ -278,7 +282,8 @@ def scaled_dot_product_attention(
     dropout_p : float
         Must be 0.0 for now.
     is_causal : bool
-        Query ``i`` sees keys ``j <= i``: aligned to the first key, unlike :func:`flash_attention`'s ``causal``.
+        Query ``i`` sees keys ``j <= i``: aligned to the first key, unlike :func:`flash_attention`'s
+        ``causal``.
     scale : float, optional
         Default ``1 / sqrt(E)``.
     enable_gqa : bool
@@ -327,7 +332,8 @@ def scaled_dot_product_attention(
         top_left=True,
         scale=scale,
         dropout=dropout_p,
-        names=("query", "key", "value", "dropout_p"),
+        names=("query", "key", "value"),
+        dropout_name="dropout_p",
     )
     bias = mask = None
     if attn_mask is not None:

@@ -128,7 +128,8 @@ def write(
     rng: Any,
     limit: int,
 ) -> tuple[list[int], list[float]]:
-    """Print the text that follows `ids` as it comes. Return its ids, and when it began and each came."""
+    """Print the text that follows `ids` as it comes. Return its ids, and when it began and each
+    came."""
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
     reply: list[int] = []
     times = [time.perf_counter()]
@@ -164,7 +165,8 @@ def note(text: str, end: str = "\n") -> None:
 
 
 class Stopwatch:
-    """A function that can tell how long its calls took: on a GPU, the kernels and not their launch."""
+    """A function that can tell how long its calls took: on a GPU, the kernels and not their
+    launch."""
 
     def __init__(self, function: Callable[..., Any], xp: ModuleType) -> None:
         self.function = function
@@ -190,7 +192,8 @@ class Stopwatch:
 
 
 def smollm2() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """SmolLM2-135M-Instruct: fetched at the first call, and kept with its weights ready for the next."""
+    """SmolLM2-135M-Instruct: fetched at the first call, and kept with its weights ready for the
+    next."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     gguf, ready = folder / GGUF, folder / f"{GGUF}.float32"

@@ -82,8 +82,8 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 # ----------------------------------------------------------------------------------- tokenizer
 
-# A byte-level vocabulary writes each byte as one visible character: itself where it is one, and else
-# one of those from U+0100 on.
+# A byte-level vocabulary writes each byte as one visible character: itself where it is one, and
+# else one of those from U+0100 on.
 VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTES = {chr(byte): bytes([byte]) for byte in VISIBLE}
 for hidden in sorted(set(range(256)) - set(VISIBLE)):
@@ -187,7 +187,8 @@ class Llama:
         return self.rms_norm(x[-1:], self.output_norm)[0] @ self.output
 
     def read(self, ids: list[int]) -> Any:
-        """Read `ids` into the cache. Returns what the last layer makes of them: (tokens, features)."""
+        """Read `ids` into the cache. Returns what the last layer makes of them: (tokens,
+        features)."""
         xp, start, stop = self.xp, self.length, self.length + len(ids)
         self.reserve(stop)
         positions = xp.arange(start, stop, dtype=xp.float32)
@@ -215,7 +216,8 @@ class Llama:
         return x * (1 / self.xp.sqrt(mean_square + self.eps)) * weight
 
     def reserve(self, tokens: int) -> None:
-        """Make room in the cache, and at least double it: so copying costs each token once or twice."""
+        """Make room in the cache, and at least double it: so copying costs each token once or
+        twice."""
         capacity = self.cache.shape[2]
         if tokens > capacity:
             shape = (*self.cache.shape[:2], max(tokens, 2 * capacity), *self.cache.shape[3:])

@@ -1,4 +1,5 @@
-"""Skips the tests that need a GPU where there is none, and gives every test fresh random numbers that can be had again."""
+"""Skips the tests that need a GPU where there is none, and gives every test fresh random numbers
+that can be had again."""
 
 from __future__ import annotations
 
@@ -47,9 +48,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"]
         gpu = f"on {name.decode()}, with CuPy {cupy.__version__}"
+    seed = config.getoption("random_seed")
     return [
         f"cuattn: {gpu}",
-        f"inputs: NumPy {np.__version__}, --random-seed={config.getoption('random_seed')} repeats them",
+        f"inputs: NumPy {np.__version__}, --random-seed={seed} repeats them",
     ]
 
 
@@ -63,7 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers of this test's own: new in each run, the same for the same test and --random-seed."""
+    """Random numbers of this test's own: new in each run, the same for the same test and
+    --random-seed."""
     seed = request.config.getoption("random_seed")
     return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
 

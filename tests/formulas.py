@@ -1,7 +1,8 @@
 """Attention by its definition, the whole score matrix at once, to judge every implementation by.
 
-With float64 it is what a result should be. With the dtype of the inputs it is what a program without special care would
-get in that precision, and so how large an error may be (`assert_accurate`).
+With float64 it is what a result should be. With the dtype of the inputs it is what a program
+without special care would get in that precision, and so how large an error may be
+(`assert_accurate`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q).
 
-    Every step is rounded to `precision`; the softmax of 16-bit scores is in float32, as everybody has it. What float64 is
-    to be judged by needs np.longdouble.
+    Every step is rounded to `precision`; the softmax of 16-bit scores is in float32, as everybody
+    has it. What float64 is to be judged by needs np.longdouble.
     """
     precision = np.dtype(precision)
     dtype = precision.type if precision.itemsize >= 8 else np.float32
@@ -92,7 +93,8 @@ def varlen_attention(
     alibi_slopes: np.ndarray | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return out (total, heads_q, head_dim_v) and lse (heads_q, total), NaN in rows of no sequence."""
+    """Return out (total, heads_q, head_dim_v) and lse (heads_q, total), NaN in rows of no
+    sequence."""
     out = np.full((*q.shape[:2], v.shape[2]), np.nan, np.longdouble)
     lse = np.full((q.shape[1], q.shape[0]), np.nan, np.longdouble)
     for b in range(len(cu_seqlens_q) - 1):
@@ -111,10 +113,12 @@ def varlen_attention(
 def assert_accurate(
     actual: np.ndarray, exact: np.ndarray, *plain: np.ndarray, slack: float | None = None
 ) -> None:
-    """Assert ``max|actual - exact| <= 2 max|plain - exact| + slack``; infinities have to be the same.
+    """Assert ``max|actual - exact| <= 2 max|plain - exact| + slack``; infinities have to be the
+    same.
 
-    Of several plain results the worst counts. `slack`, what luck may spare the plain formula, is one rounding of a number of
-    exact's size unless given; 256 of them for float64, where `plain` may have to be `exact` for want of a wider type.
+    Of several plain results the worst counts. `slack`, what luck may spare the plain formula, is
+    one rounding of a number of exact's size unless given; 256 of them for float64, where `plain`
+    may have to be `exact` for want of a wider type.
     """
     actual, exact = np.asarray(actual), np.asarray(exact)
     assert actual.shape == exact.shape

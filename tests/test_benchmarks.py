@@ -10,7 +10,8 @@ from benchmarks import report
 
 
 def recorded(folder, name, date, speeds, commit="0123456789abcdef"):
-    """A results file as pytest-benchmark writes it, with ``speeds[head_dim, seqlen, causal] = {name: TFLOP/s}``."""
+    """A results file as pytest-benchmark writes it, with ``speeds[head_dim, seqlen, causal] =
+    {name: TFLOP/s}``."""
     file = folder / f"{name}.json"
     benchmarks = [
         {

@@ -1,4 +1,5 @@
-"""Source + Config -> compiled kernel: what is put together, what is reported, and what an error says. No GPU needed."""
+"""Source + Config -> compiled kernel: what is put together, what is reported, and what an error
+says. No GPU needed."""
 
 from __future__ import annotations
 
@@ -34,12 +35,10 @@ class Example(Config):
 
 CLEAN = """
 extern "C" __global__ __launch_bounds__(Config::threads) void example(float* x) {
-  static_assert(Config::causal && Config::tile_m == 64 && Config::scale == 0.5f && Config::smem_bytes == 0);
-  static_assert(sizeof(Config::dtype) == 2);
-  __shared__ float tile[32];
-  tile[threadIdx.x % 32] = x[threadIdx.x];
-  __syncthreads();
-  x[threadIdx.x] = tile[(threadIdx.x + 1) % 32] * Config::scale;
+  static_assert(Config::causal && Config::tile_m == 64 && Config::scale == 0.5f &&
+  Config::smem_bytes == 0); static_assert(sizeof(Config::dtype) == 2); __shared__ float tile[32];
+  tile[threadIdx.x % 32] = x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = tile[(threadIdx.x + 1)
+  % 32] * Config::scale;
 }
 """
 
@@ -184,7 +183,8 @@ def test_command_reports_and_fails_where_it_must(variant, monkeypatch, capsys, t
 
 
 def test_every_kernel_compiles(say):
-    """Each kernel in one variant for each generation; `python -m cuattn compile` is for all of them."""
+    """Each kernel in one variant for each generation; `python -m cuattn compile` is for all of
+    them."""
     chosen = {
         (variant.source, variant.entry, arch): variant
         for arch in DEFAULT_ARCHS

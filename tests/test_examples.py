@@ -1,4 +1,5 @@
-"""The examples, run as a user runs them: on a small random model against float64, and on the real one."""
+"""The examples, run as a user runs them: on a small random model against float64, and on the real
+one."""
 
 from __future__ import annotations
 

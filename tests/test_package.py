@@ -1,4 +1,5 @@
-"""What is installed: the wheel and an editable install, each in an empty virtual environment, and what importing costs."""
+"""What is installed: the wheel and an editable install, each in an empty virtual environment, and
+what importing costs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-#: What compiling a kernel needs beside the package's own requirements, under the names of either CUDA version.
+#: What compiling a kernel needs beside the package's own requirements, under the names of either
+#: CUDA version.
 COMPILER = [
     "cuda-bindings",
     "cuda-pathfinder",
@@ -57,7 +59,8 @@ def distributions(source_tree, tmp_path_factory, say) -> tuple[pathlib.Path, pat
 
 
 def run(*command: object, **kwargs) -> str:
-    """Run a command and return what it printed; it sees this process's environment but PYTHONPATH."""
+    """Run a command and return what it printed; it sees this process's environment but
+    PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command],

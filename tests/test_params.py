@@ -1,4 +1,5 @@
-"""Kernel arguments: Python and C++ agree on every byte, and every value is in the field it belongs to. No GPU needed."""
+"""Kernel arguments: Python and C++ agree on every byte, and every value is in the field it belongs
+to. No GPU needed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ STRUCTS = {
 
 
 def assertions(struct: str, dtype: np.dtype, shift: int = 0) -> str:
-    """C++ that compiles if `struct` has the size and the offsets of `dtype`, these moved by `shift`."""
+    """C++ that compiles if `struct` has the size and the offsets of `dtype`, these moved by
+    `shift`."""
     lines = [f'static_assert(sizeof({struct}) == {dtype.itemsize}, "size of {struct}");']
     for name, (_, offset, *_) in dtype.fields.items():
         # NVRTC has no offsetof without a header; this is what the header makes of it.

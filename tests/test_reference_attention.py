@@ -1,4 +1,5 @@
-"""flash_attention, flash_attention_varlen and scaled_dot_product_attention on NumPy arrays, against the formula."""
+"""flash_attention, flash_attention_varlen and scaled_dot_product_attention on NumPy arrays, against
+the formula."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ SHAPES = [
 
 @contextlib.contextmanager
 def small_tiles():
-    """Make tiles, blocks and threads of a small call what they are in one of thousands of tokens."""
+    """Make tiles, blocks and threads of a small call what they are in one of thousands of
+    tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "TILE_KEYS", 5)
         patch.setattr(reference, "TILE_SCORES", 40)
@@ -92,8 +94,8 @@ FEATURES = ["causal", "window", "scale", "softcap", "bias", "mask", "alibi_slope
 def judge(out, lse, q, k, v, formula=attention, rows=..., **options):
     """Compare `rows` of a result with the formula, in float64 and in the precision we compute in.
 
-    A score's rounding decides the error of a whole row, and the formula may be lucky: q.k is summed in three orders, and
-    few rows are allowed the rounding of a term of q.k.
+    A score's rounding decides the error of a whole row, and the formula may be lucky: q.k is summed
+    in three orders, and few rows are allowed the rounding of a term of q.k.
     """
     acc = np.float64 if q.dtype == np.float64 else np.float32
     assert out.dtype == q.dtype
@@ -664,7 +666,8 @@ def test_sdpa_causal_is_top_left():
 
 
 def test_sdpa_masks():
-    """True keeps a key; a floating mask is added; both broadcast. Query 1 of the last keeps none and gets 0."""
+    """True keeps a key; a floating mask is added; both broadcast. Query 1 of the last keeps none
+    and gets 0."""
     query, key = np.zeros((2, 1, 2, 4)), np.zeros((2, 1, 3, 4))
     value = np.broadcast_to(np.array([1.0, 2.0, 6.0])[:, None], (2, 1, 3, 1))
 

@@ -41,10 +41,11 @@ def forward(
     out: cupy.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None]:
-    """Compute ``out`` and, where asked, ``lse`` on q's device, on CuPy's current stream, without synchronising.
+    """Compute ``out`` and, where asked, ``lse`` on q's device, on CuPy's current stream, without
+    synchronising.
 
-    Parameters and result as in :func:`cuattn.flash_attention`; q, k, v have a batch axis unless `spec` is varlen, and
-    contiguous head_dims.
+    Parameters and result as in :func:`cuattn.flash_attention`; q, k, v have a batch axis unless
+    `spec` is varlen, and contiguous head_dims.
     """
     device = q.device.id
     if device != cupy.cuda.runtime.getDevice():
@@ -110,7 +111,8 @@ def forward(
 
 
 def _scratch(nbytes: int) -> Any:
-    """Memory for one launch, in stream order. While a graph is captured it is the graph's own: the pool would give it away again."""
+    """Memory for one launch, in stream order. While a graph is captured it is the graph's own: the
+    pool would give it away again."""
     if cupy.cuda.get_current_stream().is_capturing():
         return cupy.cuda.malloc_async(nbytes)
     return cupy.cuda.alloc(nbytes)
@@ -127,7 +129,8 @@ def _layout(array: cupy.ndarray | None) -> tuple | None:
 def _meaningful(
     spec: AttentionSpec, strides: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Strides of q, k, v and out. That of an axis of length 1 may be anything: here it is such as any kernel can use."""
+    """Strides of q, k, v and out. That of an axis of length 1 may be anything: here it is such as
+    any kernel can use."""
     batch = () if spec.varlen else (spec.batch,)
     rows_q, rows_k = (*batch, spec.seqlen_q, spec.heads_q), (*batch, spec.seqlen_k, spec.heads_kv)
     used = []
@@ -149,7 +152,8 @@ def _plan(
     alibi_slopes: tuple | None,
     aligned: bool,
 ) -> Plan:
-    """Choose and compile the kernel of a call, and pack what stays the same between calls like it."""
+    """Choose and compile the kernel of a call, and pack what stays the same between calls like
+    it."""
     strides = _meaningful(spec, strides)
     launch = tiles.forward(
         spec,

@@ -1,8 +1,9 @@
 """CUDA source and a Config -> a kernel.
 
-A kernel file in ``rawkernels/`` is joined with its includes into one text (CuPy's disk cache keys on the text, not on
-included files), under a prelude that states its ``Config``. CuPy compiles it on a GPU machine; :func:`compile_variant`
-compiles the same text with NVRTC where there is no GPU, and reports what ptxas said.
+A kernel file in ``rawkernels/`` is joined with its includes into one text (CuPy's disk cache keys
+on the text, not on included files), under a prelude that states its ``Config``. CuPy compiles it on
+a GPU machine; :func:`compile_variant` compiles the same text with NVRTC where there is no GPU, and
+reports what ptxas said.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class CompileError(RuntimeError):
 class Config:
     """One variant of a kernel; a subclass's fields become ``Config``'s constants in CUDA.
 
-    A bool, int or float field ``x`` becomes ``static constexpr``, a dtype name (a str) becomes ``using x = …;``.
+    A bool, int or float field ``x`` becomes ``static constexpr``, a dtype name (a str) becomes
+    ``using x = …;``.
     """
 
     @property
@@ -95,7 +97,8 @@ class Report:
 
 @functools.cache
 def source_root() -> pathlib.Path:
-    """The folder of the CUDA sources: inside the installed package, or beside it in a source tree."""
+    """The folder of the CUDA sources: inside the installed package, or beside it in a source
+    tree."""
     package = pathlib.Path(str(importlib.resources.files("cuattn")))
     installed = package / "rawkernels"
     return installed if installed.is_dir() else package.parent / "rawkernels"
@@ -103,7 +106,8 @@ def source_root() -> pathlib.Path:
 
 @functools.cache
 def resolve(source: str) -> str:
-    """The text of `source` (a path below rawkernels/) with every ``#include "…"`` put in once, with ``#line``."""
+    """The text of `source` (a path below rawkernels/) with every ``#include "…"`` put in once, with
+    ``#line``."""
     return "".join(_resolve(source, set()))
 
 
@@ -165,7 +169,8 @@ def kernel(variant: Variant, device: int) -> Any:
 
 
 def compile_variant(variant: Variant, arch: str) -> Report:
-    """Compile with NVRTC alone: no GPU, no CuPy. Needs cuda-bindings and NVIDIA's NVRTC and runtime wheels.
+    """Compile with NVRTC alone: no GPU, no CuPy. Needs cuda-bindings and NVIDIA's NVRTC and runtime
+    wheels.
 
     Raises
     ------

@@ -11,19 +11,23 @@ import time
 from cuattn.gpu import compiler, tiles
 from cuattn.gpu.compiler import CompileError, Report, Variant
 
-#: Ampere, Hopper and Blackwell: what is compiled where no architecture is named and there is no GPU to ask.
+#: Ampere, Hopper and Blackwell: what is compiled where no architecture is named and there is no GPU
+#: to ask.
 DEFAULT_ARCHS = ["sm_80", "sm_90a", "sm_120"]
 
 
 def compile_report(archs: list[str] | None = None, jobs: int | None = None) -> int:
-    """Compile every variant that :mod:`cuattn.gpu.tiles` can choose and print a row of resources for each.
+    """Compile every variant that :mod:`cuattn.gpu.tiles` can choose and print a row of resources
+    for each.
 
-    Where the machine has a GPU of one of the architectures, the variant also goes to CuPy's kernel cache.
+    Where the machine has a GPU of one of the architectures, the variant also goes to CuPy's kernel
+    cache.
 
     Parameters
     ----------
     archs : list of str, optional
-        Such as ``["sm_80", "sm_90a"]``. Default: those of this machine's GPUs, or `DEFAULT_ARCHS` where it has none.
+        Such as ``["sm_80", "sm_90a"]``. Default: those of this machine's GPUs, or `DEFAULT_ARCHS`
+        where it has none.
     jobs : int, optional
         Processes to compile in. Default: one a core.
 

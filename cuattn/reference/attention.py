@@ -1,7 +1,9 @@
-"""What attention means, in NumPy: tiles of queries against tiles of keys, so that memory stays linear.
+"""What attention means, in NumPy: tiles of queries against tiles of keys, so that memory stays
+linear.
 
-The algorithm is the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1). Query tiles do not depend on each other:
-threads take them one after the other, and the result is the same whatever their number.
+The algorithm is the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1). Query tiles do not
+depend on each other: threads take them one after the other, and the result is the same whatever
+their number.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 
-# A query tile meets this many keys at a time, with up to TILE_SCORES scores (256 rows of them, or more where there are
-# fewer keys). They are the largest array at work: 512 KiB in float32, which a core's own cache holds.
+# A query tile meets this many keys at a time, with up to TILE_SCORES scores (256 rows of them, or
+# more where there are fewer keys). They are the largest array at work: 512 KiB in float32, which a
+# core's own cache holds.
 TILE_KEYS = 512
 TILE_SCORES = 256 * TILE_KEYS
-# OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise wakes threads of its own,
-# for which the workers here would wait in turn. So products are done in blocks of that size: 2.5 times faster than large
-# ones at (1, 2048, 8, 64) on two cores, and 1.4 times faster than one worker with OpenBLAS's threads.
+# OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise
+# wakes threads of its own, for which the workers here would wait in turn. So products are done in
+# blocks of that size: 2.5 times faster than large ones at (1, 2048, 8, 64) on two cores, and 1.4
+# times faster than one worker with OpenBLAS's threads.
 BLOCK_PRODUCT = 2**18
 BLOCK_ROWS = 8  # fewer rows a block are slower; with fewer rows in all, columns or the sum are cut
 BLOCK_LENGTH = 128  # of their pieces
@@ -57,7 +61,8 @@ class _Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Queries that a thread works on at a time: some positions of the query heads of some key heads."""
+    """Queries that a thread works on at a time: some positions of the query heads of some key
+    heads."""
 
     sequence: _Sequence
     heads_kv: slice
@@ -94,7 +99,8 @@ def forward(
     spec : AttentionSpec
         The call.
     bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, return_lse
-        As in :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`; `out` may overlap the inputs.
+        As in :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`; `out` may
+        overlap the inputs.
 
     Returns
     -------
@@ -117,7 +123,8 @@ def forward(
         cu_seqlens_q = _checked("cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
         cu_seqlens_k = _checked("cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
 
-    # Every query tile reads K and V: 16-bit ones are converted once. Q is converted as its tiles come.
+    # Every query tile reads K and V: 16-bit ones are converted once. Q is converted as its tiles
+    # come.
     k = k.astype(dtype, copy=False).swapaxes(-3, -2)
     v = v.astype(dtype, copy=False).swapaxes(-3, -2)
     few_rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv) < BLOCK_ROWS
@@ -226,8 +233,8 @@ def _run(tiles: collections.deque[_Tile], spec: AttentionSpec) -> None:
 def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool = True) -> None:
     """Attention of one tile of queries, written to its sequence's out and lse.
 
-    Scores and results are (heads_q, rows, ...) arrays. BLAS sees them as (heads_kv, group * rows, ...), so that K and V
-    serve all the query heads of a group at once.
+    Scores and results are (heads_q, rows, ...) arrays. BLAS sees them as (heads_kv, group * rows,
+    ...), so that K and V serve all the query heads of a group at once.
     """
     sequence, rows = tile.sequence, tile.rows
     dtype = spec.acc_dtype

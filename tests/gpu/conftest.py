@@ -26,7 +26,8 @@ def poisoned_results(monkeypatch):
 
 @pytest.fixture(params=list(tiles.FORWARD_TIERS))
 def tier(request, monkeypatch):
-    """Each tier of the forward pass: calls reach it, and what it leaves goes to the tiers below it."""
+    """Each tier of the forward pass: calls reach it, and what it leaves goes to the tiers below
+    it."""
     from cuattn.gpu import attention
 
     names = list(tiles.FORWARD_TIERS)

@@ -1,8 +1,9 @@
 """Small calls of every kernel, to be run under compute-sanitizer.
 
-``compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m tests.gpu.sanitize``, and the same with
-``--tool racecheck``. (cuda-bindings asks the driver for functions that it may not have: those are the API errors.)
-CuPy's memory pool is off, so that every array is an allocation of its own and a step beyond its end is seen.
+``compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m
+tests.gpu.sanitize``, and the same with ``--tool racecheck``. (cuda-bindings asks the driver for
+functions that it may not have: those are the API errors.) CuPy's memory pool is off, so that every
+array is an allocation of its own and a step beyond its end is seen.
 """
 
 from __future__ import annotations

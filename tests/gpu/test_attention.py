@@ -1,4 +1,5 @@
-"""Forward kernels, tier by tier, against the definition in float64: what they compute, and what they leave alone."""
+"""Forward kernels, tier by tier, against the definition in float64: what they compute, and what
+they leave alone."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ HEAD_DIMS += [129, 160, 192, 200, 224, 255, 256]
 BORDER = -77.0  # what lies around every array
 
 
-# ------------------------------------------------------------------------------------------------- calls, drawn at random
+# --------------------------------------------------------------------------------------------------
+# calls, drawn at random
 
 
 @dataclasses.dataclass
@@ -62,7 +64,8 @@ def precisions(dtype: np.dtype) -> tuple[Any, Any]:
 
 
 def assert_accurate(actual: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> None:
-    """The rule of two, with one rounding of slack for float64 too: its exact result is in a wider type."""
+    """The rule of two, with one rounding of slack for float64 too: its exact result is in a wider
+    type."""
     finite = np.abs(exact[np.isfinite(exact)])
     slack = float(ml_dtypes.finfo(actual.dtype).eps) * float(finite.max(initial=0.0))
     formulas.assert_accurate(actual, exact, plain, slack=slack)
@@ -73,7 +76,8 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def within(array: np.ndarray, rng: np.random.Generator, border: float) -> tuple[Any, Any]:
-    """A view of `array`'s shape somewhere in a larger CuPy array full of `border`: both, the view unset.
+    """A view of `array`'s shape somewhere in a larger CuPy array full of `border`: both, the view
+    unset.
 
     Its axes lie in any order but the last, with gaps or without, and start at any element.
     """
@@ -190,7 +194,8 @@ def test_common_calls(tier, dtype, causal, head_dim, rng):
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_varlen(tier, dtype, number, rng):
-    """Sequences end to end, some empty, with rows of no sequence after the last: those are not touched."""
+    """Sequences end to end, some empty, with rows of no sequence after the last: those are not
+    touched."""
     dtype = DTYPES[dtype]
     sequences, heads_kv, group = (int(rng.integers(1, high)) for high in (7, 3, 4))
     heads_q = heads_kv * group
@@ -226,7 +231,8 @@ def test_varlen(tier, dtype, number, rng):
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_varlen_same_lengths_and_many_sequences(tier, kind, rng):
-    """More sequences than a warp looks at in one step; keys as long as queries; lengths with a stride."""
+    """More sequences than a warp looks at in one step; keys as long as queries; lengths with a
+    stride."""
     lengths = rng.integers(0, 9, 3000)
     cu = np.concatenate([[0], np.cumsum(lengths)])
     q, k, v = (normal(rng, (int(cu[-1]), 1, 16), np.dtype(np.float16)) for _ in "qkv")
@@ -249,7 +255,8 @@ def test_varlen_same_lengths_and_many_sequences(tier, kind, rng):
 )
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_bad_lengths_stay_within_the_arrays(tier, dtype, lengths, rng):
-    """Lengths are device data that no one checks: whatever they are, only the result may be wrong."""
+    """Lengths are device data that no one checks: whatever they are, only the result may be
+    wrong."""
     dtype = DTYPES[dtype]
     bad = cupy.asarray(np.array(lengths, np.int32))
     good = cupy.asarray(np.array([0, 30, 60, 100], np.int32))
@@ -262,7 +269,8 @@ def test_bad_lengths_stay_within_the_arrays(tier, dtype, lengths, rng):
         assert bool((base == BORDER).all())
 
 
-# ---------------------------------------------------------------------------------------------------- NaN and infinity
+# --------------------------------------------------------------------------------------------------
+# NaN and infinity
 
 
 def hidden_case(name: str, seqlen: int) -> tuple[dict[str, Any], np.ndarray]:
@@ -301,7 +309,8 @@ def test_hidden_keys_may_hold_anything(tier, dtype, poison, case, rng):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_later_keys_do_not_matter(tier, dtype, head_dim, poison, rng):
-    """Under a causal mask a row is the same whatever later keys and values hold, in its own tile too."""
+    """Under a causal mask a row is the same whatever later keys and values hold, in its own tile
+    too."""
     dtype = DTYPES[dtype]
     q, k, v = (normal(rng, (1, 150, 2, head_dim), dtype) for _ in "qkv")
     expected, expected_lse = cuattn.flash_attention(
@@ -336,7 +345,8 @@ def test_special_values_reach_what_depends_on_them(tier, dtype, value, where, rn
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_see_nothing(tier, dtype, sinks, rng):
-    """Output 0 and lse -inf, or the sink: hidden by causality, by the mask, or by a bias of -inf."""
+    """Output 0 and lse -inf, or the sink: hidden by causality, by the mask, or by a bias of
+    -inf."""
     dtype = DTYPES[dtype]
     q, k, v = (normal(rng, (1, n, 2, 64), dtype) for n in (130, 50, 50))
     mask = np.ones((130, 50), bool)
@@ -361,7 +371,8 @@ def test_rows_that_see_nothing(tier, dtype, sinks, rng):
     assert bool((out[:, seen] != 0).any(axis=-1).all())
 
 
-# ------------------------------------------------------------------------------------------------------------- shapes
+# --------------------------------------------------------------------------------------------------
+# shapes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -450,11 +461,13 @@ def test_batches_do_not_meet(tier, rng):
         assert bool((permuted == out[order]).all())
 
 
-# --------------------------------------------------------------------------------------------- inputs and other functions
+# ---------------------------------------------------------------------------------------------
+# inputs and other functions
 
 
 def test_no_batch_axis(tier, rng):
-    """The same kernel serves it, whatever the strides of the other axes, and writes to `out` in place."""
+    """The same kernel serves it, whatever the strides of the other axes, and writes to `out` in
+    place."""
     rows = [normal(rng, (90, 2, 64), np.dtype(np.float16)) for _ in "qkv"]
     dense = [cupy.asarray(a) for a in rows]
     expected, expected_lse = cuattn.flash_attention(*(a[None] for a in dense), return_lse=True)
@@ -558,13 +571,15 @@ def test_both_sides_at_once_is_an_error(rng):
         cuattn.flash_attention(q, cupy.asarray(q), cupy.asarray(q))
 
 
-# ------------------------------------------------------------------------------- streams, graphs, threads, devices, tiers
+# ------------------------------------------------------------------------------- streams, graphs,
+# threads, devices, tiers
 
 
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_graph_capture_and_replay(tier, dtype, varlen, rng):
-    """A captured call computes from what its arrays hold when it is replayed, the lengths included."""
+    """A captured call computes from what its arrays hold when it is replayed, the lengths
+    included."""
     q, k, v = (cupy.asarray(normal(rng, (200, 2, 64), DTYPES[dtype])) for _ in "qkv")
     cu = cupy.asarray(np.array([0, 50, 200], np.int32))
     out = cupy.empty_like(q)
@@ -611,7 +626,8 @@ def test_current_stream(tier, dtype, rng):
 
 
 def test_several_threads(tier, rng):
-    """Calls from threads, each with a stream of its own, that compile and launch the same and different variants."""
+    """Calls from threads, each with a stream of its own, that compile and launch the same and
+    different variants."""
     calls = []
     for number in range(24):
         dtype = list(DTYPES.values())[number % 4]
@@ -649,7 +665,8 @@ def test_other_device_than_the_current(tier, rng):
 
 
 def test_tier_serves_what_it_is_for(tier):
-    """A plain 16-bit call goes to the fastest tier: else every other test here would have tried another one."""
+    """A plain 16-bit call goes to the fastest tier: else every other test here would have tried
+    another one."""
     spec = cuattn._spec.attention_spec(
         "flash_attention", *[(2, 512, 8, 64)] * 3, *[np.dtype(ml_dtypes.bfloat16)] * 3
     )
