@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -141,8 +142,8 @@ def _cascade(
     else:
         first_key, length = 0, prefix[0].shape[0]
         prefix_k, prefix_v, prefix_table = prefix[0][None], prefix[1][None], None
-    outs = cupy.empty((2, total, *spec.out_shape[-2:]), spec.acc_dtype)
-    lses = cupy.empty((2, spec.heads_q, total), spec.acc_dtype)
+    outs = _scratch_array((2, total, *spec.out_shape[-2:]), spec.acc_dtype)
+    lses = _scratch_array((2, spec.heads_q, total), spec.acc_dtype)
     shared = dataclasses.replace(
         spec,
         batch=1,
@@ -249,6 +250,10 @@ def _scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
     if cupy.cuda.get_current_stream().is_capturing():
         return cupy.cuda.malloc_async(nbytes)
     return cupy.cuda.alloc(nbytes)
+
+
+def _scratch_array(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
+    return cupy.ndarray(shape, dtype, _scratch(math.prod(shape) * dtype.itemsize))
 
 
 def _pointer(array: cupy.ndarray | None) -> int:

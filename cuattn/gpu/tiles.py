@@ -316,8 +316,18 @@ def _sm90_configs(
         tiles = (SM90_ELEMENTWISE_TILE if elementwise else SM90_SCORE_TILES[dims],)
     for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
         for tile in tiles:
-            shape = tile.tile_n, tile.warpgroups, tile.q_slots
-            yield Sm90ForwardConfig(dtype, *dims, *shape, *bounds, varlen, score, elementwise)
+            yield Sm90ForwardConfig(
+                dtype,
+                *dims,
+                tile_n=tile.tile_n,
+                warpgroups=tile.warpgroups,
+                q_slots=tile.q_slots,
+                bound_left=bounds[0],
+                bound_right=bounds[1],
+                varlen=varlen,
+                score=score,
+                elementwise=elementwise,
+            )
 
 
 def _sm90_time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
@@ -476,14 +486,12 @@ class Sm80DecodeConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """The rings, then Q or O, then what is small."""
-        rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
-        rows = max(
-            self.rows * self.head_dim * 2, self.warps_k * 8 * self.warps_q * self.head_dim * 4
-        )
         warps = self.warps_k * self.warps_q
-        return (
-            -(-(rings + rows + 64 * warps + 16 * self.rows + 72 * (warps + 1) + 160) // 128) * 128
-        )
+        rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
+        pages = self.stages * warps * self.warp_keys * 4
+        rows = max(self.rows * self.head_dim * 2, warps * 8 * self.head_dim * 4)
+        small = 64 * warps + 16 * self.rows + 68 * (warps + 1) + 128
+        return -(-(rings + rows + pages + small) // 128) * 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -575,10 +583,11 @@ def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None
 def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Variant:
     """The variant with the deepest rings that leave an architecture's shared memory and registers room."""
     shared = SHARED_KIB.get(capability(arch), 100) * 1024
-    warp_rows = min(rows, 32, 4096 // head_dim)  # O takes head_dim * warp_rows / 32 registers
+    # O takes head_dim * warp_rows / 32 registers: no more than it has to.
+    warp_rows = min(rows, 32, (2048 if rows == 32 else 4096) // head_dim)
     warp_keys = 32 if head_dim == 64 else 16
     wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
-    for warps_k, stages, blocks in ((8, 3, 1), (4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip
+    for warps_k, stages, blocks in ((8, 3, 1), (4, 4, 1), (4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip
         config = Sm80DecodeConfig(
             dtype, head_dim, warp_rows, warp_keys, rows // warp_rows, warps_k, stages, blocks
         )
@@ -771,7 +780,7 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
 
 
 def _sample_variant(dtype: str, cluster: int) -> Variant:
-    config = SampleConfig(dtype, cluster, blocks_per_sm=3, unroll=4, threads_per_block=256)
+    config = SampleConfig(dtype, cluster, blocks_per_sm=4, unroll=4, threads_per_block=256)
     return Variant("sampling/sample.cu", "sample", config)
 
 

@@ -16,7 +16,6 @@
 #include "ptx/mma.cuh"
 #include "ptx/movmatrix.cuh"
 #include "tile/score.cuh"
-#include "tile/softmax.cuh"
 
 using T = Config::dtype;
 constexpr int kHeadDim = Config::head_dim;
@@ -44,7 +43,7 @@ static_assert(kRows <= Config::threads, "a thread for each row");
 using Tile = decoding::SwizzledRows<kHeadDim>;
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
-using Loader = decoding::Loader<T, Work, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK>;
+using Loader = decoding::Loader<T, Work, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true>;
 
 struct Smem {
@@ -53,6 +52,7 @@ struct Smem {
     alignas(128) T q[kRows * kHeadDim];
     float o[kWarpsK][8 * kWarpsQ][kHeadDim];  // eight rows of each warp at a time, columns permuted
   };
+  int pages[kStages][Config::threads / 32][kWarpKeys];  // of the tile that each warp loads into a stage next
   float max_sum[kWarpsK][8 * kWarpsQ][2];
   decoding::KeyRange visible[kRows];  // of this piece's keys
   int position[kRows];
@@ -179,28 +179,21 @@ struct Slice {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = first_row + 8 * r + lane % 4 * 2 + c;
-        if (params.alibi_slopes != nullptr) {
-#pragma unroll
-          for (int j = 0; j < kKeyBlocks; ++j)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int distance = smem.position[row] - (key + 16 * j + 8 * h + lane / 4);
-              s[j][r][2 * h + c] = fmaf(-smem.slope[row], fabsf(static_cast<float>(distance)), s[j][r][2 * h + c]);
-            }
-        }
         const decoding::KeyRange keys = smem.visible[row];
 #pragma unroll
         for (int j = 0; j < kKeyBlocks; ++j)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int k = key + 16 * j + 8 * h + lane / 4;
-            if (k < keys.begin || k >= keys.end) s[j][r][2 * h + c] = tile::negative_infinity();
+            float& x = s[j][r][2 * h + c];
+            if (params.alibi_slopes != nullptr)
+              x = fmaf(-smem.slope[row], fabsf(static_cast<float>(smem.position[row] - k)), x);
+            if (k < keys.begin || k >= keys.end) x = tile::negative_infinity();
           }
       }
   }
 
-  // s becomes exp2(s - row_max). row_max lags behind the largest score by up to kLag, as in tile/softmax.cuh: lanes compare
-  // their maxima only when one of them has left it behind.
+  // s becomes exp2(s - row_max). row_max lags by up to kLag, as in tile/softmax.cuh, and lanes compare only when it must move.
   __device__ __forceinline__ void update_softmax(float (&s)[kKeyBlocks][kRowBlocks][4]) {
     float tile_max[kRowBlocks][2];
     bool grown = false;
@@ -365,10 +358,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   bool open = false;
   int key = 0, end = 0;  // of this slice's share of the piece
   int stage = 0;
-  int filling = kStages + Loader::kAhead;  // the ring fills before the first tile is computed
+  int filling = 2 * kStages;  // tiles are looked up, then loaded, before the first is computed
 #pragma unroll 1
   while (true) {
-    Stage& current = smem.ring[slice][stage];
+    const Stage& current = smem.ring[slice][stage];
     if (filling > 0) {
       --filling;
     } else {
@@ -404,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       key += kTileKeys;
       sync_slice();
     }
-    loader.load(current);
+    loader.load(current, smem.pages[stage][warp]);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }

@@ -38,19 +38,18 @@ struct Stage {
   T v[kKeys * kHeadDim];
 };
 
-// Loads the tiles of one slice, piece after piece. The page table is asked kAhead tiles before a tile is loaded: behind
-// the traffic of the loads themselves an answer takes microseconds.
-template <class T, class Work, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK>
+// Loads the tiles of one slice, piece after piece. Where a tile's keys are is asked of the page table when the tile kStages
+// before it is loaded, and the answer comes with that: behind the traffic of the loads a read takes microseconds.
+template <class T, class Work, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK, int kStages>
 struct Loader {
   using Tile = SwizzledRows<kHeadDim>;
   static constexpr int kThreads = 32 * kWarpsQ;
   static constexpr int kChunks = kHeadDim / 8;
   static constexpr int kPasses = kWarpKeys * kChunks / kThreads;
-  static constexpr int kAhead = 2;
   static_assert(kWarpKeys * kChunks % kThreads == 0, "whole passes of 16-byte copies");
 
   struct Place {  // of the key of a tile that is this lane's
-    int page;     // -1: outside the piece
+    int page;     // its own number for a contiguous cache, 0 where the page table is to say; -1: outside the piece
     int slot, head;
     bool exists;  // the tile, at all
   };
@@ -60,16 +59,16 @@ struct Loader {
   Piece piece;
   int key;  // first of the next tile to be looked up
   bool more;
-  Place places[kAhead];
+  Place places[kStages];
 
   __device__ __forceinline__ Loader(const DecodeParams& params, Work& work) : params(params), work(work) {
     key = piece.end = 0;
     more = true;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) places[i] = {-1, 0, 0, false};
+    for (int i = 0; i < kStages; ++i) places[i] = {-1, 0, 0, false};
   }
 
-  __device__ __forceinline__ Place look_up() {
+  __device__ __forceinline__ Place look_up(int& page) {
     while (more && key >= piece.end) {
       Work mine = work;
       more = mine.next(params, piece);
@@ -81,19 +80,28 @@ struct Loader {
     const int mine = key + static_cast<int>(threadIdx.x) % kWarpKeys;
     Place place = {-1, mine & ((1 << params.page_shift) - 1), piece.head, more};
     if (more && mine >= piece.begin && mine < piece.end) {
+      place.page = params.page_table == nullptr ? piece.seq.index : 0;
       const long long entry = piece.seq.index * params.table_stride + (mine >> params.page_shift);
-      place.page = params.page_table == nullptr ? piece.seq.index : params.page_table[entry];
+      if (params.page_table != nullptr && threadIdx.x % 32 < kWarpKeys)
+        ptx::cp_async_4(ptx::shared_address(&page), params.page_table + entry);
     }
     key += kWarpKeys * kWarpsK;
     return place;
   }
 
-  // Looks up one tile, and copies the one that was looked up kAhead calls before, if any; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
-  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage) {
-    const Place place = places[0];
+  // Looks up one tile, and copies the one that was looked up kStages calls before, if any, to the stage whose copies are
+  // the oldest under way; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
+  // `pages` is the warp's for that stage.
+  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage, int (&pages)[kWarpKeys]) {
+    ptx::cp_async_wait<kStages - 1>();
+    __syncwarp();
+    int& page = pages[threadIdx.x % kWarpKeys];
+    Place place = places[0];
+    if (params.page_table != nullptr && place.page >= 0) place.page = page;
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i + 1 < kAhead; ++i) places[i] = places[i + 1];
-    places[kAhead - 1] = look_up();
+    for (int i = 0; i + 1 < kStages; ++i) places[i] = places[i + 1];
+    places[kStages - 1] = look_up(page);
     if (place.exists) {
       const int thread = threadIdx.x % kThreads;
       const PageStrides &ks = params.k_stride, &vs = params.v_stride;

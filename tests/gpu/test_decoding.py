@@ -236,14 +236,28 @@ def test_shared_prefix(rng, decode_tier, kind, varlen):
     if kind == "arrays":
         table, lens = table[:, pages:], lens - shared
         prefix = tuple(cupy.asarray(a[0, :shared]) for a in (caches.k, caches.v))
-    result = paged_attention(
-        *map(cupy.asarray, (q, caches.k_pages, caches.v_pages, table, lens)),
-        cu_seqlens_q=None if cu is None else cupy.asarray(cu),
-        prefix=prefix,
-        sinks=cupy.asarray(sinks),
-        return_lse=True,
-    )
+    arrays = [cupy.asarray(a) for a in (q, caches.k_pages, caches.v_pages, table, lens)]
+    options = {
+        "cu_seqlens_q": None if cu is None else cupy.asarray(cu),
+        "prefix": prefix,
+        "sinks": cupy.asarray(sinks),
+    }
+    result = paged_attention(*arrays, **options, return_lse=True)
     check(result, q, caches, cu, causal=True, sinks=sinks)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        out, lse = paged_attention(*arrays, **options, return_lse=True)
+        graph = stream.end_capture()
+    clutter = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(8)]
+    cupy.cuda.Device().synchronize()
+    for _ in range(2):
+        graph.launch(stream)
+    stream.synchronize()
+    del clutter
+    assert np.array_equal(out.get(), result[0].get())
+    assert np.array_equal(lse.get(), result[1].get())
 
 
 def test_graph_replays_with_new_lengths_and_pages(rng, decode_tier):
