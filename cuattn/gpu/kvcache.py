@@ -16,7 +16,7 @@ class Batch:
         self.page_table = cupy.zeros((batch, width), np.int32)
         self.seq_lens = cupy.zeros(batch, np.int32)
         self.cu_new = cupy.zeros(batch + 1, np.int32)
-        self.uniform = False  # all sequences have as many new tokens
+        self.uniform = 0  # new tokens of each sequence, where all have as many
 
     def update(
         self,
@@ -49,7 +49,8 @@ class Batch:
                     np.int32(pages.size),
                 ),
             )
-        self.uniform = batch > 0 and bool((np.diff(cu_new) == cu_new[1]).all())
+        same = batch > 0 and bool((np.diff(cu_new) == cu_new[1]).all())
+        self.uniform = int(cu_new[1]) if same else 0
 
 
 def copy_pages(
@@ -85,12 +86,12 @@ def write(
     variant = tiles.cache_write(k.dtype.name, k.itemsize, aligned=aligned)
     config = variant.config
     strides = [[n // a.itemsize for n in a.strides[:-1]] for a in arrays]
-    cos, sin = (None, None) if rope is None else rope
+    cos, sin = (None, None) if rope is None else map(_aligned, rope)
     params = np.zeros((), CACHE_WRITE_PARAMS)
     for name, array in zip(("k", "v", "k_pages", "v_pages"), arrays, strict=True):
         params[name] = array.data.ptr
     params["page_table"], params["seq_lens"] = batch.page_table.data.ptr, batch.seq_lens.data.ptr
-    params["cu_new"] = 0 if batch.uniform else batch.cu_new.data.ptr
+    params["cu_new"], params["uniform"] = batch.cu_new.data.ptr, batch.uniform
     if rope is not None:
         params["cos"], params["sin"], params["pairs"] = cos.data.ptr, sin.data.ptr, cos.shape[1]
     (params["k_token"], params["k_head"]), (params["v_token"], params["v_head"]) = strides[:2]
@@ -99,10 +100,17 @@ def write(
     params["total"], params["heads"], params["head_dim"] = k.shape
     params["head_dim_v"], params["interleaved"] = v.shape[-1], interleaved
     params["page_shift"] = k_pages.shape[1].bit_length() - 1
-    pieces = (k.size + v.size) * k.itemsize // config.vec_bytes
+    pieces = k.shape[1] * (k.shape[2] + v.shape[2]) * k.itemsize // config.vec_bytes
+    lanes_shift = min(max((pieces - 1).bit_length(), 5), config.threads.bit_length() - 1)
+    params["lanes_shift"] = lanes_shift
+    tokens = (config.threads >> lanes_shift) * config.loads
     with cupy.cuda.Device(k.device.id) as device:
         compiler.kernel(variant, device.id)(
-            (-(-pieces // (config.loads * config.threads)),),
+            (-(-k.shape[0] // tokens),),
             (config.threads,),
             (params.view((np.void, CACHE_WRITE_PARAMS.itemsize))[()],),
         )
+
+
+def _aligned(table: cupy.ndarray) -> cupy.ndarray:
+    return table if table.data.ptr % 16 == 0 else table.copy()

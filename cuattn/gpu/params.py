@@ -125,7 +125,8 @@ CACHE_WRITE_PARAMS = np.dtype(
         ("v_page", np.int64, 3),
         ("table_stride", np.int64),
         *((name, np.int32) for name in ("total", "batch", "heads", "head_dim", "head_dim_v")),
-        *((name, np.int32) for name in ("page_shift", "pairs", "interleaved")),
+        *((name, np.int32) for name in ("page_shift", "uniform", "lanes_shift", "pairs")),
+        ("interleaved", np.int32),
     ],
     align=True,
 )

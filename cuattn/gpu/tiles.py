@@ -393,7 +393,13 @@ def sm80_forward(
     spec: AttentionSpec, arch: str, *, has_score: bool, elementwise: bool, aligned: bool
 ) -> Launch | None:
     """Choose a variant of attention/forward_sm80.cu: 16-bit calls of any kind."""
-    if capability(arch) < 80 or spec.dtype.itemsize != 2 or spec.heads_q > GRID_Y:
+    heads = spec.batch * spec.heads_q
+    if (
+        capability(arch) < 80
+        or spec.dtype.itemsize != 2
+        or spec.heads_q > GRID_Y
+        or heads > 1 << 30
+    ):
         return None
     dims = spec.head_dim, spec.head_dim_v
     general = (
@@ -413,7 +419,7 @@ def sm80_forward(
         grid = spec.seqlen_q // config.tile_m + spec.batch, spec.heads_q
     else:
         # Blocks of a group of heads run side by side, their longest tiles first.
-        heads, group = spec.batch * spec.heads_q, 1
+        group = 1
         if spec.window_left is not None or spec.window_right is not None:
             shared = spec.heads_q // spec.heads_kv
             group = min(heads, SM80_GROUP_BYTES * shared // (spec.seqlen_k * sum(dims) * 2 + 1))
@@ -490,7 +496,7 @@ class Sm80DecodeConfig(Config):
         rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
         pages = self.stages * warps * self.warp_keys * 4
         rows = max(self.rows * self.head_dim * 2, warps * 8 * self.head_dim * 4)
-        small = 64 * warps + 16 * self.rows + 68 * (warps + 1) + 128
+        small = 64 * warps + 8 * self.rows + 68 * (warps + 1) + 120
         return -(-(rings + rows + pages + small) // 128) * 128
 
 
@@ -583,8 +589,7 @@ def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None
 def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Variant:
     """The variant with the deepest rings that leave an architecture's shared memory and registers room."""
     shared = SHARED_KIB.get(capability(arch), 100) * 1024
-    # O takes head_dim * warp_rows / 32 registers: no more than it has to.
-    warp_rows = min(rows, 32, (2048 if rows == 32 else 4096) // head_dim)
+    warp_rows = min(rows, 32, 4096 // head_dim)
     warp_keys = 32 if head_dim == 64 else 16
     wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
     for warps_k, stages, blocks in ((8, 3, 1), (4, 4, 1), (4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip

@@ -37,8 +37,7 @@ constexpr int kChains = kRowBlocks * kKeyBlocks == 1 ? 2 : 1;
 
 static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32, "whole mma tiles, and a lane for each key");
 static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
-static_assert(Config::threads == 32 * kWarpsQ * kWarpsK, "one warp for each slice of keys and of rows");
-static_assert(kRows <= Config::threads, "a thread for each row");
+static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK, "a warp for each part, a thread for each row");
 
 using Tile = decoding::SwizzledRows<kHeadDim>;
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
@@ -54,7 +53,6 @@ struct Smem {
   };
   int pages[kStages][Config::threads / 32][kWarpKeys];  // of the tile that each warp loads into a stage next
   float max_sum[kWarpsK][8 * kWarpsQ][2];
-  decoding::KeyRange visible[kRows];  // of this piece's keys
   int position[kRows];
   float slope[kRows];
   Work ahead[Config::threads / 32];  // where the rings' loads are
@@ -78,7 +76,7 @@ __device__ __forceinline__ void sync_slice() {
 // Where a column of a row of O lies in shared memory: lanes 4g + t, with rows 2t and columns g, hit 32 banks.
 __device__ __forceinline__ int permuted_column(int row, int column) { return column ^ (row / 2 % 4 * 8); }
 
-// Rows of Q, and for each what it may see of the piece.
+// Rows of Q, and the position of each.
 __device__ __forceinline__ void load_rows(const DecodeParams& params, Smem& smem) {
   const decoding::Piece& piece = smem.piece;
   const int group = params.group;
@@ -99,13 +97,17 @@ __device__ __forceinline__ void load_rows(const DecodeParams& params, Smem& smem
     const int row = min(static_cast<int>(threadIdx.x), rows - 1);  // rows that do not exist do as the last one does
     const int index = piece.tile * kRows + row;
     const int token = divided_by_group(params, index);
-    const decoding::KeyRange keys = visible_keys(params, piece.seq, token);
-    smem.visible[threadIdx.x] = {max(keys.begin, piece.begin), min(keys.end, piece.end)};
     smem.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
     if (params.alibi_slopes != nullptr)
       smem.slope[threadIdx.x] = tile::kLog2e * static_cast<const float*>(params.alibi_slopes)[
           piece.seq.index * params.alibi_batch_stride + piece.head * group + index - token * group];
   }
+}
+
+// What a row sees of the piece.
+__device__ __forceinline__ decoding::KeyRange keys_of_row(const DecodeParams& params, const Smem& smem, int row) {
+  const decoding::KeyRange window = decoding::window_at(params, smem.position[row]);
+  return {max(window.begin, smem.piece.begin), min(window.end, smem.piece.end)};
 }
 
 // One slice's share of a piece, for this warp's rows. With g = lane / 4, t = lane % 4, scores s[j][r] are of keys
@@ -161,25 +163,22 @@ struct Slice {
   // Scores in log2 units, -inf where a row does not see a key.
   __device__ __forceinline__ static void finish_scores(float (&s)[kKeyBlocks][kRowBlocks][4], const DecodeParams& params,
                                                        const Smem& smem, int key, int first_row, bool masked) {
-    const float scale = static_cast<float>(params.scale);
-    const float softcap = static_cast<float>(params.softcap);
-    const int lane = threadIdx.x % 32;
+    const float scale = static_cast<float>(params.scale), softcap = static_cast<float>(params.softcap);
     const float factor = softcap == 0.0f ? scale * tile::kLog2e : scale;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i) (&s[0][0][0])[i] *= factor;
-    if (softcap != 0.0f) {
-      const float inverse = 1.0f / softcap;
+    if (softcap != 0.0f)
 #pragma unroll
       for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i)
-        (&s[0][0][0])[i] = tile::softcapped((&s[0][0][0])[i], softcap, inverse) * tile::kLog2e;
-    }
+        (&s[0][0][0])[i] = tile::softcapped((&s[0][0][0])[i], softcap, 1.0f / softcap) * tile::kLog2e;
     if (!masked && params.alibi_slopes == nullptr) return;
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = first_row + 8 * r + lane % 4 * 2 + c;
-        const decoding::KeyRange keys = smem.visible[row];
+        const decoding::KeyRange keys = keys_of_row(params, smem, row);
 #pragma unroll
         for (int j = 0; j < kKeyBlocks; ++j)
 #pragma unroll
@@ -281,7 +280,7 @@ struct Slice {
     }
   }
 
-  __device__ __forceinline__ static float offset(float max) { return max == tile::negative_infinity() ? 0.0f : max; }
+  __device__ __forceinline__ static float offset(float max) { return tile::OnlineSoftmax::offset(max, 1.0f); }
 };
 
 // Merges the slices' eight rows of each row warp, and puts them where they belong.
@@ -356,9 +355,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   Loader loader(params, smem.ahead[warp]);
   Slice acc;
   bool open = false;
-  int key = 0, end = 0;  // of this slice's share of the piece
-  int stage = 0;
-  int filling = 2 * kStages;  // tiles are looked up, then loaded, before the first is computed
+  int key = 0, end = 0, stage = 0;  // keys of this slice's share of the piece
+  int filling = Loader::depth(params);  // tiles are looked up and loaded before the first is computed
 #pragma unroll 1
   while (true) {
     const Stage& current = smem.ring[slice][stage];
@@ -389,8 +387,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       float s[kKeyBlocks][kRowBlocks][4];
       Slice::multiply_scores(s, ptx::shared_address(current.k),
                              ptx::shared_address(smem.q) + first_row * Tile::kRowBytes);
-      // Keys that every row sees are from the last row's first to the first row's last.
-      const bool masked = key < smem.visible[kRows - 1].begin || key + kWarpKeys > smem.visible[0].end;
+      // Every row sees what is between the last row's first key and the first row's last.
+      const bool masked = key < keys_of_row(params, smem, kRows - 1).begin || key + kWarpKeys > keys_of_row(params, smem, 0).end;
       Slice::finish_scores(s, params, smem, key, first_row, masked);
       acc.update_softmax(s);
       acc.multiply_values(s, ptx::shared_address(current.v));

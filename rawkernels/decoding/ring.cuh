@@ -38,8 +38,9 @@ struct Stage {
   T v[kKeys * kHeadDim];
 };
 
-// Loads the tiles of one slice, piece after piece. Where a tile's keys are is asked of the page table when the tile kStages
-// before it is loaded, and the answer comes with that: behind the traffic of the loads a read takes microseconds.
+// Loads the tiles of one slice, piece after piece. Where a tile's keys are is asked of the page table, if there is one, when
+// the tile kStages before it is loaded, and the answer comes with that: behind the traffic of the loads a read takes
+// microseconds.
 template <class T, class Work, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK, int kStages>
 struct Loader {
   using Tile = SwizzledRows<kHeadDim>;
@@ -49,10 +50,15 @@ struct Loader {
   static_assert(kWarpKeys * kChunks % kThreads == 0, "whole passes of 16-byte copies");
 
   struct Place {  // of the key of a tile that is this lane's
-    int page;     // its own number for a contiguous cache, 0 where the page table is to say; -1: outside the piece
+    int page;     // the sequence's number for a contiguous cache, 0 where the page table is to say; -1: outside the piece
     int slot, head;
     bool exists;  // the tile, at all
   };
+
+  // Calls of load before the first tile is there to be computed.
+  __device__ __forceinline__ static int depth(const DecodeParams& params) {
+    return params.page_table == nullptr ? kStages : 2 * kStages;
+  }
 
   const DecodeParams& params;
   Work& work;  // where the slice is, in shared memory: needed only between pieces
@@ -89,19 +95,22 @@ struct Loader {
     return place;
   }
 
-  // Looks up one tile, and copies the one that was looked up kStages calls before, if any, to the stage whose copies are
-  // the oldest under way; zeros for keys outside the piece, which are not read: they may be NaN, and 0 · NaN is NaN.
+  // Copies a tile to the stage whose copies are the oldest under way; zeros for keys outside the piece, which are not read:
+  // they may be NaN, and 0 · NaN is NaN. With a page table it is the tile that was looked up kStages calls before.
   // `pages` is the warp's for that stage.
   __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage, int (&pages)[kWarpKeys]) {
-    ptx::cp_async_wait<kStages - 1>();
-    __syncwarp();
     int& page = pages[threadIdx.x % kWarpKeys];
     Place place = places[0];
-    if (params.page_table != nullptr && place.page >= 0) place.page = page;
-    __syncwarp();
+    if (params.page_table != nullptr) {
+      ptx::cp_async_wait<kStages - 1>();
+      __syncwarp();
+      if (place.page >= 0) place.page = page;
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i + 1 < kStages; ++i) places[i] = places[i + 1];
     places[kStages - 1] = look_up(page);
+    if (params.page_table == nullptr) place = places[kStages - 1];
     if (place.exists) {
       const int thread = threadIdx.x % kThreads;
       const PageStrides &ks = params.k_stride, &vs = params.v_stride;

@@ -32,13 +32,17 @@ __device__ __forceinline__ Sequence sequence_at(const DecodeParams& params, int 
   return seq;
 }
 
-// The keys that a query may see by its position.
+// The keys that a query at a position may see, if they exist.
+__device__ __forceinline__ KeyRange window_at(const DecodeParams& params, int position) {
+  return {params.window_left == kUnbounded ? 0 : position - params.window_left,
+          params.window_right == kUnbounded ? kUnbounded : position + params.window_right + 1};
+}
+
+// Those that exist and are to be read.
 __device__ __forceinline__ KeyRange visible_keys(const DecodeParams& params, const Sequence& seq, int token) {
-  const int position = seq.length - seq.seqlen_q + token;
-  const int left = params.window_left == kUnbounded ? 0 : position - params.window_left;
-  const int right = params.window_right == kUnbounded ? seq.length : position + params.window_right + 1;
-  const int begin = min(max(left, params.first_key), seq.length);
-  return {begin, max(begin, min(right, seq.length))};
+  const KeyRange window = window_at(params, seq.length - seq.seqlen_q + token);
+  const int begin = min(max(window.begin, params.first_key), seq.length);
+  return {begin, max(begin, min(window.end, seq.length))};
 }
 
 // How the keys of an item are cut: unit i is [origin + (i << shift), origin + (i + 1 << shift)), of it what lies in

@@ -68,7 +68,7 @@ class Caches:
     @staticmethod
     def _paged(cache, table, page_size, short):
         padded = np.concatenate([cache, np.full_like(cache[:, :short], np.nan)], axis=1)
-        pages = np.full((table.max() + 1, page_size, *cache.shape[2:]), np.nan, cache.dtype)
+        pages = np.full((table.size + 5, page_size, *cache.shape[2:]), np.nan, cache.dtype)
         pages[table] = padded.reshape(*table.shape, page_size, *cache.shape[2:])
         return pages
 
