@@ -16,11 +16,14 @@ constexpr float kMassUnits = 4.0e9f;  // that the mass of a row is cut into: 32 
 struct Smem {
   RaceSmem race;
   SelectSmem select;
-  float high[kWarps + 1], low[kWarps + 1], bad[kWarps + 1];
-  float mass[3][kWarps + 1], moment[kWarps + 1];
+  Range range[kWarps];
+  float mass[3][kWarps], moment[kWarps];
 };
 
 extern __shared__ float resident_row[];
+
+// Clamped to [0, 1]; NaN is 0.
+__device__ __forceinline__ float unit(float share) { return fminf(fmaxf(share, 0.0f), 1.0f); }
 
 // The smallest logit whose probability is at least min_p times that of `high`, as float64 decides it.
 __device__ __noinline__ float min_p_logit(float high, float temperature, float min_p) {
@@ -48,9 +51,9 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
     return read(i);
   };
 
-  // The row, its largest and smallest finite logit, and whether it is bad.
-  float high = -kInfinity, low = kInfinity, bad = 0.0f;
-  constexpr int kUnroll = 8;
+  // The row, and its largest and smallest finite logit. A largest of +inf stands for a bad row.
+  Range range = {-kInfinity, kInfinity};
+  constexpr int kUnroll = 16;
   for (int base = segment.begin + threadIdx.x; base < segment.end; base += kUnroll * Config::threads) {
     float x[kUnroll];
 #pragma unroll
@@ -62,22 +65,18 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
     for (int j = 0; j < kUnroll; ++j) {
       const int i = base + j * Config::threads;
       if (Config::resident && i < segment.end) resident_row[i - segment.begin] = x[j];
-      high = fmaxf(high, x[j]);
-      if (x[j] > -kInfinity) low = fminf(low, x[j]);
-      if (!(x[j] < kInfinity)) bad = 1.0f;
+      range.high = fmaxf(range.high, x[j] < kInfinity ? x[j] : kInfinity);
+      range.low = fminf(range.low, x[j] > -kInfinity ? x[j] : kInfinity);
     }
   }
-  bad = reduce_cluster(bad, Max(), smem.bad);
-  high = reduce_cluster(high, Max(), smem.high);
-  low = -reduce_cluster(-low, Max(), smem.low);
+  range = reduce_cluster(range, Widen(), {-kInfinity, kInfinity}, smem.range);
+  const float high = range.high, low = range.low;
+  const bool bad = high == kInfinity;
   const bool ranks_all = params.top_indices != nullptr;  // -inf has a rank as well, if no probability
-  const bool empty = bad != 0.0f || (high == -kInfinity && !ranks_all);
+  const bool empty = bad || (high == -kInfinity && !ranks_all);
 
   float temperature = fmaxf(params.temperature[row], 0.0f);
   int top_k = min(max(params.top_k[row], 1), params.vocab);
-  const float top_p = fminf(fmaxf(params.top_p[row], 0.0f), 1.0f);
-  const float min_p = fminf(fmaxf(params.min_p[row], 0.0f), 1.0f);
-  const float typical_p = fminf(fmaxf(params.typical_p[row], 0.0f), 1.0f);
   if (temperature == 0.0f) {
     temperature = 1.0f;
     top_k = 1;
@@ -85,64 +84,66 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   if (ranks_all) top_k = params.top_count;
 
   // Three filters keep a run of the ranked row, so one cut stands for them; typical-p keeps a run of another ranking.
-  Cut cut = {ordered(ranks_all ? -kInfinity : -kMaxFloat), 0xffffffffu};  // at first, all
-  Cut typical = {0, 0xffffffffu};
+  Cut cut = {ranks_all ? -kInfinity : -kMaxFloat, 0x7fffffff};  // at first, all
+  Cut typical = cut;
+  bool has_typical = false;
   const float slope = log2_per_logit(temperature);
   float center = 0.0f;
   const auto mass = [&](float x) { return ptx::ex2((x - high) * slope); };
-  const auto left = [&](int i) {
-    const float x = logit(i);
-    return !empty && cut.keeps(x, i) && typical.keeps(-fabsf(x - center), i);
-  };
+  const auto kept = [&](int i, float x) { return cut.keeps(x, i); };
+  const auto left = [&](int i, float x) { return kept(i, x) & (!has_typical | typical.keeps(-fabsf(x - center), i)); };
   float moment;  // of the mass that is left, about `high`
-  const auto mass_left = [&](int slot) {
+  const auto sum_mass = [&](float* slots) {
     float sum = 0.0f;
     moment = 0.0f;
-    for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
-      if (!left(i)) continue;
-      const float x = logit(i), m = mass(x);
+    sweep(logit, segment, [&](int i, float x) {
+      const bool there = left(i, x);
+      const float below = there ? x - high : 0.0f;
+      const float m = there ? ptx::ex2(below * slope) : 0.0f;
       sum += m;
-      moment += m > 0.0f ? m * (x - high) : 0.0f;
-    }
-    return reduce_cluster(sum, Add(), smem.mass[slot]);
+      moment = fmaf(m, below, moment);
+    });
+    return reduce_cluster(sum, Add(), 0.0f, slots);
   };
 
   enum { kTopK, kTopP, kTypical };
 #pragma unroll 1
   for (int filter = kTopK; filter <= kTypical && !empty; ++filter) {
+    const float min_p = unit(params.min_p[row]);
     if (filter == kTypical && min_p > 0.0f) {
-      const unsigned bound = ordered(min_p_logit(high, temperature, min_p));
-      if (bound > cut.score) cut = {bound, 0xffffffffu};
+      const float bound = min_p_logit(high, temperature, min_p);
+      if (bound > cut.score) cut = {bound, 0x7fffffff};
     }
-    const float share = filter == kTopP ? top_p : typical_p;
+    const float share = unit(filter == kTopP ? params.top_p[row] : params.typical_p[row]);
     if (filter == kTopK ? top_k >= params.vocab : share >= 1.0f || top_k == 1) continue;
     float units = 0.0f, top = high, bottom = low;
     if (filter != kTopK) {
-      const float sum = mass_left(filter - kTopP);
+      const float sum = sum_mass(smem.mass[filter - kTopP]);
       units = kMassUnits / sum;
       if (filter == kTypical) {  // |-log p - entropy| is the distance from the mean logit
-        center = high + reduce_cluster(moment, Add(), smem.moment) / sum;
+        center = high + reduce_cluster(moment, Add(), 0.0f, smem.moment) / sum;
         bottom = -fmaxf(high - center, center - low);
         top = 0.0f;
       }
     }
-    const auto score = [&](int i) { return filter == kTypical ? -fabsf(logit(i) - center) : logit(i); };
-    const auto weight = [&](int i, bool anywhere = false) {
-      return filter == kTopK ? 1u : __float2uint_rn(mass(anywhere ? read(i) : logit(i)) * units);
-    };
+    const auto score = [&](float x) { return filter == kTypical ? -fabsf(x - center) : x; };
+    const auto weight = [&](float x) { return filter == kTopK ? 1u : __float2uint_rn(mass(x) * units); };
     const auto target = [&](unsigned total) {
       return filter == kTopK ? min(unsigned(top_k), total) : max(1u, static_cast<unsigned>(ceil(double(share) * total)));
     };
-    const Cut run = select(score, left, weight, target, bottom, top, segment, smem.select);
+    const Cut run = select(logit, read, score, kept, weight, target, bottom, top, segment, smem.select);
     if (filter == kTypical) {
       typical = run;
+      has_typical = true;
     } else {
       cut = run;
     }
   }
 
   if (ranks_all) {
-    const int listed = collect(logit, left, segment, smem.select);
+    const auto score = [](float x) { return x; };
+    const auto wanted = [&](int i, float x) { return !empty && left(i, x); };
+    const int listed = collect(logit, score, wanted, segment, smem.select);
     if (rank_in_cluster() == 0 && threadIdx.x < params.top_count) {
       const long long place = static_cast<long long>(row) * params.top_count + threadIdx.x;
       const unsigned long long key = smem.select.sorted[threadIdx.x];
@@ -155,19 +156,22 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   }
   if (params.filtered) {
     float* const out = params.filtered + static_cast<long long>(row) * params.vocab;
-    const float per_mass = params.normalise && !empty ? 1.0f / mass_left(2) : 0.0f;
-    const float absent = bad != 0.0f ? __int_as_float(0x7fc00000) : params.normalise ? 0.0f : -kInfinity;
-    for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
-      const float x = logit(i);
-      out[i] = !left(i) ? absent : params.normalise ? mass(x) * per_mass : __fdiv_rn(x, temperature);
-    }
+    const float per_mass = params.normalise && !empty ? 1.0f / sum_mass(smem.mass[2]) : 0.0f;
+    const float absent = bad ? __int_as_float(0x7fc00000) : params.normalise ? 0.0f : -kInfinity;
+    sweep(logit, segment, [&](int i, float x) {
+      const float value = params.normalise ? mass(x) * per_mass : __fdiv_rn(x, temperature);
+      out[i] = left(i, x) & !empty ? value : absent;
+    });
   }
   if (params.tokens) {
     bool stray = false;
-    const auto survivor = [&](int i) { return left(i) ? logit(i) : -kInfinity; };
+    const auto survivor = [&](int i) {
+      const float x = logit(i);
+      return left(i, x) ? x : -kInfinity;
+    };
     const PhiloxKey key = {params.seed[row], params.offset[row]};
     const auto exact = [&](int, float x) { return double(x) / double(temperature); };
-    const Draw best = race(survivor, exact, segment, slope, key, smem.race, stray);
+    const Draw best = race<true>(survivor, exact, segment, slope, key, smem.race, stray);
     const Draw winner = best_of_cluster(best, empty, smem.race);
     if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = winner.token;
   }

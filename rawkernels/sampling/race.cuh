@@ -39,8 +39,8 @@ __device__ __noinline__ double gumbel(PhiloxKey key, int i) {
 
 // The best draw of the segment by each thread's share of it. load(i) gives the logit, -inf for one that may not win, and
 // exact(i, load(i)) the logit over temperature in float64; slope is log2(e) / temperature. Sets `bad` if a NaN or +inf was
-// met. All threads of the block must come.
-template <class Load, class Exact>
+// met. All threads of the block must come. kSparse: few tokens may win, so whole warps can be passed over.
+template <bool kSparse, class Load, class Exact>
 __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, float slope, PhiloxKey key,
                                      RaceSmem& smem, bool& bad) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -55,25 +55,40 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
   }
   if (threadIdx.x == 0) smem.bar = 0;
   __syncthreads();
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) start = fmaxf(start, __shfl_xor_sync(0xffffffffu, start, lanes));
+  start = reduce_warp(start, [](float a, float b) { return fmaxf(a, b); });
   if (lane == 0) atomicMax(&smem.bar, ordered(fminf(start, kMaxFloat)));
   __syncthreads();
 
   for (int base = segment.begin + warp * kGroup * kRaceUnroll; base < segment.end;
        base += Config::threads * 4 * kRaceUnroll) {
     float logit[4 * kRaceUnroll];
+    if (base + kGroup * kRaceUnroll <= segment.end) {
 #pragma unroll
-    for (int j = 0; j < 4 * kRaceUnroll; ++j) {
-      const int i = base + 32 * j + lane;
-      logit[j] = i < segment.end ? load(i) : -kInfinity;
+      for (int j = 0; j < 4 * kRaceUnroll; ++j) logit[j] = load(base + 32 * j + lane);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4 * kRaceUnroll; ++j) {
+        const int i = base + 32 * j + lane;
+        logit[j] = i < segment.end ? load(i) : -kInfinity;
+      }
+    }
+    if constexpr (kSparse) {
+      bool any = false;
+#pragma unroll
+      for (int j = 0; j < 4 * kRaceUnroll; ++j) any |= !(logit[j] == -kInfinity);
+      if (!__any_sync(0xffffffffu, any)) continue;
     }
     const float bar = from_ordered(*static_cast<volatile unsigned*>(&smem.bar));
+    uint4 words[kRaceUnroll];
+#pragma unroll
+    for (int group = 0; group < kRaceUnroll; ++group) {
+      words[group] = philox_counter(philox_block(base + kGroup * group + lane), kTokenStream, key);
+    }
+    philox4x32(words, key.seed);
     unsigned close = 0;  // bit j: token j may win
 #pragma unroll
     for (int group = 0; group < kRaceUnroll; ++group) {
-      const uint4 words = philox4x32(philox_block(base + kGroup * group + lane), kTokenStream, key);
-      const unsigned bits[4] = {words.x, words.y, words.z, words.w};
+      const unsigned bits[4] = {words[group].x, words[group].y, words[group].z, words[group].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float one_plus_u = __uint_as_float(0x3f800000u | bits[j] >> 9);
@@ -112,6 +127,7 @@ __device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& s
   }
   __syncthreads();
   if (threadIdx.x == 0) {
+#pragma unroll
     for (int w = 1; w < kWarps; ++w) {
       if (beats(smem.best[w], best)) best = smem.best[w];
       bad |= smem.bad[w];
@@ -121,6 +137,7 @@ __device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& s
   }
   sync_cluster();
   if (threadIdx.x == 0 && rank_in_cluster() == 0) {
+#pragma unroll
     for (int rank = 1; rank < Config::cluster; ++rank) {
       const Draw other = *of_rank(&smem.block_best, rank);
       if (beats(other, best)) best = other;

@@ -64,25 +64,41 @@ struct Add {
   }
 };
 
-struct Max {
-  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+struct Range {
+  float high, low;
 };
 
-// Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel decides.
-// `slots` holds kWarps + 1 values, its own for each reduction of a launch, since other blocks may read it until the next.
+struct Widen {
+  __device__ __forceinline__ Range operator()(Range a, Range b) const { return {fmaxf(a.high, b.high), fminf(a.low, b.low)}; }
+};
+
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T value, int lanes) {
+  return __shfl_xor_sync(0xffffffffu, value, lanes);
+}
+
+__device__ __forceinline__ Range shuffle_xor(Range value, int lanes) {
+  return {shuffle_xor(value.high, lanes), shuffle_xor(value.low, lanes)};
+}
+
 template <class T, class Op>
-__device__ __forceinline__ T reduce_cluster(T value, Op op, T* slots) {
+__device__ __forceinline__ T reduce_warp(T value, Op op) {
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = value;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kWarps; ++warp) value = op(value, slots[warp]);
-    slots[kWarps] = value;
-  }
-  sync_cluster();
-  value = *of_rank(slots + kWarps, 0);
-#pragma unroll
-  for (int rank = 1; rank < Config::cluster; ++rank) value = op(value, *of_rank(slots + kWarps, rank));
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, shuffle_xor(value, lanes));
   return value;
+}
+
+// Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel decides. `slots` holds
+// kWarps values, its own for each reduction of a launch, since other blocks may read it until they meet again.
+template <class T, class Op>
+__device__ __forceinline__ T reduce_cluster(T value, Op op, T neutral, T* slots) {
+  value = reduce_warp(value, op);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = value;
+  sync_cluster();
+  value = neutral;
+#pragma unroll
+  for (int slot = threadIdx.x % 32; slot < Config::cluster * kWarps; slot += 32) {
+    value = op(value, *of_rank(slots + slot % kWarps, slot / kWarps));
+  }
+  return reduce_warp(value, op);
 }

@@ -13,10 +13,15 @@ __device__ __forceinline__ Draw argmax(Load load, Segment segment, bool& bad) {
   int token = -1;
   for (int base = segment.begin + threadIdx.x; base < segment.end; base += kUnroll * Config::threads) {
     float logit[kUnroll];
+    if (base - int(threadIdx.x) + kUnroll * Config::threads <= segment.end) {
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int i = base + j * Config::threads;
-      logit[j] = i < segment.end ? load(i) : -kInfinity;
+      for (int j = 0; j < kUnroll; ++j) logit[j] = load(base + j * Config::threads);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        const int i = base + j * Config::threads;
+        logit[j] = i < segment.end ? load(i) : -kInfinity;
+      }
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
@@ -47,7 +52,7 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) sample(const SamplePar
   const PhiloxKey key = {params.seed[row], params.offset[row]};
   const Draw best = temperature == 0.0f
                         ? argmax(load, segment, bad)
-                        : race(load, exact, segment, log2_per_logit(temperature), key, smem, bad);
+                        : race<false>(load, exact, segment, log2_per_logit(temperature), key, smem, bad);
   const Draw winner = best_of_cluster(best, bad, smem);
   if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = winner.token;
 }

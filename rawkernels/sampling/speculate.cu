@@ -23,7 +23,7 @@ struct SpeculateParams {
 
 struct Smem {
   RaceSmem race;
-  double sums[2][kWarps + 1];
+  double sums[2][kWarps];
   int rejected[kMaxDrafts];  // since the last accepted token
   double left[kMaxDrafts];   // what each rejection left of the mass
 };
@@ -73,7 +73,7 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) speculate(const Specul
       const double rest = remaining(i) - double(proposal[i]);
       sum += rest > 0.0 || rest != rest ? rest : 0.0;
     }
-    sum = reduce_cluster(sum, Add(), smem.sums[sums++ % 2]);
+    sum = reduce_cluster(sum, Add(), 0.0, smem.sums[sums++ % 2]);
     if (sum > 0.0) {  // else nothing is left, by rounding, and the proposal was the target
       if (threadIdx.x == 0) {
         smem.rejected[rejected] = draft;
@@ -87,7 +87,7 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) speculate(const Specul
   bool bad = false;
   const auto score = [&](int i) { return 0.6931471805599453f * ptx::lg2(float(remaining(i))); };
   const auto exact = [&](int i, float) { return log(remaining(i)); };
-  const Draw best = race(score, exact, segment, kLog2e, key, smem.race, bad);
+  const Draw best = race<true>(score, exact, segment, kLog2e, key, smem.race, bad);
   const Draw winner = best_of_cluster(best, bad, smem.race);
   if (writes) {
     tokens[accepted] = winner.token;

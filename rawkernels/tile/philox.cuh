@@ -8,17 +8,25 @@ struct PhiloxKey {
   unsigned long long seed, offset;
 };
 
-__device__ __forceinline__ uint4 philox4x32(unsigned block, unsigned stream, PhiloxKey key) {
-  uint4 c = {block, stream, unsigned(key.offset), unsigned(key.offset >> 32)};
-  unsigned k0 = unsigned(key.seed), k1 = unsigned(key.seed >> 32);
+// c[n] are counters, and then the numbers. Several go round by round together, so that they share the round's keys.
+template <int kCounters>
+__device__ __forceinline__ void philox4x32(uint4 (&c)[kCounters], unsigned long long seed) {
+  unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const unsigned long long product0 = 0xD2511F53ull * c.x, product1 = 0xCD9E8D57ull * c.z;
-    c = {unsigned(product1 >> 32) ^ c.y ^ k0, unsigned(product1), unsigned(product0 >> 32) ^ c.w ^ k1, unsigned(product0)};
+#pragma unroll
+    for (int n = 0; n < kCounters; ++n) {
+      const unsigned long long product0 = 0xD2511F53ull * c[n].x, product1 = 0xCD9E8D57ull * c[n].z;
+      c[n] = {unsigned(product1 >> 32) ^ c[n].y ^ k0, unsigned(product1), unsigned(product0 >> 32) ^ c[n].w ^ k1,
+              unsigned(product0)};
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return c;
+}
+
+__device__ __forceinline__ uint4 philox_counter(unsigned block, unsigned stream, PhiloxKey key) {
+  return {block, stream, unsigned(key.offset), unsigned(key.offset >> 32)};
 }
 
 __device__ __forceinline__ unsigned philox_block(int index) { return unsigned(index >> 7) << 5 | unsigned(index & 31); }
@@ -34,5 +42,7 @@ __device__ __forceinline__ float philox_unit(unsigned bits) {
 }
 
 __device__ __forceinline__ float philox_uniform(PhiloxKey key, unsigned stream, int index) {
-  return philox_unit(philox_word(philox4x32(philox_block(index), stream, key), index));
+  uint4 numbers[1] = {philox_counter(philox_block(index), stream, key)};
+  philox4x32(numbers, key.seed);
+  return philox_unit(philox_word(numbers[0], index));
 }
