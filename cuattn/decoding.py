@@ -33,29 +33,31 @@ def flash_decode(
 ) -> Any:
     """Attention of each sequence's newest tokens over its cache, as fast as the cache can be read.
 
-    The result is that of :func:`cuattn.flash_attention` on each sequence's first ``seq_lens[b]`` keys. On a GPU the keys of
-    a sequence are shared out to as many multiprocessors as it takes to keep them all busy [1]_, by the lengths found on
-    the device, in one launch without synchronisation: a captured CUDA graph may be replayed after `seq_lens` has
-    changed in place.
+    The result is that of :func:`cuattn.flash_attention` on each sequence's first ``seq_lens[b]``
+    keys. On a GPU the keys of a sequence are shared out to as many multiprocessors as it takes to
+    keep them all busy [1]_, by the lengths found on the device, in one launch without
+    synchronisation: a captured CUDA graph may be replayed after `seq_lens` has changed in place.
 
     Parameters
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim)
-        Queries of the newest tokens: query ``i`` sits at position ``seq_lens[b] - seqlen_q + i``. float16, bfloat16,
-        float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
+        Queries of the newest tokens: query ``i`` sits at position ``seq_lens[b] - seqlen_q + i``.
+        float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
     k_cache : array (batch, capacity, heads_kv, head_dim)
-        Keys, of q's dtype, the new tokens' included. heads_kv must divide heads_q. What lies past a sequence's length may be
-        anything, NaN included, and is not read.
+        Keys, of q's dtype, the new tokens' included. heads_kv must divide heads_q. What lies past a
+        sequence's length may be anything, NaN included, and is not read.
     v_cache : array (batch, capacity, heads_kv, head_dim_v)
         Values, of q's dtype.
     seq_lens : int32 array (batch,)
         How many keys of each sequence are valid; values beyond the capacity mean the capacity.
     causal, window, scale, softcap, alibi_slopes, sinks
-        As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k. Keys outside the window are not read.
+        As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k. Keys outside the
+        window are not read.
     num_splits : int or "fixed", optional
-        How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may then differ in their
-        last bits with the batch around a sequence. "fixed": every 1024 keys, so that a row's result is the same, bit for
-        bit, whatever the batch. An integer: in so many parts.
+        How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may
+        then differ in their last bits with the batch around a sequence. "fixed": every 1024 keys,
+        so that a row's result is the same, bit for bit, whatever the batch. An integer: in so many
+        equal parts at most.
     return_lse : bool
         Also return the natural-log sum of exponentials of each row, sinks included.
     out : array of q's shape with head_dim_v, optional
@@ -66,7 +68,8 @@ def flash_decode(
     out : array (batch, seqlen_q, heads_q, head_dim_v), or (batch, heads_q, head_dim_v)
         Of q's dtype. A query that may see no key gets 0.
     lse : array (batch, heads_q, seqlen_q)
-        Only with `return_lse`; float32 (float64 for float64 inputs). seqlen_q is 1 where q has no such axis.
+        Only with `return_lse`; float32 (float64 for float64 inputs). seqlen_q is 1 where q has no
+        such axis.
 
     Raises
     ------
@@ -155,8 +158,8 @@ def paged_attention(
     """Attention of each sequence's newest tokens over a cache that lies in pages.
 
     As :func:`flash_decode`, with token ``j`` of sequence ``b`` in slot ``j % page_size`` of page
-    ``page_table[b, j // page_size]`` [1]_. With `cu_seqlens_q` sequences may have different numbers of queries: decoding
-    and chunks of prompts in one call.
+    ``page_table[b, j // page_size]`` [1]_. With `cu_seqlens_q` sequences may have different numbers
+    of queries: decoding and chunks of prompts in one call.
 
     Parameters
     ----------
@@ -171,21 +174,23 @@ def paged_attention(
     seq_lens : int32 array (batch,)
         How many keys each sequence has, the queries' own included.
     cu_seqlens_q : int32 array (batch + 1,), optional
-        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``: they are the newest
-        of its tokens. Starts at 0, never falls, ends at total at most; rows past its end are not computed.
+        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``: they are the
+        newest of its tokens. Starts at 0, never falls, ends at total at most; rows past its end are
+        not computed.
     prefix : int or (k, v), optional
-        What the whole batch shares, read once for all of it (cascade). An integer, a multiple of page_size, promises that the
-        first so many keys of every sequence are in the same pages and come before all its queries; the result is what
-        it is without. A pair of arrays (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values
-        before every sequence's own, which alone `page_table` and `seq_lens` then count; not with `window` or
-        `alibi_slopes`.
+        What the whole batch shares, read once for all of it (cascade). An integer, a multiple of
+        page_size, promises that the first so many keys of every sequence are in the same pages and
+        come before all its queries; the result is what it is without. A pair of arrays (prefix_len,
+        heads_kv, head_dim) and (..., head_dim_v) are keys and values before every sequence's own,
+        which alone `page_table` and `seq_lens` then count; not with `window` or `alibi_slopes`.
     causal, window, scale, softcap, alibi_slopes, sinks, num_splits, return_lse, out
         As in :func:`flash_decode`.
 
     Returns
     -------
     out : array of q's shape with head_dim_v
-        Of q's dtype. A query that may see no key gets 0; rows that belong to no sequence are undefined.
+        Of q's dtype. A query that may see no key gets 0; rows that belong to no sequence are
+        undefined.
     lse : array (batch, heads_q, seqlen_q), or (heads_q, total)
         Only with `return_lse`; float32 (float64 for float64 inputs).
 
@@ -196,8 +201,8 @@ def paged_attention(
 
     References
     ----------
-    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
-    .. [2] Juravsky et al., "Hydragen", 2024 (shared prefixes).
+    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 2023. .. [2] Juravsky et al., "Hydragen", 2024 (shared prefixes).
     """
     name = "paged_attention"
     prefix_k, prefix_v = prefix if isinstance(prefix, tuple) else (None, None)
@@ -293,17 +298,17 @@ def paged_attention(
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     """Merge attention results over disjoint sets of keys into the result over all of them.
 
-    ``out = sum_i w_i out_i / sum_i w_i`` with ``w_i = exp(lse_i - max lse)``, and ``lse = max lse + log(sum_i w_i)``. A partial
-    result with lse -inf has seen no key and weighs nothing.
+    ``out = sum_i w_i out_i / sum_i w_i`` with ``w_i = exp(lse_i - max lse)``, and ``lse = max lse +
+    log(sum_i w_i)``. A partial result with lse -inf has seen no key and weighs nothing.
 
     Parameters
     ----------
     outs : array, or sequence of arrays
-        Partial results, stacked on axis 0: each (batch, seqlen, heads, head_dim), (total, heads, head_dim), or (batch, heads,
-        head_dim).
+        Partial results, stacked on axis 0: each (batch, seqlen, heads, head_dim), (total, heads,
+        head_dim), or (batch, heads, head_dim).
     lses : array, or sequence of arrays
-        Their lse, stacked likewise: each (batch, heads, seqlen), (heads, total), or (batch, heads, 1). float32, or
-        float64 for float64 outs.
+        Their lse, stacked likewise: each (batch, heads, seqlen), (heads, total), or (batch, heads,
+        1). float32, or float64 for float64 outs.
 
     Returns
     -------

@@ -1,4 +1,6 @@
-"""A cache of keys and values in pages: many sequences of any length, sharing what they have in common."""
+"""A cache of keys and values in pages: many sequences of any length, sharing what they have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ class PagedKVCache:
     """Keys and values of many sequences, in pages that are handed out, shared and taken back.
 
     A step of generation is ``extend`` (room for the new tokens), ``write`` in each layer, and
-    :func:`cuattn.paged_attention` over ``pages(layer)`` with ``page_table(ids)`` and ``seq_lens(ids)``. Sequences that begin
-    with the same tokens share the pages that hold them [1]_; a page is copied when a sequence is about to write into
-    one that others read (copy on write). Bookkeeping is done on the host, in NumPy, and never waits for the device.
+    :func:`cuattn.paged_attention` over ``pages(layer)`` with ``page_table(ids)`` and
+    ``seq_lens(ids)``. Sequences that begin with the same tokens share the pages that hold them
+    [1]_; a page is copied when a sequence is about to write into one that others read (copy on
+    write). Bookkeeping is done on the host, in NumPy, and never waits for the device.
 
     Parameters
     ----------
@@ -43,8 +46,8 @@ class PagedKVCache:
     quantization : None
         Must be None for now.
     max_seqlen : int, optional
-        The most tokens a sequence may have: the page table then has its full width from the start, as a captured CUDA
-        graph needs. Default: it is widened as sequences grow.
+        The most tokens a sequence may have: the page table then has its full width from the start,
+        as a captured CUDA graph needs. Default: it is widened as sequences grow.
     xp : module
         ``numpy`` (the default) or ``cupy``: where the pages are. CuPy's current device.
 
@@ -55,8 +58,9 @@ class PagedKVCache:
 
     References
     ----------
-    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
-    .. [2] Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024.
+    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 2023. .. [2] Zheng et al., "SGLang: Efficient Execution of Structured Language
+    Model Programs", 2024.
 
     Examples
     --------
@@ -68,8 +72,9 @@ class PagedKVCache:
     >>> cache.write(0, [a], new, new)
     >>> q = np.ones((1, 4, 8), np.float32)
     >>> out = cuattn.paged_attention(q, *cache.pages(0), cache.page_table([a]), cache.seq_lens([a]))
-    >>> cache
-    PagedKVCache(64 pages of 16 tokens: 2 in use, 0 kept for reuse, 62 free; 1 sequence; prefix hits 0 of 0 pages)
+    >>> cache  # doctest: +NORMALIZE_WHITESPACE
+    PagedKVCache(64 pages of 16 tokens: 2 in use, 0 kept for reuse, 62 free; 1 sequence; prefix hits
+    0 of 0 pages)
     """
 
     def __init__(
@@ -123,7 +128,8 @@ class PagedKVCache:
         self._k = self._xp.empty((*layout, head_dim), self.dtype)
         self._v = self._xp.empty((*layout, head_dim_v), self.dtype)
 
-        # A page is free, in use (references > 0), or kept for reuse: findable by its content, and referenced by nobody.
+        # A page is free, in use (references > 0), or kept for reuse: findable by its content, and
+        # referenced by nobody.
         self._references = np.zeros(num_pages, np.int32)
         self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack, its top last
         self._num_free = num_pages
@@ -147,13 +153,14 @@ class PagedKVCache:
         self._spare_rows = list(range(7, -1, -1))
         self._next_id = 0
 
-        # What page_table, seq_lens and write give to kernels: one Batch for each number of sequences, brought up to
-        # date by the changes since.
+        # What page_table, seq_lens and write give to kernels: one Batch for each number of
+        # sequences, brought up to date by the changes since.
         self._version = 0
         self._changes: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns of the table
         self._batches: dict[int, _BatchState] = {}
 
-    # ------------------------------------------------------------------------------------------ sequences
+    # ------------------------------------------------------------------------------------------
+    # sequences
 
     def add_sequence(self, tokens: Any = None) -> int:
         """Start a sequence.
@@ -161,9 +168,10 @@ class PagedKVCache:
         Parameters
         ----------
         tokens : sequence of int, optional
-            The tokens it will begin with. Full pages that some sequence has written for the same beginning are taken over:
-            the new sequence then has that many tokens already (``seq_lens``), always fewer than `tokens`, since
-            running the last one is what gives the next. Without it nothing is shared, now or later.
+            The tokens it will begin with. Full pages that some sequence has written for the same
+            beginning are taken over: the new sequence then has that many tokens already
+            (``seq_lens``), always fewer than `tokens`, since running the last one is what gives the
+            next. Without it nothing is shared, now or later.
 
         Returns
         -------
@@ -216,8 +224,8 @@ class PagedKVCache:
         n : int or sequence of int
             How many tokens, for all or for each.
         tokens : sequence of int, optional
-            The new tokens, sequence by sequence, where ``add_sequence`` was not told of them: it makes their pages findable, as long as
-            all tokens before them are known.
+            The new tokens, sequence by sequence, where ``add_sequence`` was not told of them: it
+            makes their pages findable, as long as all tokens before them are known.
 
         Raises
         ------
@@ -286,10 +294,12 @@ class PagedKVCache:
         rope: tuple[Any, Any] | None = None,
         interleaved: bool = False,
     ) -> None:
-        """Put one layer's keys and values of the tokens that the last ``extend`` made room for into their slots.
+        """Put one layer's keys and values of the tokens that the last ``extend`` made room for into
+        their slots.
 
-        On a GPU this is one kernel, which finds the slots from the arrays that ``page_table(ids)`` and ``seq_lens(ids)`` return: captured in
-        a CUDA graph, it writes wherever they point when the graph runs.
+        On a GPU this is one kernel, which finds the slots from the arrays that ``page_table(ids)``
+        and ``seq_lens(ids)`` return: captured in a CUDA graph, it writes wherever they point when
+        the graph runs.
 
         Parameters
         ----------
@@ -302,8 +312,9 @@ class PagedKVCache:
         v : array (total, num_kv_heads, head_dim_v) or (batch, n, num_kv_heads, head_dim_v)
             Values.
         rope : (cos, sin), optional
-            Tables (max_position, rotary_dim // 2), float32 (float64 for a float64 cache): pairs of the first rotary_dim features of
-            k are rotated by their token's position on the way [1]_.
+            Tables (max_position, rotary_dim // 2), float32 (float64 for a float64 cache): pairs of
+            the first rotary_dim features of k are rotated by their token's position on the way
+            [1]_.
         interleaved : bool
             The pairs are neighbours (2i, 2i + 1) and not (i, i + rotary_dim // 2).
 
@@ -384,7 +395,9 @@ class PagedKVCache:
         self._version += 1
 
     def remove(self, id: int) -> None:
-        """End a sequence. Its pages are free again; full ones of known tokens are kept for reuse as long as there is room."""
+        """End a sequence. Its pages are free again; full ones of known tokens are kept for reuse as
+        long as there is room.
+        """
         (row,) = self._rows("remove", [id])
         self._hash_written_pages()
         self._release(row, 0)
@@ -394,7 +407,8 @@ class PagedKVCache:
         self._spare_rows.append(int(row))
         self._version += 1
 
-    # ------------------------------------------------------------------------------------------ what kernels read
+    # ------------------------------------------------------------------------------------------
+    # what kernels read
 
     def page_table(self, ids: Sequence[int]) -> Any:
         """The page table of some sequences.
@@ -402,18 +416,23 @@ class PagedKVCache:
         Returns
         -------
         int32 array (len(ids), max_pages)
-            On the cache's device, and the cache's own: the next call for as many sequences, of this, of ``seq_lens`` or of ``write``, updates
-            it in place, so that a captured CUDA graph sees what has changed. It is a new array only after it had to be
-            widened, which `max_seqlen` prevents.
+            On the cache's device, and the cache's own: the next call for as many sequences, of
+            this, of ``seq_lens`` or of ``write``, updates it in place, so that a captured CUDA
+            graph sees what has changed. It is a new array only after it had to be widened, which
+            `max_seqlen` prevents.
         """
         return self._batch(ids, self._rows("page_table", ids)).page_table
 
     def seq_lens(self, ids: Sequence[int]) -> Any:
-        """How many tokens each of some sequences has: int32 array (len(ids),), updated in place as ``page_table``'s."""
+        """How many tokens each of some sequences has: int32 array (len(ids),), updated in place as
+        ``page_table``'s.
+        """
         return self._batch(ids, self._rows("seq_lens", ids)).seq_lens
 
     def pages(self, layer: int) -> tuple[Any, Any]:
-        """One layer's pages of keys and of values: (num_pages, page_size, num_kv_heads, head_dim), views."""
+        """One layer's pages of keys and of values: (num_pages, page_size, num_kv_heads, head_dim),
+        views.
+        """
         if not 0 <= layer < self.num_layers:
             raise IndexError(
                 f"PagedKVCache: layer is {layer}, must be from 0 to {self.num_layers - 1}"
@@ -433,10 +452,13 @@ class PagedKVCache:
             f"{self._num_free} free; {sequences}; prefix hits {self.hit_pages} of {looked} pages)"
         )
 
-    # ------------------------------------------------------------------------------------------ pages
+    # ------------------------------------------------------------------------------------------
+    # pages
 
     def _take_pages(self, count: int) -> np.ndarray:
-        """Free pages, then those kept for reuse, least recently used first. The caller has made sure there are enough."""
+        """Free pages, then those kept for reuse, least recently used first. The caller has made
+        sure there are enough.
+        """
         for _ in range(count - self._num_free):
             page = next(iter(self._kept))
             del self._kept[page]
@@ -449,7 +471,9 @@ class PagedKVCache:
         return pages
 
     def _give_back(self, pages: np.ndarray) -> None:
-        """Drop one reference to each of these pages, which are different ones, the most worth keeping last."""
+        """Drop one reference to each of these pages, which are different ones, the most worth
+        keeping last.
+        """
         self._references[pages] -= 1
         unused = pages[self._references[pages] == 0]
         findable = self._findable[unused]
@@ -459,7 +483,9 @@ class PagedKVCache:
         self._num_free += free.size
 
     def _release(self, row: int, keep: int) -> None:
-        """Give back a sequence's pages from number `keep` on: the last first, since a page is found only after those before it."""
+        """Give back a sequence's pages from number `keep` on: the last first, since a page is found
+        only after those before it.
+        """
         held = int(self._held[row])
         if keep < held:
             self._give_back(self._table[row, keep:held][::-1])
@@ -479,7 +505,8 @@ class PagedKVCache:
             np.subtract.at(self._references, old, 1)
             self._changed(rows, columns)
 
-    # ------------------------------------------------------------------------------------------ prefixes
+    # ------------------------------------------------------------------------------------------
+    # prefixes
 
     def _hash_written_pages(self) -> None:
         """Make full pages of known tokens findable once they have been written."""
@@ -515,7 +542,8 @@ class PagedKVCache:
         self._tokens[rows[each[chosen]], position[chosen]] = tokens[chosen]
         self._known[rows[follows]] = (start + counts)[follows]
 
-    # ------------------------------------------------------------------------------------------ rows and batches
+    # ------------------------------------------------------------------------------------------
+    # rows and batches
 
     def _rows(self, function: str, ids: Sequence[int]) -> np.ndarray:
         row_of = self._row_of
@@ -552,7 +580,9 @@ class PagedKVCache:
             self._tokens = _widened(self._tokens, tokens)
 
     def _changed(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Note entries of the table that batches must learn of; those that have not kept up start afresh."""
+        """Note entries of the table that batches must learn of; those that have not kept up start
+        afresh.
+        """
         self._changes.append((rows, columns))
         if len(self._changes) > MAX_CHANGES:
             old = MAX_CHANGES // 2
@@ -646,7 +676,9 @@ def _widened(array: np.ndarray, width: int) -> np.ndarray:
 
 
 def _all_but_the_last_owner(pages: np.ndarray, references: np.ndarray) -> np.ndarray:
-    """Which of these owners of pages must copy: where all owners of a page are here, the last one may keep it."""
+    """Which of these owners of pages must copy: where all owners of a page are here, the last one
+    may keep it.
+    """
     to_copy = np.ones(pages.size, bool)
     left: dict[int, int] = {}
     for i, page in enumerate(pages.tolist()):

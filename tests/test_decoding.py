@@ -1,4 +1,6 @@
-"""flash_decode, paged_attention and merge_attention on NumPy arrays, against flash_attention and formulas written out here."""
+"""flash_decode, paged_attention and merge_attention on NumPy arrays, against flash_attention and
+formulas written out here.
+"""
 
 from __future__ import annotations
 

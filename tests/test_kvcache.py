@@ -1,4 +1,6 @@
-"""PagedKVCache on NumPy: its bookkeeping against a plain dict of arrays, and what must not change when a call fails."""
+"""PagedKVCache on NumPy: its bookkeeping against a plain dict of arrays, and what must not change
+when a call fails.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ HEADS, DIM, DIM_V, LAYERS = 2, 4, 3, 2
 
 
 def content(tokens, layer):
-    """The keys and values of tokens: a function of all tokens so far, as a model's are, so that wrong sharing shows."""
+    """The keys and values of tokens: a function of all tokens so far, as a model's are, so that
+    wrong sharing shows.
+    """
     history = np.zeros(HEADS * (DIM + DIM_V))
     rows = []
     for token in tokens:
@@ -345,7 +349,9 @@ def test_errors_name_the_argument_and_change_nothing(call, error, message):
 
 
 def test_many_sequences_cost_little_a_step(record_property):
-    """256 sequences of 32768 tokens: the median step's bookkeeping. The bound leaves a slow machine room; the figure is recorded."""
+    """256 sequences of 32768 tokens: the median step's bookkeeping. The bound leaves a slow machine
+    room; the figure is recorded.
+    """
     batch, length, page_size = 256, 32768, 16
     cache = PagedKVCache(batch * length // page_size + batch * 8, page_size, 1, 1, dtype=np.float16)
     ids = [cache.add_sequence() for _ in range(batch)]

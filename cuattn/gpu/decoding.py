@@ -52,7 +52,8 @@ def decode(
     out: cupy.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None]:
-    """Attention of a few queries a sequence over a cache, on CuPy's current stream, without synchronising.
+    """Attention of a few queries a sequence over a cache, on CuPy's current stream, without
+    synchronising.
 
     Parameters and result as of :func:`cuattn.reference.decoding.decode`.
     """
@@ -83,7 +84,8 @@ def decode(
         cu_seqlens_q = cupy.ascontiguousarray(cu_seqlens_q)
     if page_table is not None and page_table.strides[1] != page_table.itemsize:
         page_table = cupy.ascontiguousarray(page_table)
-    # Where positions count, a shared prefix is read with the rest: its queries are at as many positions as sequences.
+    # Where positions count, a shared prefix is read with the rest: its queries are at as many
+    # positions as sequences.
     if isinstance(prefix, int) and (spec.window_left is not None or alibi_slopes is not None):
         prefix = None
 
@@ -133,7 +135,9 @@ def _cascade(
     num_splits: int | str | None,
     out: cupy.ndarray,
 ) -> cupy.ndarray:
-    """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's own, merged; returns lse."""
+    """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's
+    own, merged; returns lse.
+    """
     rows = q.reshape(1, -1, *q.shape[-2:])
     total = rows.shape[1]
     if isinstance(prefix, int):
@@ -205,7 +209,9 @@ def _launch(
     first_key: int = 0,
     lse_strides: tuple[int, int] | None = None,
 ) -> None:
-    """Launch the decoding kernel. `out` is of q's dtype, or of the accumulators'; without `seq_lens` the cache is full."""
+    """Launch the decoding kernel. `out` is of q's dtype, or of the accumulators'; without
+    `seq_lens` the cache is full.
+    """
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr)
     if lse_strides is None:
         lse_strides = (0 if spec.varlen else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
@@ -244,7 +250,8 @@ def _launch(
 
 
 def _scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
-    """Memory for one launch, in stream order. While a graph is captured it is the graph's own, since the pool would give it away again
+    """Memory for one launch, in stream order. While a graph is captured it is the graph's own,
+    since the pool would give it away again
     before the graph runs.
     """
     if cupy.cuda.get_current_stream().is_capturing():

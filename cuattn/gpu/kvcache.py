@@ -1,4 +1,6 @@
-"""What a paged cache's operations do to its pages, on a GPU. Host arrays go over in stream order; nothing synchronises."""
+"""What a paged cache's operations do to its pages, on a GPU. Host arrays go over in stream order;
+nothing synchronises.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from cuattn.gpu.params import CACHE_WRITE_PARAMS
 
 
 class Batch:
-    """The page table, lengths and new tokens of some sequences, as :class:`cuattn.reference.kvcache.Batch`."""
+    """The page table, lengths and new tokens of some sequences, as
+    :class:`cuattn.reference.kvcache.Batch`.
+    """
 
     def __init__(self, batch: int, width: int) -> None:
         self.page_table = cupy.zeros((batch, width), np.int32)
@@ -83,7 +87,7 @@ def write(
         and a.shape[-1] * a.itemsize % 16 == 0
         for a in arrays
     )
-    variant = tiles.cache_write(k.dtype.name, k.itemsize, aligned=aligned)
+    variant = tiles.cache_write(k.dtype.name, k.itemsize, aligned=aligned, rope=rope is not None)
     config = variant.config
     strides = [[n // a.itemsize for n in a.strides[:-1]] for a in arrays]
     cos, sin = (None, None) if rope is None else map(_aligned, rope)

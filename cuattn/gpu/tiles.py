@@ -382,7 +382,7 @@ SM80_TILES = {
     (128, 128): (((128, 64, 4), (128, 64, 4), (128, 32, 4)), ((64, 64, 4),) * 3),
     (192, 128): (((64, 64, 4), (64, 64, 4), (64, 32, 4)), ((64, 32, 4),) * 3),
     (192, 192): (((64, 64, 4), (64, 64, 4), (64, 32, 4)), ((64, 32, 4),) * 3),
-    (256, 256): (((64, 64, 4), (128, 64, 8), (64, 64, 4)), ((64, 64, 4), (64, 32, 4), (64, 32, 4))),
+    (256, 256): (((64, 64, 4), (128, 64, 8), (64, 64, 4)), ((64, 64, 4), (64, 48, 4), (64, 48, 4))),
 }
 
 #: Of keys and values that blocks work on at the same time: they should stay in L2.
@@ -643,6 +643,7 @@ class CacheWriteConfig(Config):
     dtype: str
     vec_bytes: int
     loads: int
+    rope: bool  # keys may have to be rotated: that takes registers
 
     @property
     def threads(self) -> int:
@@ -650,10 +651,10 @@ class CacheWriteConfig(Config):
         return 256
 
 
-def cache_write(dtype: str, itemsize: int, *, aligned: bool) -> Variant:
+def cache_write(dtype: str, itemsize: int, *, aligned: bool, rope: bool) -> Variant:
     """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
-    vec_bytes = 16 if aligned and itemsize < 8 else itemsize
-    config = CacheWriteConfig(dtype, vec_bytes, loads=4)
+    packed = aligned and itemsize < 8
+    config = CacheWriteConfig(dtype, 16 if packed else itemsize, loads=4, rope=rope or not packed)
     return Variant("kvcache/write.cu", "write", config)
 
 
@@ -684,9 +685,10 @@ def decode_variants(arch: str) -> Iterator[Variant]:
         yield merge(name, name)
         if dtype.itemsize == 2:
             yield merge("float32", name)
-        yield cache_write(name, dtype.itemsize, aligned=False)
+        yield cache_write(name, dtype.itemsize, aligned=False, rope=True)
         if dtype.itemsize < 8:
-            yield cache_write(name, dtype.itemsize, aligned=True)
+            for rope in (False, True):
+                yield cache_write(name, dtype.itemsize, aligned=True, rope=rope)
     yield CACHE_UPDATE
 
 

@@ -1,4 +1,6 @@
-"""What decoding means, in NumPy: each sequence's keys are brought together, and attended to as by flash_attention."""
+"""What decoding means, in NumPy: each sequence's keys are brought together, and attended to as by
+flash_attention.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,21 @@ def decode(
     out: np.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention of a few queries a sequence over a cache, of arrays that :mod:`cuattn.decoding` has checked.
+    """Attention of a few queries a sequence over a cache, of arrays that :mod:`cuattn.decoding` has
+    checked.
 
     Parameters
     ----------
     q : numpy.ndarray
         (batch, seqlen_q, heads_q, head_dim), or (total, heads_q, head_dim) with `cu_seqlens_q`.
     k, v : numpy.ndarray
-        Caches (batch, capacity, heads_kv, head_dim), or pages (num_pages, page_size, heads_kv, head_dim) with
-        `page_table`.
+        Caches (batch, capacity, heads_kv, head_dim), or pages (num_pages, page_size, heads_kv,
+        head_dim) with `page_table`.
     spec : AttentionSpec
         The call, with the capacity as ``seqlen_k``.
     prefix
-        An integer promises what `page_table` says anyway; (k, v) are keys before each sequence's own.
+        An integer promises what `page_table` says anyway; (k, v) are keys before each sequence's
+        own.
     num_splits
         How a GPU shares the work out; it means nothing here.
     seq_lens, page_table, cu_seqlens_q, alibi_slopes, sinks, out, return_lse
@@ -95,7 +99,8 @@ def merge(
     outs, lses
         Partial results over disjoint keys, and the log of each one's denominator.
     lse_axes
-        The order of an lse's axes that brings it to the rows of an out: ``lse.transpose(lse_axes)`` has shape ``out.shape[:-1]``.
+        The order of an lse's axes that brings it to the rows of an out: ``lse.transpose(lse_axes)``
+        has shape ``out.shape[:-1]``.
     """
     stacked = np.stack(lses)
     peak = np.max(stacked, axis=0)

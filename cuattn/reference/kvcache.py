@@ -77,7 +77,9 @@ def write(
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
-    """Rotate pairs of x's first ``2 * cos.shape[-1]`` features (Su et al., 2021), the halves' or neighbours."""
+    """Rotate pairs of x's first ``2 * cos.shape[-1]`` features (Su et al., 2021), the halves' or
+    neighbours.
+    """
     half = cos.shape[-1]
     acc = np.float64 if x.dtype == np.float64 else np.float32
     first, second = (

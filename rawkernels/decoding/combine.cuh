@@ -1,4 +1,5 @@
-// From the warps' parts of a result to a block's, and from the blocks' parts to what is written out.
+// From the warps' parts of a result to a block's, and from the blocks' parts to what is written
+// out.
 #pragma once
 
 #include "decoding/schedule.cuh"
@@ -30,18 +31,21 @@ __device__ __forceinline__ Vec<Acc> load_past_l1(const Acc* source) {
   Vec<Acc> v;
   constexpr int kLoads = sizeof(Vec<Acc>) / 16;
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) reinterpret_cast<float4*>(&v)[i] = __ldcg(reinterpret_cast<const float4*>(source) + i);
+  for (int i = 0; i < kLoads; ++i)
+    reinterpret_cast<float4*>(&v)[i] = __ldcg(reinterpret_cast<const float4*>(source) + i);
   return v;
 }
 
-// A softmax-weighted sum under way: four columns of O, relative to `max`, and the row's sum of weights.
+// A softmax-weighted sum under way: four columns of O, relative to `max`, and the row's sum of
+// weights.
 template <class Acc>
 struct Partial {
   Vec<Acc> o = {};
   Acc max = minus_infinity<Acc>();
   Acc sum = 0;
 
-  // Moves what exponents are relative to. Nothing seen on both sides: exp(-inf - 0) = 0, and never NaN.
+  // Moves what exponents are relative to. Nothing seen on both sides: exp(-inf - 0) = 0, and never
+  // NaN.
   __device__ __forceinline__ void raise(Acc new_max) {
     const Acc factor = exp(max - (new_max == minus_infinity<Acc>() ? 0 : new_max));
 #pragma unroll
@@ -79,7 +83,8 @@ struct Writer {
       put_result(row, column, result);
     } else {
       const long long at = parts.slot(parts.part) * kRows + row;
-      *reinterpret_cast<Vec<Acc>*>(static_cast<Acc*>(params.partial_out) + at * kHeadDim + column) = result.o;
+      *reinterpret_cast<Vec<Acc>*>(static_cast<Acc*>(params.partial_out) + at * kHeadDim + column) =
+          result.o;
       if (column == 0) {
         Acc* max_sum = static_cast<Acc*>(params.partial_max_sum) + 2 * at;
         max_sum[0] = result.max;
@@ -92,12 +97,14 @@ struct Writer {
   __device__ __forceinline__ void finish() const {
     if (parts.parts == 1) return;
     __syncthreads();
-    if (threadIdx.x == 0) ptx::store_release(params.arrived + parts.slot(parts.part), params.ticket);
+    if (threadIdx.x == 0)
+      ptx::store_release(params.arrived + parts.slot(parts.part), params.ticket);
   }
 
-  // By all threads of the block that has the item's last piece. The other pieces are those of blocks before it, which run,
-  // or have run, whatever else the device is doing. `arrived` needs no initial value, since no stale content is this
-  // launch's random ticket, and is cleared for a replay of the launch in a CUDA graph.
+  // By all threads of the block that has the item's last piece. The other pieces are those of
+  // blocks before it, which run, or have run, whatever else the device is doing. `arrived` needs no
+  // initial value, since no stale content is this launch's random ticket, and is cleared for a
+  // replay of the launch in a CUDA graph.
   __device__ __forceinline__ void merge_parts() const {
     for (int i = threadIdx.x; i < parts.parts; i += Config::threads) {
       unsigned long long* arrived = params.arrived + parts.slot(i);
@@ -151,7 +158,8 @@ struct Writer {
       result.add({}, sink, 1);
     }
     const Acc inverse = result.sum == 0 ? 0 : 1 / result.sum;  // 0: no key was seen
-    const long long at = piece.seq.index * params.out_stride.batch + (piece.seq.begin_q + token) * params.out_stride.seq +
+    const long long at = piece.seq.index * params.out_stride.batch +
+                         (piece.seq.begin_q + token) * params.out_stride.seq +
                          head * params.out_stride.head + column;
     if (params.out_is_acc)
       store(static_cast<Acc*>(params.out) + at, column, result.o, inverse);
@@ -159,13 +167,15 @@ struct Writer {
       store(static_cast<T*>(params.out) + at, column, result.o, inverse);
     if (params.lse != nullptr && column == 0) {
       const Acc lse = result.sum == 0 ? minus_infinity<Acc>() : result.max + log(result.sum);
-      static_cast<Acc*>(params.lse)[piece.seq.index * params.lse_batch_stride + head * params.lse_head_stride +
-                                    piece.seq.begin_q + token] = lse;
+      static_cast<Acc*>(params.lse)[piece.seq.index * params.lse_batch_stride +
+                                    head * params.lse_head_stride + piece.seq.begin_q + token] =
+          lse;
     }
   }
 
   template <class Out>
-  __device__ __forceinline__ void store(Out* target, int column, const Vec<Acc>& o, Acc inverse) const {
+  __device__ __forceinline__ void store(Out* target, int column, const Vec<Acc>& o,
+                                        Acc inverse) const {
     struct alignas(4 * sizeof(Out) < 16 ? 4 * sizeof(Out) : 16) Packed {
       Out x[4];
     } packed;

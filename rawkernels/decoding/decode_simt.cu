@@ -1,11 +1,13 @@
-// Decoding in plain CUDA C++: every call of the contract, on any architecture. The kernel to read first.
+// Decoding in plain CUDA C++: every call of the contract, on any architecture. The kernel to read
+// first.
 //
-//   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or in pages, any strides;
-//   float16, bfloat16, float32, float64; head_dims up to kHeadDim. DecodeParams has the rest. Arithmetic is in float, or
-//   double for float64.
-//   A tile's rows are kRows pairs of a query token and one of the query heads that share a key head. The warps of a block
-//   take keys in turn, kBatch at a time, a row of K and V spread over a warp's lanes; each warp keeps the running maximum,
-//   sum and O of every row (online softmax), and the block merges its warps' when a piece (schedule.cuh) is done.
+//   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or
+//   in pages, any strides; float16, bfloat16, float32, float64; head_dims up to kHeadDim.
+//   DecodeParams has the rest. Arithmetic is in float, or double for float64. A tile's rows are
+//   kRows pairs of a query token and one of the query heads that share a key head. The warps of a
+//   block take keys in turn, kBatch at a time, a row of K and V spread over a warp's lanes; each
+//   warp keeps the running maximum, sum and O of every row (online softmax), and the block merges
+//   its warps' when a piece (schedule.cuh) is done.
 #include "decoding/combine.cuh"
 
 using T = Config::dtype;
@@ -13,9 +15,9 @@ using Acc = decoding::Accumulator<T>::type;
 constexpr int kHeadDim = Config::head_dim;
 constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;
-constexpr int kTileKeys = 64;  // of a unit of work
+constexpr int kTileKeys = 64;                                  // of a unit of work
 constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 ? 4 : 2;  // keys on their way at a time
-constexpr int kLaneDims = kHeadDim / 32;  // lane l has columns l, l + 32, …
+constexpr int kLaneDims = kHeadDim / 32;                       // lane l has columns l, l + 32, …
 
 using Work = decoding::Schedule<kRows, kTileKeys>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, false>;
@@ -45,7 +47,8 @@ struct Slice {
       const int token = divided_by_group(params, index);
       const int head = piece.head * group + index - token * group;
       const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
-                        (piece.seq.begin_q + token) * params.q_stride.seq + head * params.q_stride.head;
+                        (piece.seq.begin_q + token) * params.q_stride.seq +
+                        head * params.q_stride.head;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i)
         q[r][i] = lane + 32 * i < params.head_dim ? static_cast<Acc>(source[lane + 32 * i]) : 0;
@@ -53,13 +56,15 @@ struct Slice {
       position[r] = piece.seq.length - piece.seq.seqlen_q + token;
       slope[r] = params.alibi_slopes == nullptr
                      ? 0
-                     : static_cast<const Acc*>(params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride + head];
+                     : static_cast<const Acc*>(
+                           params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride + head];
       row_max[r] = decoding::minus_infinity<Acc>();
     }
   }
 
   // Keys first … first + kBatch - 1, as far as they come before `end`.
-  __device__ __forceinline__ void see(const DecodeParams& params, int first, int end, const Acc (&k)[kBatch][kLaneDims],
+  __device__ __forceinline__ void see(const DecodeParams& params, int first, int end,
+                                      const Acc (&k)[kBatch][kLaneDims],
                                       const Acc (&v)[kBatch][kLaneDims]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -71,11 +76,15 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < kLaneDims; ++i) s[j] = fma(q[r][i], k[j][i], s[j]);
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) s[j] += __shfl_xor_sync(~0u, s[j], distance);
+        for (int distance = 16; distance > 0; distance /= 2)
+          s[j] += __shfl_xor_sync(~0u, s[j], distance);
         s[j] *= static_cast<Acc>(params.scale);
-        if (params.softcap != 0) s[j] = static_cast<Acc>(params.softcap) * tanh(s[j] / static_cast<Acc>(params.softcap));
-        if (params.alibi_slopes != nullptr) s[j] -= slope[r] * static_cast<Acc>(abs(position[r] - key));
-        if (key < visible[r].begin || key >= min(visible[r].end, end)) s[j] = decoding::minus_infinity<Acc>();
+        if (params.softcap != 0)
+          s[j] = static_cast<Acc>(params.softcap) * tanh(s[j] / static_cast<Acc>(params.softcap));
+        if (params.alibi_slopes != nullptr)
+          s[j] -= slope[r] * static_cast<Acc>(abs(position[r] - key));
+        if (key < visible[r].begin || key >= min(visible[r].end, end))
+          s[j] = decoding::minus_infinity<Acc>();
         new_max = fmax(new_max, s[j]);
       }
       const Acc shift = new_max == decoding::minus_infinity<Acc>() ? 0 : new_max;
@@ -98,9 +107,11 @@ struct Slice {
 };
 
 // A row of K or V, spread over the warp.
-__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const void* pages, const PageStrides& strides, int page,
-                                         int slot, int head, int dims) {
-  const T* source = static_cast<const T*>(pages) + page * strides.page + slot * strides.seq + head * strides.head;
+__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const void* pages,
+                                         const PageStrides& strides, int page, int slot, int head,
+                                         int dims) {
+  const T* source =
+      static_cast<const T*>(pages) + page * strides.page + slot * strides.seq + head * strides.head;
 #pragma unroll
   for (int i = 0; i < kLaneDims; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
@@ -126,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         const int key = min(first + i, piece.end - 1);
         const int page = params.page_table == nullptr
                              ? piece.seq.index
-                             : params.page_table[piece.seq.index * params.table_stride + (key >> params.page_shift)];
+                             : params.page_table[piece.seq.index * params.table_stride +
+                                                 (key >> params.page_shift)];
         const int slot = key & ((1 << params.page_shift) - 1);
         load_row(k[i], params.k, params.k_stride, page, slot, piece.head, params.head_dim);
         load_row(v[i], params.v, params.v_stride, page, slot, piece.head, params.head_dim_v);
@@ -154,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w)
-        whole.add(reinterpret_cast<const decoding::Vec<Acc>&>(smem.o[w][row][column]), smem.max_sum[w][row][0],
-                  smem.max_sum[w][row][1]);
+        whole.add(reinterpret_cast<const decoding::Vec<Acc>&>(smem.o[w][row][column]),
+                  smem.max_sum[w][row][0], smem.max_sum[w][row][1]);
       writer.put(row, column, whole);
     }
     writer.finish();

@@ -1,8 +1,9 @@
-// Merges partial attention results over disjoint sets of keys. Bound by memory: each part is read once.
+// Merges partial attention results over disjoint sets of keys. Bound by memory: each part is read
+// once.
 //
-//   outs: `parts` arrays (outer, middle, inner, head_dim_v) of the same strides; lses float (double for float64), of the
-//   same strides over the first three axes, as the lse that is written; out contiguous, of the outs' type or of out_dtype.
-//   A thread has four columns of a row at a time.
+//   outs: `parts` arrays (outer, middle, inner, head_dim_v) of the same strides; lses float (double
+//   for float64), of the same strides over the first three axes, as the lse that is written; out
+//   contiguous, of the outs' type or of out_dtype. A thread has four columns of a row at a time.
 #include "decoding/combine.cuh"
 
 using T = Config::dtype;
@@ -36,9 +37,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
        i += static_cast<long long>(gridDim.x) * Config::threads) {
     const long long row = i / vecs;
     const int column = static_cast<int>(i % vecs) * 4;
-    const long long x = row / params.inner / params.middle, y = row / params.inner % params.middle, z = row % params.inner;
-    const long long from = x * params.out_stride[0] + y * params.out_stride[1] + z * params.out_stride[2] + column;
-    const long long lse_at = x * params.lse_stride[0] + y * params.lse_stride[1] + z * params.lse_stride[2];
+    const long long x = row / params.inner / params.middle, y = row / params.inner % params.middle,
+                    z = row % params.inner;
+    const long long from =
+        x * params.out_stride[0] + y * params.out_stride[1] + z * params.out_stride[2] + column;
+    const long long lse_at =
+        x * params.lse_stride[0] + y * params.lse_stride[1] + z * params.lse_stride[2];
     Acc max_lse = decoding::minus_infinity<Acc>();
     for (int part = 0; part < params.parts; ++part)
       max_lse = fmax(max_lse, static_cast<const Acc*>(params.lses[part])[lse_at]);

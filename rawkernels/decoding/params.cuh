@@ -1,9 +1,11 @@
-// What the decoding kernels are told about one call. Mirrored field by field in cuattn/gpu/decoding.py; the order keeps every
-// field at its natural alignment, so both sides agree on the bytes.
+// What the decoding kernels are told about one call. Mirrored field by field in
+// cuattn/gpu/decoding.py; the order keeps every field at its natural alignment, so both sides agree
+// on the bytes.
 //
-// q and out are (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total, heads_q, head_dim): batch strides are
-// then 0 and seqlen_q is the total. k and v are pages (num_pages, page_size, heads_kv, head_dim), or without a page table
-// contiguous caches (batch, capacity, heads_kv, head_dim), which are read as one page a sequence. Strides are in elements.
+// q and out are (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total, heads_q,
+// head_dim): batch strides are then 0 and seqlen_q is the total. k and v are pages (num_pages,
+// page_size, heads_kv, head_dim), or without a page table contiguous caches (batch, capacity,
+// heads_kv, head_dim), which are read as one page a sequence. Strides are in elements.
 #pragma once
 
 #include "attention/params.cuh"
@@ -16,8 +18,8 @@ struct DecodeParams {
   const void* q;
   const void* k;
   const void* v;
-  void* out;                 // of the inputs' type, or of the accumulators' where out_is_acc
-  void* lse;                 // float (double for float64), strides over batch and heads below; null: not wanted
+  void* out;  // of the inputs' type, or of the accumulators' where out_is_acc
+  void* lse;  // float (double for float64), strides over batch and heads below; null: not wanted
   const void* alibi_slopes;  // float (double for float64); null: none
   const void* sinks;         // float (double for float64) (heads_q,); null: none
   const int* page_table;     // null: contiguous
@@ -25,8 +27,9 @@ struct DecodeParams {
   const int* cu_seqlens_q;   // null: seqlen_q queries a sequence
   void* partial_out;         // accumulators (slots, tile rows, padded head_dim)
   void* partial_max_sum;     // accumulators (slots, tile rows, 2)
-  unsigned long long* arrived;  // (slots,): `ticket` in a slot says that its partial result is complete
-  unsigned long long ticket;    // a random number of this launch's own
+  unsigned long long*
+      arrived;  // (slots,): `ticket` in a slot says that its partial result is complete
+  unsigned long long ticket;  // a random number of this launch's own
 
   Strides q_stride, out_stride;
   PageStrides k_stride, v_stride;
@@ -41,15 +44,17 @@ struct DecodeParams {
   int window_left, window_right;  // as in ForwardParams, with a sequence's length as its seqlen_k
   int page_shift;                 // log2 of the page size; 30 for contiguous caches
   int first_key;                  // keys before it are not read: they are merged in from elsewhere
-  int split_units;                // nonzero: every unit of work is a partial result; else a block's consecutive ones are one
-  int unit_shift;                 // log2 of the keys of such a unit, unless num_splits is given
-  int num_splits;                 // 0: not given
-  int heads_of_block;             // gridDim.x blocks share out heads_kv heads
-  int group, group_shift;         // heads_q / heads_kv; n / group = n * group_magic >> group_shift
+  int split_units;  // nonzero: every unit of work is a partial result; else a block's consecutive
+                    // ones are one
+  int unit_shift;   // log2 of the keys of such a unit, unless num_splits is given
+  int num_splits;   // 0: not given
+  int heads_of_block;      // gridDim.x blocks share out heads_kv heads
+  int group, group_shift;  // heads_q / heads_kv; n / group = n * group_magic >> group_shift
   unsigned group_magic;
   int out_is_acc;
 };
 
 __device__ __forceinline__ int divided_by_group(const DecodeParams& params, int n) {
-  return static_cast<int>(static_cast<unsigned long long>(n) * params.group_magic >> params.group_shift);
+  return static_cast<int>(static_cast<unsigned long long>(n) * params.group_magic >>
+                          params.group_shift);
 }

@@ -7,8 +7,8 @@
 
 namespace decoding {
 
-// Rows of K, V and Q in shared memory: 16-byte chunks, permuted in groups of eight from row to row, so that neither whole rows
-// written nor a chunk of eight rows read by ldmatrix meet in a bank.
+// Rows of K, V and Q in shared memory: 16-byte chunks, permuted in groups of eight from row to row,
+// so that neither whole rows written nor a chunk of eight rows read by ldmatrix meet in a bank.
 template <int kHeadDim>
 struct SwizzledRows {
   static_assert(kHeadDim % 64 == 0, "whole groups of eight chunks");
@@ -16,8 +16,8 @@ struct SwizzledRows {
 
   __device__ __forceinline__ static int permuted(int row, int chunk) { return chunk ^ row % 8; }
 
-  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0 and 1: rows 0-7 and 8-15 of chunk 0 first, or
-  // chunks 0 and 1 of rows 0-7.
+  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0 and 1: rows 0-7 and
+  // 8-15 of chunk 0 first, or chunks 0 and 1 of rows 0-7.
   __device__ __forceinline__ static unsigned rows_first() {
     const int lane = threadIdx.x % 32;
     return lane % 16 * kRowBytes + permuted(lane, lane / 16) * 16;
@@ -38,9 +38,9 @@ struct Stage {
   T v[kKeys * kHeadDim];
 };
 
-// Loads the tiles of one slice, piece after piece. Where a tile's keys are is asked of the page table, if there is one, when
-// the tile kStages before it is loaded, and the answer comes with that: behind the traffic of the loads a read takes
-// microseconds.
+// Loads the tiles of one slice, piece after piece. Where a tile's keys are is asked of the page
+// table, if there is one, when the tile kStages before it is loaded, and the answer comes with
+// that: behind the traffic of the loads a read takes microseconds.
 template <class T, class Work, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK, int kStages>
 struct Loader {
   using Tile = SwizzledRows<kHeadDim>;
@@ -50,7 +50,8 @@ struct Loader {
   static_assert(kWarpKeys * kChunks % kThreads == 0, "whole passes of 16-byte copies");
 
   struct Place {  // of the key of a tile that is this lane's
-    int page;     // the sequence's number for a contiguous cache, 0 where the page table is to say; -1: outside the piece
+    int page;     // the sequence's number for a contiguous cache, 0 where the page table is to say;
+                  // -1: outside the piece
     int slot, head;
     bool exists;  // the tile, at all
   };
@@ -67,7 +68,8 @@ struct Loader {
   bool more;
   Place places[kStages];
 
-  __device__ __forceinline__ Loader(const DecodeParams& params, Work& work) : params(params), work(work) {
+  __device__ __forceinline__ Loader(const DecodeParams& params, Work& work)
+      : params(params), work(work) {
     key = piece.end = 0;
     more = true;
 #pragma unroll
@@ -95,10 +97,11 @@ struct Loader {
     return place;
   }
 
-  // Copies a tile to the stage whose copies are the oldest under way; zeros for keys outside the piece, which are not read:
-  // they may be NaN, and 0 · NaN is NaN. With a page table it is the tile that was looked up kStages calls before.
-  // `pages` is the warp's for that stage.
-  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage, int (&pages)[kWarpKeys]) {
+  // Copies a tile to the stage whose copies are the oldest under way; zeros for keys outside the
+  // piece, which are not read: they may be NaN, and 0 · NaN is NaN. With a page table it is the
+  // tile that was looked up kStages calls before. `pages` is the warp's for that stage.
+  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage,
+                                       int (&pages)[kWarpKeys]) {
     int& page = pages[threadIdx.x % kWarpKeys];
     Place place = places[0];
     if (params.page_table != nullptr) {

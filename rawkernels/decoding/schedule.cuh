@@ -1,11 +1,14 @@
-// Who computes what, worked out by every block for itself from the lengths as they are when the kernel runs.
+// Who computes what, worked out by every block for itself from the lengths as they are when the
+// kernel runs.
 //
-// An item is one tile of rows (query heads that share a key head, and their query tokens) of one sequence over all keys it
-// may see. Items are cut into units of keys; all units of a key head, in the order sequence, row tile, key, are dealt out
-// to groups of blocks in consecutive runs of equal cost. The blocks of a group do the same for different heads, at the same time:
-// what they read lies side by side in memory. (Where there are too many heads for that a block takes several in turn.)
-// What a block has of one item is a piece. An item in one piece is written out; of the others each piece leaves a partial
-// result in a slot of its own, and the block with the last piece merges them: at its end, where they are not all its own.
+// An item is one tile of rows (query heads that share a key head, and their query tokens) of one
+// sequence over all keys it may see. Items are cut into units of keys; all units of a key head, in
+// the order sequence, row tile, key, are dealt out to groups of blocks in consecutive runs of equal
+// cost. The blocks of a group do the same for different heads, at the same time: what they read
+// lies side by side in memory. (Where there are too many heads for that a block takes several in
+// turn.) What a block has of one item is a piece. An item in one piece is written out; of the
+// others each piece leaves a partial result in a slot of its own, and the block with the last piece
+// merges them: at its end, where they are not all its own.
 #pragma once
 
 #include "decoding/params.cuh"
@@ -39,14 +42,15 @@ __device__ __forceinline__ KeyRange window_at(const DecodeParams& params, int po
 }
 
 // Those that exist and are to be read.
-__device__ __forceinline__ KeyRange visible_keys(const DecodeParams& params, const Sequence& seq, int token) {
+__device__ __forceinline__ KeyRange visible_keys(const DecodeParams& params, const Sequence& seq,
+                                                 int token) {
   const KeyRange window = window_at(params, seq.length - seq.seqlen_q + token);
   const int begin = min(max(window.begin, params.first_key), seq.length);
   return {begin, max(begin, min(window.end, seq.length))};
 }
 
-// How the keys of an item are cut: unit i is [origin + (i << shift), origin + (i + 1 << shift)), of it what lies in
-// [begin, end).
+// How the keys of an item are cut: unit i is [origin + (i << shift), origin + (i + 1 << shift)), of
+// it what lies in [begin, end).
 struct Cut {
   int begin, end, origin, shift, count;
 };
@@ -99,17 +103,19 @@ struct Parts {
   bool balanced;
   int first_slot, slot_stride;
 
-  // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one that goes on in the next
-  // group and one that came from the group before.
+  // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one
+  // that goes on in the next group and one that came from the group before.
   __device__ __forceinline__ long long slot(int i) const {
-    return first_slot + static_cast<long long>(balanced ? 2 * i + (i + 1 < parts) : i) * slot_stride;
+    return first_slot +
+           static_cast<long long>(balanced ? 2 * i + (i + 1 < parts) : i) * slot_stride;
   }
 };
 
 template <int kRows, int kTileKeys>
 struct Schedule {
-  // An item also costs as much as so many units: its queries, its end. Its steps are these and then its units; groups get
-  // equal runs of steps. Where every unit is a result of its own there is nothing to begin with.
+  // An item also costs as much as so many units: its queries, its end. Its steps are these and then
+  // its units; groups get equal runs of steps. Where every unit is a result of its own there is
+  // nothing to begin with.
   static constexpr int kItemSteps = 1;
 
   Sequence seq;
@@ -122,16 +128,19 @@ struct Schedule {
     return params.split_units != 0 ? 0 : kItemSteps;
   }
 
-  __device__ __forceinline__ static int steps_per_head(const DecodeParams& params, const Sequence& seq) {
+  __device__ __forceinline__ static int steps_per_head(const DecodeParams& params,
+                                                       const Sequence& seq) {
     const int tiles = tiles_of<kRows>(params, seq);
     int steps = tiles * extra_steps(params);
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) steps += cut_item<kRows, kTileKeys>(params, seq, tile).count;
+    for (int tile = 0; tile < tiles; ++tile)
+      steps += cut_item<kRows, kTileKeys>(params, seq, tile).count;
     return steps;
   }
 
-  // Finds this block's first step. By all lanes of a warp: 32 runs of sequences are summed at a time, and the run that
-  // holds the step is looked into, so that a thousand sequences take two rounds.
+  // Finds this block's first step. By all lanes of a warp: 32 runs of sequences are summed at a
+  // time, and the run that holds the step is looked into, so that a thousand sequences take two
+  // rounds.
   __device__ __forceinline__ void start(const DecodeParams& params) {
     const int lane = threadIdx.x % 32;
     int low = 0, count = params.batch;
@@ -181,7 +190,8 @@ struct Schedule {
   }
 
   // The block's next piece; false where there is none. `parts`, where given, is filled in too.
-  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece, Parts* parts = nullptr) {
+  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece,
+                                       Parts* parts = nullptr) {
     const int extra = extra_steps(params);
     if (step < end && index == cut.count + extra) next_item(params);
     const int first = max(extra - index, 0);  // so many steps before the first unit
@@ -204,7 +214,8 @@ struct Schedule {
   __device__ __forceinline__ Parts place_of(const DecodeParams& params, int unit, int units) const {
     const int item = step - index;  // its first step
     const bool last = unit + units == cut.count;
-    Parts parts = {0, 1, false, item >= begin, params.split_units == 0, 0, static_cast<int>(gridDim.x)};
+    Parts parts = {
+        0, 1, false, item >= begin, params.split_units == 0, 0, static_cast<int>(gridDim.x)};
     if (units == cut.count) return parts;
     if (parts.balanced) {
       const int first_group = group_of(item + kItemSteps);

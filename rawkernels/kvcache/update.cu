@@ -1,9 +1,13 @@
-// Brings a batch's page table and lengths up to date, in place, from one array of numbers that came from the host:
-//   batch lengths, batch + 1 cumulative numbers of new tokens, then for each changed entry its index and its page.
+// Brings a batch's page table and lengths up to date, in place, from one array of numbers that came
+// from the host:
+//   batch lengths, batch + 1 cumulative numbers of new tokens, then for each changed entry its
+//   index and its page.
 extern "C" __global__ void __launch_bounds__(Config::threads)
-    update(const int* numbers, int* page_table, int* seq_lens, int* cu_new, int batch, int changes) {
+    update(const int* numbers, int* page_table, int* seq_lens, int* cu_new, int batch,
+           int changes) {
   const int header = 2 * batch + 1;
-  for (int i = blockIdx.x * Config::threads + threadIdx.x; i < header + changes; i += gridDim.x * Config::threads) {
+  for (int i = blockIdx.x * Config::threads + threadIdx.x; i < header + changes;
+       i += gridDim.x * Config::threads) {
     if (i < batch)
       seq_lens[i] = numbers[i];
     else if (i < header)

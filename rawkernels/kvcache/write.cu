@@ -1,10 +1,12 @@
-// Puts new keys, rotated where asked (RoPE), and values into the slots that a page table says. Bound by memory.
+// Puts new keys, rotated where asked (RoPE), and values into the slots that a page table says.
+// Bound by memory.
 //
-//   k (total, heads, head_dim), v (total, heads, head_dim_v): the new tokens of all sequences, one after the other, strides
-//   over tokens and heads free; pages (num_pages, page_size, heads, ...), strides free. Sequence b's new tokens are
-//   cu_new[b] … cu_new[b + 1] - 1 and the last of its seq_lens[b]. cos, sin (max_position, pairs) float, or double.
-//   A token's features are cut into pieces of vec_bytes, K's of all heads and then V's, which 1 << lanes_shift neighbouring
-//   threads copy; a thread has the same piece of kLoads tokens on its way at a time.
+//   k (total, heads, head_dim), v (total, heads, head_dim_v): the new tokens of all sequences, one
+//   after the other, strides over tokens and heads free; pages (num_pages, page_size, heads, ...),
+//   strides free. Sequence b's new tokens are cu_new[b] … cu_new[b + 1] - 1 and the last of its
+//   seq_lens[b]. cos, sin (max_position, pairs) float, or double. A token's features are cut into
+//   pieces of vec_bytes, K's of all heads and then V's, which 1 << lanes_shift neighbouring threads
+//   copy; a thread has the same piece of kLoads tokens on its way at a time.
 #include "decoding/params.cuh"
 
 using T = Config::dtype;
@@ -29,7 +31,7 @@ struct WriteParams {
   const int* page_table;
   const int* seq_lens;
   const int* cu_new;
-  const void* cos;  // null: no rotation
+  const void* cos;  // null: no rotation; Config::rope has to be set for one
   const void* sin;
   long long k_token, k_head, v_token, v_head;  // strides
   PageStrides k_page, v_page;
@@ -68,7 +70,8 @@ __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) 
     end = params.cu_new[sequence + 1];
   }
   const int position = params.seq_lens[sequence] - (end - token);
-  const int page = params.page_table[sequence * params.table_stride + (position >> params.page_shift)];
+  const int page =
+      params.page_table[sequence * params.table_stride + (position >> params.page_shift)];
   return {position, page, position & ((1 << params.page_shift) - 1)};
 }
 
@@ -78,7 +81,8 @@ __device__ __forceinline__ Pack<Acc, n> load_angles(const void* table, long long
 }
 
 // x holds features first … of a key at `key`, not rotated yet.
-__device__ __forceinline__ void rotate(Vec& x, const WriteParams& params, const T* key, int first, int position) {
+__device__ __forceinline__ void rotate(Vec& x, const WriteParams& params, const T* key, int first,
+                                       int position) {
   const long long row = position * static_cast<long long>(params.pairs);
   if (kVec > 1 && params.pairs % kVec == 0) {  // whole pieces are rotated, or not at all
     if (first >= 2 * params.pairs) return;
@@ -135,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     const int k_pieces = params.heads * k_vecs;
     const bool is_key = piece < k_pieces, inside = piece < params.heads * vecs;
     const int head = is_key ? piece / k_vecs : (piece - k_pieces) / (vecs - k_vecs);
-    const int column = kVec * (is_key ? piece - head * k_vecs : piece - k_pieces - head * (vecs - k_vecs));
+    const int column =
+        kVec * (is_key ? piece - head * k_vecs : piece - k_pieces - head * (vecs - k_vecs));
     const T* source = is_key ? static_cast<const T*>(params.k) + head * params.k_head
                              : static_cast<const T*>(params.v) + head * params.v_head;
     const long long stride = is_key ? params.k_token : params.v_token;
@@ -143,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int token = first + row + i * rows;
-      if (inside && token < params.total) x[i] = *reinterpret_cast<const Vec*>(source + token * stride + column);
+      if (inside && token < params.total)
+        x[i] = *reinterpret_cast<const Vec*>(source + token * stride + column);
     }
     if (!ready) __syncthreads();
     ready = true;
@@ -154,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       const int token = first + row + i * rows;
       if (!inside || token >= params.total) continue;
       const Slot at = slots[row + i * rows];
-      if (is_key && params.cos != nullptr) rotate(x[i], params, source + token * stride, column, at.position);
+      if (Config::rope && is_key && params.cos != nullptr)
+        rotate(x[i], params, source + token * stride, column, at.position);
       *reinterpret_cast<Vec*>(target + at.page * to.page + at.slot * to.seq) = x[i];
     }
   }

@@ -1,5 +1,5 @@
-// movmatrix: transposes an 8×8 matrix of 16-bit elements across a warp: lane 4g + t gives row g, columns 2t and 2t+1, and
-// receives those of the transpose.
+// movmatrix: transposes an 8×8 matrix of 16-bit elements across a warp: lane 4g + t gives row g,
+// columns 2t and 2t+1, and receives those of the transpose.
 #pragma once
 
 namespace ptx {

@@ -1,4 +1,6 @@
-"""Decoding kernels, tier by tier, against the definition in float64, however their work is split, paged, merged and replayed."""
+"""Decoding kernels, tier by tier, against the definition in float64, however their work is split,
+paged, merged and replayed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def dirty_scratch(monkeypatch, rng):
 
 
 class Caches:
-    """Sequences of a batch on the host, and on the device as a contiguous cache and as pages, with NaN where nothing is to be read."""
+    """Sequences of a batch on the host, and on the device as a contiguous cache and as pages, with
+    NaN where nothing is to be read.
+    """
 
     def __init__(self, rng, lens, capacity, heads, dim, dim_v, dtype, page_size=16):
         self.lens = np.array(lens, np.int32)

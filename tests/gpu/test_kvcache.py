@@ -116,7 +116,9 @@ def test_a_step_is_captured_once_and_replayed(rng):
 
 
 def test_many_sequences_cost_little_a_step(record_property):
-    """256 sequences of 32768 tokens: the median step's bookkeeping. The bound leaves a slow machine room; the figure is recorded."""
+    """256 sequences of 32768 tokens: the median step's bookkeeping. The bound leaves a slow machine
+    room; the figure is recorded.
+    """
     batch, length, page_size = 256, 32768, 16
     cache = PagedKVCache(
         batch * length // page_size + batch * 16, page_size, 1, 1, dtype=np.float16, xp=cupy

@@ -1,0 +1,168 @@
+"""Decoding: one token a sequence over long caches, contiguous and in pages, by CUDA-graph replay.
+
+``pytest benchmarks/bench_decoding.py --benchmark-json=benchmarks/results/NAME.json``
+
+Bytes count K and V once. Caches take turns past L2; a captured call costs no host time, as in a
+serving loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+
+cupy = pytest.importorskip("cupy")
+
+from benchmarks import peers, timing  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = [(1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 8192), (128, 2048), (8, 65536)]
+MIXED = {
+    "16 to 16384": np.linspace(16, 16384, 64).astype(np.int32),
+    "one long": np.array([131072] + 31 * [1024], np.int32),
+}
+
+
+def draw(*shape: int) -> Any:
+    """Random numbers, drawn in pieces that leave room for the result."""
+    array = cupy.empty(shape, BFLOAT16)
+    flat = array.reshape(-1)
+    for part in (flat[i : i + (1 << 27)] for i in range(0, flat.size, 1 << 27)):
+        part[...] = cupy.random.standard_normal(part.size, dtype=np.float32).astype(BFLOAT16)
+    return array
+
+
+def captured(name: str, calls: list[Callable[[], Any]]) -> timing.Contestant:
+    """A contestant whose every launch is a replay of all these calls."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        calls[0]()  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+
+    def run(replays: int) -> None:
+        for _ in range(replays):
+            graph.launch()
+
+    return timing.Contestant(name, run)
+
+
+def report(benchmark: Any, contestants: list, calls: int, nbytes: int, copy: float) -> None:
+    """Race, and write down microseconds a call and the part of the copy ceiling that K and V are
+    read at.
+    """
+    seconds = timing.race(benchmark, contestants)
+    each = {name: s / calls for name, s in seconds.items()}
+    benchmark.group = "decoding"
+    benchmark.extra_info |= {
+        "microseconds": {name: s * 1e6 for name, s in each.items()},
+        "of_copy": {name: nbytes / s / copy for name, s in each.items()},
+        "copy_tb_per_s": copy * 1e-12,
+    }
+    shown = (f"{name} {s * 1e6:.1f} us ({nbytes / s / copy:.0%})" for name, s in each.items())
+    print(f"\n{benchmark.param}: {', '.join(shown)}")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 128), (32, 32, 64)], ids=str)
+def bench_decode(benchmark, ceilings, heads, shape):
+    (heads_q, heads_kv, dim), (batch, length) = heads, shape
+    nbytes = 2 * batch * length * heads_kv * dim * 2
+    count = timing.sets_past_l2(nbytes)
+    sets = [
+        (draw(batch, 1, heads_q, dim), *(draw(batch, length, heads_kv, dim) for _ in "kv"))
+        for _ in range(count)
+    ]
+    lens = cupy.full(batch, length, np.int32)
+    out = cupy.empty_like(sets[0][0])
+    contestants = [
+        captured("cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets])
+    ]
+    for page_size in (16, 64):
+        order = cupy.random.permutation(batch * length // page_size).astype(np.int32)
+        table = order.reshape(batch, -1)
+
+        def call(q, k, v, table=table, page_size=page_size):
+            pages = (a.reshape(-1, page_size, heads_kv, dim) for a in (k, v))
+            return cuattn.paged_attention(q, *pages, table, lens, out=out)
+
+        contestants.append(
+            captured(f"pages of {page_size}", [lambda s=s, call=call: call(*s) for s in sets])
+        )
+    contestants += peers.decode(sets)
+    report(benchmark, contestants, count, nbytes, ceilings["copy"])
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def bench_mixed_lengths(benchmark, ceilings, kind):
+    lens, page_size, heads, dim = MIXED[kind], 16, 8, 128
+    pages = -(-lens // page_size)
+    table = np.zeros((len(lens), pages.max()), np.int32)
+    table[np.arange(pages.max()) < pages[:, None]] = np.random.permutation(pages.sum())  # noqa: NPY002
+    k, v = (draw(int(pages.sum()), page_size, heads, dim) for _ in "kv")
+    q = draw(len(lens), 1, 4 * heads, dim)
+    arrays = (q, k, v, cupy.asarray(table), cupy.asarray(lens))
+    out = cupy.empty_like(q)
+    run = captured("cuattn", [lambda: cuattn.paged_attention(*arrays, out=out)])
+    report(benchmark, [run], 1, 4 * int(lens.sum()) * heads * dim, ceilings["copy"])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def bench_several_tokens(benchmark, ceilings, tokens):
+    """Speculative verification: some tokens a sequence should cost what one does."""
+    batch, length, heads, dim = 16, 8192, 8, 128
+    q = draw(batch, tokens, 4 * heads, dim)
+    k, v = (draw(batch, length, heads, dim) for _ in "kv")
+    lens, out = cupy.full(batch, length, np.int32), cupy.empty_like(q)
+    run = captured("cuattn", [lambda: cuattn.flash_decode(q, k, v, lens, out=out)])
+    report(benchmark, [run], 1, 2 * k.nbytes, ceilings["copy"])
+
+
+def bench_shared_prefix(benchmark, ceilings):
+    """64 sequences that share 32768 tokens, with the prefix read once and with each reading it."""
+    batch, shared, own, page_size, heads, dim = 64, 32768, 128, 16, 8, 128
+    first, rest = shared // page_size, own // page_size
+    table = np.concatenate(
+        [
+            np.tile(np.arange(first), (batch, 1)),
+            first + np.arange(batch * rest).reshape(batch, rest),
+        ],
+        axis=1,
+    ).astype(np.int32)
+    k, v = (draw(int(table.max()) + 1, page_size, heads, dim) for _ in "kv")
+    q = draw(batch, 1, 4 * heads, dim)
+    arrays = (q, k, v, cupy.asarray(table), cupy.full(batch, shared + own, np.int32))
+    contestants = [
+        captured(name, [lambda prefix=prefix: cuattn.paged_attention(*arrays, prefix=prefix)])
+        for name, prefix in (("cuattn", shared), ("without prefix", None))
+    ]
+    report(benchmark, contestants, 1, 2 * k.nbytes, ceilings["copy"])
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
+@pytest.mark.parametrize("shape", [(64, 1), (4, 2048)], ids=lambda s: f"{s[0]}x{s[1]}")
+def bench_write(benchmark, ceilings, shape, rope):
+    """New keys and values to their pages; bytes are counted as read and as written."""
+    (batch, new), heads, dim, layers = shape, 8, 128, 8
+    cache = cuattn.PagedKVCache(
+        batch * (new // 16 + 1), 16, heads, dim, num_layers=layers, dtype=BFLOAT16, xp=cupy
+    )
+    ids = [cache.add_sequence() for _ in range(batch)]
+    cache.extend(ids, new)
+    cache.page_table(ids)
+    tables = (cupy.random.random((new, dim // 2), dtype=np.float32),) * 2 if rope else None
+    k, v = (draw(layers, batch * new, heads, dim) for _ in "kv")
+    calls = [lambda i=i: cache.write(i, ids, k[i], v[i], rope=tables) for i in range(layers)]
+    nbytes = 2 * (k[0].nbytes + v[0].nbytes)
+    report(benchmark, [captured("cuattn", calls)], layers, nbytes, ceilings["copy"])

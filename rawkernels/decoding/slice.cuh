@@ -1,0 +1,232 @@
+// One warp's attention over a slice of the keys, on tensor cores.
+#pragma once
+
+#include "decoding/ring.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/movmatrix.cuh"
+#include "tile/score.cuh"
+
+namespace decoding {
+
+// Where a column of a row of O lies in shared memory: lanes 4g + t, with rows 2t and columns g, hit
+// 32 banks.
+__device__ __forceinline__ int permuted_column(int row, int column) {
+  return column ^ (row / 2 % 4 * 8);
+}
+
+// Of the rows of a tile.
+template <int kRows>
+struct Rows {
+  int position[kRows];
+  float slope[kRows];  // of ALiBi, in log2 units
+
+  // What a row sees of a piece.
+  __device__ __forceinline__ KeyRange keys(const DecodeParams& params, const Piece& piece,
+                                           int row) const {
+    const KeyRange window = window_at(params, position[row]);
+    return {max(window.begin, piece.begin), min(window.end, piece.end)};
+  }
+};
+
+// One slice's share of a piece, for this warp's rows. With g = lane / 4, t = lane % 4, scores
+// s[j][r] are of keys 16 j + g (and + 8 in the last two) and rows 8 r + 2 t (and + 1 in every
+// second).
+template <class T, int kHeadDim, int kWarpRows, int kWarpKeys>
+struct Slice {
+  static constexpr int kRowBlocks = kWarpRows / 8;
+  static constexpr int kKeyBlocks = kWarpKeys / 16;
+  static constexpr int kSteps = kHeadDim / 16;
+  // Chains of dependent products that Sᵀ is summed up in: one alone would wait for the tensor cores
+  // each time.
+  static constexpr int kChains = kRowBlocks * kKeyBlocks == 1 ? 2 : 1;
+  static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32,
+                "whole mma tiles, and a lane for each key");
+  static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
+
+  using Tile = SwizzledRows<kHeadDim>;
+  using Scores = float[kKeyBlocks][kRowBlocks][4];
+
+  float o[kSteps][kRowBlocks][4];
+  float row_max[kRowBlocks][2], row_sum[kRowBlocks][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {
+      row_max[r][0] = row_max[r][1] = tile::negative_infinity();
+      row_sum[r][0] = row_sum[r][1] = 0.0f;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[step][r][i] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ static void multiply_scores(Scores& sum, unsigned k_tile,
+                                                         unsigned q_rows) {
+    float s[kChains][kKeyBlocks][kRowBlocks][4] = {};
+    const int lane = threadIdx.x % 32;
+    const unsigned k_lane = k_tile + Tile::rows_first();
+    // One ldmatrix brings Q of 16 rows and one step, or of 8 rows and two steps.
+    const unsigned q_lane = q_rows + (kRowBlocks == 1 ? lane % 8 * Tile::kRowBytes +
+                                                            Tile::permuted(lane % 8, lane / 8) * 16
+                                                      : Tile::chunks_first());
+    unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (kRowBlocks > 1 || step % 2 == 0) {
+#pragma unroll
+        for (int r = 0; r < (kRowBlocks + 1) / 2; ++r)
+          ptx::ldmatrix_x4(q[r], Tile::at_chunks(q_lane + r * 16 * Tile::kRowBytes, step));
+      }
+#pragma unroll
+      for (int j = 0; j < kKeyBlocks; ++j) {
+        unsigned k[4];
+        ptx::ldmatrix_x4(k, Tile::at_chunks(k_lane + j * 16 * Tile::kRowBytes, step));
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+          const int first = kRowBlocks == 1 ? step % 2 * 2 : r % 2 * 2;
+          ptx::mma_m16n8k16<T>(s[step % kChains][j][r], k, q[r / 2][first], q[r / 2][first + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i)
+      (&sum[0][0][0])[i] =
+          kChains == 1 ? (&s[0][0][0][0])[i] : (&s[0][0][0][0])[i] + (&s[kChains - 1][0][0][0])[i];
+  }
+
+  // Scores in log2 units, -inf where a row does not see a key.
+  template <class Rows>
+  __device__ __forceinline__ static void finish_scores(Scores& s, const DecodeParams& params,
+                                                       const Rows& rows, const Piece& piece,
+                                                       int key, int first_row, bool masked) {
+    const float scale = static_cast<float>(params.scale),
+                softcap = static_cast<float>(params.softcap);
+    const float factor = softcap == 0.0f ? scale * tile::kLog2e : scale;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i) (&s[0][0][0])[i] *= factor;
+    if (softcap != 0.0f)
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i)
+        (&s[0][0][0])[i] =
+            tile::softcapped((&s[0][0][0])[i], softcap, 1.0f / softcap) * tile::kLog2e;
+    if (!masked && params.alibi_slopes == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = first_row + 8 * r + lane % 4 * 2 + c;
+        const KeyRange keys = rows.keys(params, piece, row);
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int k = key + 16 * j + 8 * h + lane / 4;
+            float& x = s[j][r][2 * h + c];
+            if (params.alibi_slopes != nullptr)
+              x = fmaf(-rows.slope[row], fabsf(static_cast<float>(rows.position[row] - k)), x);
+            if (k < keys.begin || k >= keys.end) x = tile::negative_infinity();
+          }
+      }
+  }
+
+  // s becomes exp2(s - row_max). row_max lags by up to kLag, as in tile/softmax.cuh, and lanes
+  // compare only when it must move.
+  __device__ __forceinline__ void update_softmax(Scores& s) {
+    float tile_max[kRowBlocks][2];
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        tile_max[r][c] = row_max[r][c];
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+          tile_max[r][c] = fmaxf(tile_max[r][c], fmaxf(s[j][r][c], s[j][r][2 + c]));
+        grown |= tile_max[r][c] - row_max[r][c] > tile::OnlineSoftmax::kLag;
+      }
+    if (__any_sync(~0u, grown)) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float largest = tile_max[r][c];
+#pragma unroll
+          for (int distance = 4; distance < 32; distance *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+          const float factor = ptx::ex2(row_max[r][c] - offset(largest));
+          row_max[r][c] = largest;
+          row_sum[r][c] *= factor;
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            o[step][r][c] *= factor;
+            o[step][r][2 + c] *= factor;
+          }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float shift = offset(row_max[r][c]);
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            s[j][r][2 * h + c] = ptx::ex2(s[j][r][2 * h + c] - shift);
+            row_sum[r][c] += s[j][r][2 * h + c];
+          }
+      }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Scores& p, unsigned v_tile) {
+    const unsigned v_lane = v_tile + Tile::chunks_first();
+#pragma unroll
+    for (int j = 0; j < kKeyBlocks; ++j) {
+      unsigned b[kRowBlocks][2];
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+        b[r][0] = ptx::movmatrix_trans(tile::pack<T>(p[j][r][0], p[j][r][1]));
+        b[r][1] = ptx::movmatrix_trans(tile::pack<T>(p[j][r][2], p[j][r][3]));
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned v[4];
+        ptx::ldmatrix_x4_trans(v, Tile::at_chunks(v_lane + j * 16 * Tile::kRowBytes, step));
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) ptx::mma_m16n8k16<T>(o[step][r], v, b[r][0], b[r][1]);
+      }
+    }
+  }
+
+  // Eight rows of this warp to shared memory, unscaled, with their maxima and sums.
+  __device__ __forceinline__ void put_rows(int r, float (*o_rows)[kHeadDim], float (*max_sum)[2],
+                                           int first_row) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = first_row + lane % 4 * 2 + c;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] = o[step][r][2 * h + c];
+      float sum = row_sum[r][c];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
+      if (lane < 4) {
+        max_sum[row][0] = row_max[r][c] * tile::kLn2;
+        max_sum[row][1] = sum;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float offset(float max) {
+    return tile::OnlineSoftmax::offset(max, 1.0f);
+  }
+};
+
+}  // namespace decoding
