@@ -188,14 +188,15 @@ class Sm90Tile:
     warpgroups: int
     q_slots: int = 2  # of queries: with two, one tile's products run into the next's
     speed: float = 1.0
+    varlen: bool = True  # False: its producing warps have too few registers for that
 
 
 #: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups hide each other's
 #: exponentials best, two waste fewer rows of short sequences. Where keys, values and queries fill shared memory, tile_n comes first.
 SM90_TILES = {
     (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
-    (96, 96): (Sm90Tile(112, 3),),
-    (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
+    (96, 96): (Sm90Tile(112, 3, varlen=False), Sm90Tile(128, 2, speed=0.9)),
+    (128, 128): (Sm90Tile(80, 3, varlen=False), Sm90Tile(128, 2, speed=0.95)),
     (64, 256): (Sm90Tile(96, 2),),
     (192, 128): (Sm90Tile(128, 2, q_slots=1),),
     (192, 192): (Sm90Tile(112, 2, q_slots=1),),
@@ -311,9 +312,9 @@ def _sm90_configs(
     dtype: str, dims: tuple[int, int], varlen: bool, score: bool, elementwise: bool
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
-    tiles = SM90_TILES[dims]
+    tiles = [tile for tile in SM90_TILES[dims] if tile.varlen or not varlen]
     if score:
-        tiles = (SM90_ELEMENTWISE_TILE if elementwise else SM90_SCORE_TILES[dims],)
+        tiles = [SM90_ELEMENTWISE_TILE if elementwise else SM90_SCORE_TILES[dims]]
     for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
         for tile in tiles:
             yield Sm90ForwardConfig(

@@ -1,15 +1,22 @@
 // Attention forward on mma.sync: any GPU from Ampere on, float16 and bfloat16.
 //
-// One block takes kTileM queries of one head of one sequence and walks over the keys they see, kTileN at a time, from the right.
-// A warp has kRows of the queries: S = Q K^T, the online softmax and O += P V stay in its registers, and P is S's accumulators
-// repacked. While S is computed, cp.async brings V of the same keys; while O is, K of the next.
+// One block takes kTileM queries of one head of one sequence and walks over the keys they see,
+// kTileN at a time, from the right. A warp has kRows of the queries: S = Q K^T, the online softmax
+// and O += P V stay in its registers, and P is S's accumulators repacked. While S is computed,
+// cp.async brings V of the same keys; while O is, K of the next.
 //
-// 0 · NaN is NaN, so a value that is not finite would reach queries that do not see it. It is rare: where an output is not
-// finite, the block walks over its keys again with such values set apart (Walk).
+// 0 · NaN is NaN, so a value that is not finite would reach queries that do not see it. It is rare:
+// where an output is not finite, the block walks over its keys three times more (tile::Content):
+// with V's finite values alone, then with ones where V is NaN or inf, and where it is NaN or -inf.
+// O tells then which outputs are NaN, inf or -inf.
 //
-// Config: dtype; head_dim, head_dim_v: of the tiles, a call's may be smaller; tile_m, tile_n, warps; general: with bias, mask,
-// alibi_slopes, softcap, a scale of any sign, and rows that start anywhere. Without it scores are only scaled, rows are whole
-// 16-byte chunks at multiples of 16 bytes.
+// H200, bfloat16, 2026-11-21, beside FlashAttention-2 in the same run, 8192 tokens: TFLOP/s at
+// head_dim 64, 128, 256: 338, 384, 315 to its 306, 345, 325 (docs/notes.md has all shapes).
+//
+// Config: dtype; head_dim, head_dim_v: of the tiles, a call's may be smaller; tile_m, tile_n,
+// warps; general: with bias, mask, alibi_slopes, softcap, a scale of any sign, and rows that start
+// anywhere. Without it scores are only scaled, rows are whole 16-byte chunks at multiples of 16
+// bytes.
 #include "attention/params.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -32,7 +39,8 @@ using TileV = tile::Swizzled<T, kDimV>;
 constexpr int kBytesQ = kTileM * TileQ::kRowBytes, kBytesK = kTileN * TileQ::kRowBytes;
 constexpr int kBytesV = kTileN * TileV::kRowBytes;
 static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes, "a tile of each");
-static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0, "the permutation counts rows from a multiple of 128 bytes");
+static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0,
+              "the permutation counts rows from a multiple of 128 bytes");
 
 extern __shared__ __align__(128) unsigned char smem[];
 
@@ -40,32 +48,30 @@ using Scores = float[kBlocks][kTileN / 2];
 using Weights = unsigned[kBlocks][kTileN / 4];  // P, in pairs
 using Output = float[kBlocks][kDimV / 2];
 
-// What P and V are in a walk over the keys: themselves; V's finite values alone; and, for P > 0, ones where V is NaN or inf,
-// then where it is NaN or -inf, so that O counts what must make an output +inf or NaN, and -inf or NaN.
-enum Walk { kPlain, kFinite, kPositive, kNegative };
-
 struct Problem {
   int batch, head, tile;  // tile < 0: nothing to do
   long long begin_q, begin_k;
   int seqlen_q, seqlen_k;
 };
 
-// Varlen: grid (slots, heads). Else grid (tiles * n, heads of all batches / n), the n heads of one y fastest. Either way the
-// rightmost queries, which see most keys under a causal mask, come first.
+// Varlen: grid (slots, heads). Else grid (tiles * n, heads of all batches / n), the n heads of one
+// y fastest. Either way the rightmost queries, which see most keys under a causal mask, come first.
 __device__ __forceinline__ Problem find_problem(const ForwardParams& params) {
   if (params.cu_seqlens_q != nullptr) {
     const auto s = tile::varlen_sequence<kTileM>(params, gridDim.x - 1 - blockIdx.x);
-    return {s.index, static_cast<int>(blockIdx.y), s.tile, s.begin_q, s.begin_k, s.seqlen_q, s.seqlen_k};
+    const int head = blockIdx.y;
+    return {s.index, head, s.tile, s.begin_q, s.begin_k, s.seqlen_q, s.seqlen_k};
   }
   const unsigned tiles = (params.seqlen_q + kTileM - 1u) / kTileM, heads = gridDim.x / tiles;
-  const long long head = static_cast<long long>(blockIdx.y) * heads + blockIdx.x % heads;
-  const bool exists = head < static_cast<long long>(params.batch) * params.heads_q;
+  const int head = blockIdx.y * heads + blockIdx.x % heads;
+  const bool exists = head < params.batch * params.heads_q;
   const int tile = exists ? static_cast<int>(tiles - 1 - blockIdx.x / heads) : -1;
-  return {static_cast<int>(head / params.heads_q), static_cast<int>(head % params.heads_q), tile, 0, 0, params.seqlen_q,
-          params.seqlen_k};
+  const int batch = head / params.heads_q;
+  return {batch, head - batch * params.heads_q, tile, 0, 0, params.seqlen_q, params.seqlen_k};
 }
 
-__device__ __forceinline__ long long first_element(const ForwardParams& params, const Strides& stride, const Problem& p,
+__device__ __forceinline__ long long first_element(const ForwardParams& params,
+                                                   const Strides& stride, const Problem& p,
                                                    int head, long long row) {
   const int batch = params.cu_seqlens_q != nullptr ? 0 : p.batch;
   return batch * stride.batch + head * stride.head + row * stride.seq;
@@ -73,8 +79,8 @@ __device__ __forceinline__ long long first_element(const ForwardParams& params, 
 
 // Whether every row of a matrix starts at a multiple of 16 bytes.
 __device__ __forceinline__ bool aligned(const void* matrix, const Strides& stride, int cols) {
-  const auto elements = stride.batch | stride.seq | stride.head | cols;
-  return (reinterpret_cast<unsigned long long>(matrix) | static_cast<unsigned long long>(elements) * 2) % 16 == 0;
+  const auto first = reinterpret_cast<unsigned long long>(matrix);
+  return first % 16 == 0 && (stride.batch | stride.seq | stride.head | cols) % 8 == 0;
 }
 
 // What the softmax still has to multiply scores by.
@@ -91,7 +97,8 @@ __device__ __forceinline__ void multiply_qk(Scores& s, unsigned q, unsigned k) {
   for (int step = 0; step < kDim / 16; ++step) {
     unsigned frag_q[kBlocks][4];
 #pragma unroll
-    for (int m = 0; m < kBlocks; ++m) ptx::ldmatrix_x4(frag_q[m], TileQ::at_chunks(q, step) + m * 16 * TileQ::kRowBytes);
+    for (int m = 0; m < kBlocks; ++m)
+      ptx::ldmatrix_x4(frag_q[m], TileQ::at_chunks(q, step) + m * 16 * TileQ::kRowBytes);
 #pragma unroll
     for (int n = 0; n < kTileN / 16; ++n) {
       unsigned frag_k[4];
@@ -114,7 +121,8 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
       ptx::ldmatrix_x4_trans(frag_v, TileV::at_chunks(v, n) + step * 16 * TileV::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) {
-        const unsigned frag_p[4] = {p[m][4 * step], p[m][4 * step + 1], p[m][4 * step + 2], p[m][4 * step + 3]};
+        const unsigned frag_p[4] = {p[m][4 * step], p[m][4 * step + 1], p[m][4 * step + 2],
+                                    p[m][4 * step + 3]};
         ptx::mma_m16n8k16<T>(&o[m][8 * n], frag_p, frag_v[0], frag_v[1]);
         ptx::mma_m16n8k16<T>(&o[m][8 * n + 4], frag_p, frag_v[2], frag_v[3]);
       }
@@ -122,32 +130,19 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
   }
 }
 
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-
-// Turns V into what a walk other than the plain one has for it.
-__device__ __forceinline__ void set_apart(T* v, int walk) {
-  const float other = walk == kPositive ? tile::negative_infinity() : -tile::negative_infinity();
-  for (int i = threadIdx.x; i < kTileN * kDimV; i += kThreads) {
-    const float value = static_cast<float>(v[i]);
-    if (walk == kFinite)
-      v[i] = is_finite(value) ? v[i] : static_cast<T>(0.0f);
-    else
-      v[i] = static_cast<T>(is_finite(value) || value == other ? 0.0f : 1.0f);
-  }
-}
-
-// An output that `count` values, NaN or the infinity of this walk, go into.
-__device__ __forceinline__ T with_special(T out, T count, int walk) {
+// An output that values of the kind of this walk go into with some weight.
+__device__ __forceinline__ T with_special(T out, T weight, int walk) {
   const float value = static_cast<float>(out), infinity = -tile::negative_infinity();
-  if (static_cast<float>(count) == 0.0f || value != value) return out;
-  if (walk == kPositive) return static_cast<T>(infinity);
+  if (static_cast<float>(weight) == 0.0f || value != value) return out;
+  if (walk == tile::kPositive) return static_cast<T>(infinity);
   return static_cast<T>(value == infinity ? infinity - infinity : -infinity);
 }
 
-// Divides by the sums, writes lse, and sends O out in whole chunks through the shared memory of the warp's Q. The last walks
-// change what the finite one left.
+// Divides by the sums, writes lse, and sends O out in whole chunks through the shared memory of the
+// warp's Q. The last walks change what the finite one left.
 __device__ __forceinline__ void finish(const ForwardParams& params, const Problem& p, Output& o,
-                                       const tile::OnlineSoftmax (&softmax)[kBlocks], unsigned char* staged, int walk) {
+                                       const tile::OnlineSoftmax (&softmax)[kBlocks],
+                                       unsigned char* staged, int walk) {
   const int lane = threadIdx.x % 32;
   const int warp_row = p.tile * kTileM + threadIdx.x / 32 * kRows;
 #pragma unroll
@@ -167,14 +162,19 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
         weight = ptx::ex2((keys - shift) * tile::kLog2e);
         sum = sum * weight + ptx::ex2((sink - shift) * tile::kLog2e);
       }
-      factor[half] = walk >= kPositive ? 1.0f : sum == 0.0f ? 0.0f : weight / sum;
-      if (params.lse != nullptr && walk < kPositive && lane % 4 == 0 && row < p.seqlen_q) {
-        const long long heads = params.cu_seqlens_q != nullptr ? 0 : static_cast<long long>(p.batch) * params.heads_q;
+      factor[half] = sum == 0.0f ? 0.0f : weight / sum;
+      if (params.lse != nullptr && lane % 4 == 0 && row < p.seqlen_q) {
+        const long long heads =
+            params.cu_seqlens_q != nullptr ? 0 : static_cast<long long>(p.batch) * params.heads_q;
         static_cast<float*>(params.lse)[(heads + p.head) * params.seqlen_q + p.begin_q + row] =
             sum == 0.0f ? tile::negative_infinity() : largest + ptx::lg2(sum) * tile::kLn2;
       }
     }
     tile::scale_rows(o[m], factor);
+    if (walk >= tile::kPositive) {  // any weight counts, also one that 16 bits would lose
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; ++i) o[m][i] = o[m][i] == 0.0f ? 0.0f : 1.0f;
+    }
 #pragma unroll
     for (int i = 0; i < kDimV / 4; ++i) {
       const int at = TileV::at(16 * m + lane / 4 + i % 2 * 8, i / 2) + lane % 4 * 4;
@@ -182,7 +182,8 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
     }
   }
   __syncwarp();
-  T* out = static_cast<T*>(params.out) + first_element(params, params.out_stride, p, p.head, p.begin_q + warp_row);
+  T* out = static_cast<T*>(params.out) +
+           first_element(params, params.out_stride, p, p.head, p.begin_q + warp_row);
   const bool whole = !Config::general || aligned(params.out, params.out_stride, params.head_dim_v);
 #pragma unroll 1
   for (int i = lane; i < kRows * (kDimV / 8); i += 32) {
@@ -190,12 +191,12 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
     if (warp_row + row >= p.seqlen_q || chunk * 8 >= params.head_dim_v) continue;
     const unsigned char* elements = staged + TileV::at(row, chunk);
     T* target = out + row * params.out_stride.seq + chunk * 8;
-    if (whole && walk < kPositive) {
+    if (whole && walk < tile::kPositive) {
       *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
     } else {
       for (int e = 0; e < min(8, params.head_dim_v - chunk * 8); ++e) {
         const T element = reinterpret_cast<const T*>(elements)[e];
-        target[e] = walk < kPositive ? element : with_special(target[e], element, walk);
+        target[e] = walk < tile::kPositive ? element : with_special(target[e], element, walk);
       }
     }
   }
@@ -215,29 +216,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   const int key_begin = max(band.begin, 0), key_end = min(band.end + rows - 1, p.seqlen_k);
   const int last_key = (key_end - 1) / kTileN * kTileN;
   const int first_key = key_begin < key_end ? key_begin / kTileN * kTileN : last_key + 1;
-  const T* q = static_cast<const T*>(params.q) + first_element(params, params.q_stride, p, p.head, p.begin_q);
-  const T* k = static_cast<const T*>(params.k) + first_element(params, params.k_stride, p, head_kv, p.begin_k);
-  const T* v = static_cast<const T*>(params.v) + first_element(params, params.v_stride, p, head_kv, p.begin_k);
+  const T* q = static_cast<const T*>(params.q) +
+               first_element(params, params.q_stride, p, p.head, p.begin_q);
+  const T* k = static_cast<const T*>(params.k) +
+               first_element(params, params.k_stride, p, head_kv, p.begin_k);
+  const T* v = static_cast<const T*>(params.v) +
+               first_element(params, params.v_stride, p, head_kv, p.begin_k);
   const auto is_aligned = [](const void* matrix, const Strides& stride, int cols) {
     return !Config::general || aligned(matrix, stride, cols);
   };
-  const tile::TileLoader<TileQ, kTileM, kThreads> load_q(q, params.q_stride.seq, params.head_dim,
-                                                         is_aligned(params.q, params.q_stride, params.head_dim));
-  const tile::TileLoader<TileQ, kTileN, kThreads> load_k(k, params.k_stride.seq, params.head_dim,
-                                                         is_aligned(params.k, params.k_stride, params.head_dim));
-  const tile::TileLoader<TileV, kTileN, kThreads> load_v(v, params.v_stride.seq, params.head_dim_v,
-                                                         is_aligned(params.v, params.v_stride, params.head_dim_v));
+  const tile::TileLoader<TileQ, kTileM, kThreads> load_q(
+      q, params.q_stride.seq, params.head_dim,
+      is_aligned(params.q, params.q_stride, params.head_dim));
+  const tile::TileLoader<TileQ, kTileN, kThreads> load_k(
+      k, params.k_stride.seq, params.head_dim,
+      is_aligned(params.k, params.k_stride, params.head_dim));
+  const tile::TileLoader<TileV, kTileN, kThreads> load_v(
+      v, params.v_stride.seq, params.head_dim_v,
+      is_aligned(params.v, params.v_stride, params.head_dim_v));
 
-  unsigned char* staged = smem + threadIdx.x / 32 * kRows * TileQ::kRowBytes;  // the warp's Q, at last its O
-  const unsigned smem_q = ptx::shared_address(smem), smem_k = smem_q + kBytesQ, smem_v = smem_k + kBytesK;
+  const int warp_row = threadIdx.x / 32 * kRows;  // within the tile
+  unsigned char* staged = smem + warp_row * TileQ::kRowBytes;  // the warp's Q, at last its O
+  const unsigned smem_q = ptx::shared_address(smem);
+  const unsigned smem_k = smem_q + kBytesQ, smem_v = smem_k + kBytesK;
   const unsigned lane_q = ptx::opaque(ptx::shared_address(staged) + TileQ::lane_row_major());
-  const unsigned lane_k = ptx::opaque(smem_k + TileQ::lane_column_major());
+  const unsigned lane_k = smem_k + TileQ::lane_column_major();
   const unsigned lane_v = smem_v + TileV::lane_row_major();
 
   const float scale_log2 = score_scale(params) * tile::kLog2e;
 
+  // Again with what is not finite set apart, where an output is not.
 #pragma unroll 1
-  for (int walk = kPlain; walk <= kNegative; ++walk) {
+  for (int walk = tile::kValues; walk <= tile::kNegative; ++walk) {
     load_q.load(smem_q, first_row, 0, p.seqlen_q);
     if (first_key <= last_key) load_k.load(smem_k, last_key, key_begin, key_end);
     Output o = {};
@@ -245,44 +255,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
 
 #pragma unroll 1
     for (int key = last_key; key >= first_key; key -= kTileN) {
-      const int warp_row = ptx::thread_index() / 32 * kRows;  // within the tile; read anew, as most that is rarely needed, or registers spill
-      const bool active = warp_row < rows && band.sees_any(warp_row, warp_row + kRows - 1, key, kTileN);
+      const bool active =
+          warp_row < rows && band.sees_any(warp_row, warp_row + kRows - 1, key, kTileN);
       Scores s;
 
       ptx::cp_async_wait_all();  // for K, and the first time Q
       __syncthreads();
-      load_v.load(smem_v, key, key_begin, key_end);
+      load_v.load(smem_v, key, key_begin, key_end, walk);
       if (active) multiply_qk(s, lane_q, lane_k);
 
       ptx::cp_async_wait_all();  // for V
       __syncthreads();
       if (key > first_key) load_k.load(smem_k, key - kTileN, key_begin, key_end);
-      if (walk != kPlain) {
-        set_apart(reinterpret_cast<T*>(smem + kBytesQ + kBytesK), walk);
-        __syncthreads();
-      }
       if (active) {
-        const int lane = ptx::thread_index() % 32, warp_row = ptx::thread_index() / 32 * kRows;
-        const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
         if (Config::general) {
-          const tile::ScoreTerms<T> terms(params, stored.batch, stored.head, stored.seqlen_q, stored.seqlen_k);
-#pragma unroll
-          for (int m = 0; m < kBlocks; ++m) terms.apply(s[m], params, stored.tile * kTileM + row + 16 * m, column);
-        }
-        if (!band.sees_all(warp_row, warp_row + kRows - 1, key, kTileN)) {
-#pragma unroll
-          for (int m = 0; m < kBlocks; ++m) tile::mask_band(s[m], band, row + 16 * m, column);
-        }
-        if (walk >= kPositive) {  // P is 1 for every key that is seen
+          const int lane = ptx::thread_index() % 32;
+          const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
+          const tile::ScoreTerms<T> terms(params, stored.batch, stored.head, stored.seqlen_q,
+                                          stored.seqlen_k);
 #pragma unroll
           for (int m = 0; m < kBlocks; ++m)
+            terms.apply(s[m], params, stored.tile * kTileM + row + 16 * m, column);
+        }
+        if (!band.sees_all(warp_row, warp_row + kRows - 1, key, kTileN)) {
+          const int lane = ptx::thread_index() % 32;
+          const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < kTileN / 2; ++i) s[m][i] = s[m][i] == tile::negative_infinity() ? s[m][i] : 0.0f;
+          for (int m = 0; m < kBlocks; ++m) tile::mask_band(s[m], band, row + 16 * m, column);
         }
         float block_max[kBlocks][2];
         bool grown = false;
 #pragma unroll
-        for (int m = 0; m < kBlocks; ++m) grown |= softmax[m].outgrown(s[m], scale_log2, block_max[m]);
+        for (int m = 0; m < kBlocks; ++m)
+          grown |= softmax[m].outgrown(s[m], scale_log2, block_max[m]);
         if (__any_sync(~0u, grown)) {
 #pragma unroll
           for (int m = 0; m < kBlocks; ++m) {
@@ -292,7 +297,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
           }
         }
         Weights weights;
-        // From here on one straight piece of code: exponentials of later keys run beside the products of earlier ones.
+        // From here on one straight piece of code: exponentials of later keys run beside the
+        // products of earlier ones.
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m) {
           softmax[m].exponentiate(s[m], scale_log2);
@@ -303,14 +309,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     }
 
     ptx::cp_async_wait_all();  // for Q, where there was no key
-    bool finite = true;
+    float zeros[4] = {};  // NaN where an output is not finite; four short chains of sums
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
-      for (int i = 0; i < kDimV / 2; ++i) finite &= is_finite(o[m][i]);
-    const bool done = !__syncthreads_or(!finite);
-    if (walk != kPlain || done) finish(params, stored, o, softmax, staged, walk);
-    if (walk == kPlain && done) break;
+      for (int i = 0; i < kDimV / 2; ++i) zeros[i % 4] = fmaf(o[m][i], 0.0f, zeros[i % 4]);
+    const bool done = !__syncthreads_or(zeros[0] + zeros[1] + zeros[2] + zeros[3] != 0.0f);
+    if (walk != tile::kValues || done) finish(params, stored, o, softmax, staged, walk);
+    if (walk == tile::kValues && done) break;
     __syncthreads();
   }
 }

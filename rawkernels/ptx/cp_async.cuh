@@ -1,21 +1,25 @@
-// cp.async: 16 bytes from global to shared memory without registers, past L1. The copies a thread issued since its last
-// commit form a group; what they wrote is seen by the thread after cp_async_wait, and by the block after a barrier too.
+// cp.async: 16 bytes from global to shared memory without registers, past L1. The copies a thread
+// issued since its last commit form a group; what they wrote is seen by the thread after
+// cp_async_wait, and by the block after a barrier too.
 #pragma once
 
 namespace ptx {
 
 __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global)
+               : "memory");
 }
 
-// Copies 16 bytes, or writes 16 zeros without reading. (A byte count in a register, the other form, costs six instructions.)
+// Copies 16 bytes, or writes 16 zeros without reading. (A byte count in a register, the other form,
+// costs six instructions.)
 __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, bool copy) {
   asm volatile(
       "{\n"
       ".reg .pred zero;\n"
       "setp.eq.u32 zero, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, zero;\n"
-      "}" ::"r"(shared), "l"(global), "r"(static_cast<unsigned>(copy))
+      "}" ::"r"(shared),
+      "l"(global), "r"(static_cast<unsigned>(copy))
       : "memory");
 }
 
@@ -24,10 +28,14 @@ __device__ __forceinline__ void cp_async_4(unsigned shared, const void* global) 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits for all copies of the thread.
-__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 // Waits until at most `kPending` of the thread's newest groups are still under way.
 template <int kPending>

@@ -1,6 +1,6 @@
-// ldmatrix: four 8×8 matrices of 16-bit elements from shared memory. Lanes 8i to 8i+7 give the addresses of matrix i's
-// eight rows (16 bytes each, 16-byte aligned); r[i] of lane 4g + t holds row g, columns 2t and 2t+1 of it, or with .trans
-// rows 2t and 2t+1 of column g.
+// ldmatrix: four 8×8 matrices of 16-bit elements from shared memory. Lanes 8i to 8i+7 give the
+// addresses of matrix i's eight rows (16 bytes each, 16-byte aligned); r[i] of lane 4g + t holds
+// row g, columns 2t and 2t+1 of it, or with .trans rows 2t and 2t+1 of column g.
 #pragma once
 
 namespace ptx {

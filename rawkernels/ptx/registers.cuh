@@ -1,4 +1,5 @@
-// Telling the compiler what to keep in registers and what not, where it would spill or recompute at the wrong place.
+// Telling the compiler what to keep in registers and what not, where it would spill or recompute at
+// the wrong place.
 #pragma once
 
 namespace ptx {
@@ -10,15 +11,15 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// Makes x a value of unknown origin: outside of a loop it is kept and not computed again, inside of one nothing computed from it
-// is kept.
+// Makes x a value of unknown origin: outside of a loop it is kept and not computed again, inside of
+// one nothing computed from it is kept.
 __device__ __forceinline__ unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// The same for what is one value for a whole block, inside of a loop: from Hopper on such values and what is computed from them
-// stay in uniform registers, if they are left alone.
+// The same for what is one value for a whole block, inside of a loop: from Hopper on such values
+// and what is computed from them stay in uniform registers, if they are left alone.
 __device__ __forceinline__ long long opaque_uniform(long long x) {
 #if __CUDA_ARCH__ < 900
   asm volatile("" : "+l"(x));

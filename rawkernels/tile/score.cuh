@@ -1,6 +1,6 @@
-// What happens to q·k before the softmax, on accumulator fragments of mma.sync and wgmma alike: a thread holds scores of rows
-// `row` and row + 8, s[4j + e] of the first and s[4j + 2 + e] of the second in column `column` + 8j + e, e = 0 or 1. Rows
-// and columns count within one sequence.
+// What happens to q·k before the softmax, on accumulator fragments of mma.sync and wgmma alike: a
+// thread holds scores of rows `row` and row + 8, s[4j + e] of the first and s[4j + 2 + e] of the
+// second in column `column` + 8j + e, e = 0 or 1. Rows and columns count within one sequence.
 #pragma once
 
 #include "attention/params.cuh"
@@ -8,7 +8,8 @@
 
 namespace tile {
 
-// The keys that rows of one query tile may see by their position: row r of the tile sees [begin + r, min(end + r, seqlen_k)).
+// The keys that rows of one query tile may see by their position: row r of the tile sees [begin +
+// r, min(end + r, seqlen_k)).
 struct Band {
   int begin, end, seqlen_k;
 
@@ -20,9 +21,11 @@ struct Band {
   }
 };
 
-// Of the kTileM rows from `row` on. Limits that lie further out than a tile are moved in, so that int is wide enough.
+// Of the kTileM rows from `row` on. Limits that lie further out than a tile are moved in, so that
+// int is wide enough.
 template <int kTileM>
-__device__ __forceinline__ Band band(const ForwardParams& params, int row, int seqlen_q, int seqlen_k) {
+__device__ __forceinline__ Band band(const ForwardParams& params, int row, int seqlen_q,
+                                     int seqlen_k) {
   const long long diagonal = static_cast<long long>(row) + seqlen_k - seqlen_q;
   const long long lowest = -kTileM, highest = seqlen_k;
   long long begin = params.window_left == kUnbounded ? lowest : diagonal - params.window_left;
@@ -49,7 +52,8 @@ __device__ __forceinline__ void mask_band(float (&s)[n], const Band& band, int r
   }
 }
 
-// cap * tanh(x / cap). The quotient loses digits where x is small beside cap, the series where it is not.
+// cap * tanh(x / cap). The quotient loses digits where x is small beside cap, the series where it
+// is not.
 __device__ __forceinline__ float softcapped(float x, float cap, float inverse_cap) {
   const float y = x * inverse_cap;
   const float y2 = y * y;
@@ -58,8 +62,8 @@ __device__ __forceinline__ float softcapped(float x, float cap, float inverse_ca
   return y2 < 0.01f ? series : quotient;
 }
 
-// All that changes the scores of one head of one sequence beside their scale. Every term is looked up at run time: a call
-// that has any of them takes the kernels' general variant.
+// All that changes the scores of one head of one sequence beside their scale. Every term is looked
+// up at run time: a call that has any of them takes the kernels' general variant.
 template <class T>
 struct ScoreTerms {
   const void* bias;
@@ -67,20 +71,24 @@ struct ScoreTerms {
   float slope;
   int seqlen_q, seqlen_k;
 
-  __device__ ScoreTerms(const ForwardParams& params, int batch, int head, int seqlen_q, int seqlen_k)
+  __device__ ScoreTerms(const ForwardParams& params, int batch, int head, int seqlen_q,
+                        int seqlen_k)
       : bias(params.bias), mask(params.mask), slope(0.0f), seqlen_q(seqlen_q), seqlen_k(seqlen_k) {
     if (bias != nullptr) {
       const long long offset = batch * params.bias_stride.batch + head * params.bias_stride.head;
-      bias = static_cast<const char*>(bias) + offset * (params.bias_is_float32 ? sizeof(float) : sizeof(T));
+      bias = static_cast<const char*>(bias) +
+             offset * (params.bias_is_float32 ? sizeof(float) : sizeof(T));
     }
     if (mask != nullptr) mask += batch * params.mask_stride.batch + head * params.mask_stride.head;
     if (params.alibi_slopes != nullptr)
-      slope = static_cast<const float*>(params.alibi_slopes)[batch * params.alibi_batch_stride + head];
+      slope =
+          static_cast<const float*>(params.alibi_slopes)[batch * params.alibi_batch_stride + head];
   }
 
   // From products to scores in natural units, all but mask_band.
   template <int n>
-  __device__ __forceinline__ void apply(float (&s)[n], const ForwardParams& params, int row, int column) const {
+  __device__ __forceinline__ void apply(float (&s)[n], const ForwardParams& params, int row,
+                                        int column) const {
     const float scale = static_cast<float>(params.scale);
     const float softcap = static_cast<float>(params.softcap);
 #pragma unroll
@@ -109,7 +117,8 @@ struct ScoreTerms {
 
  private:
   template <class Bias, int n>
-  __device__ __forceinline__ void add_bias(float (&s)[n], const ScoreStrides& stride, int row, int column) const {
+  __device__ __forceinline__ void add_bias(float (&s)[n], const ScoreStrides& stride, int row,
+                                           int column) const {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int r = row + i / 2 % 2 * 8, c = column + i / 4 * 8 + i % 2;
@@ -119,7 +128,8 @@ struct ScoreTerms {
   }
 
   template <int n>
-  __device__ __forceinline__ void apply_mask(float (&s)[n], const ScoreStrides& stride, int row, int column) const {
+  __device__ __forceinline__ void apply_mask(float (&s)[n], const ScoreStrides& stride, int row,
+                                             int column) const {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int r = row + i / 2 % 2 * 8, c = column + i / 4 * 8 + i % 2;

@@ -1,6 +1,7 @@
-// Tiles of 16-bit rows in shared memory, in 16-byte chunks whose order is permuted from row to row, so that neither cp.async's
-// writes of whole rows nor ldmatrix's reads of one chunk of eight rows meet in a bank: rows of an even number of 64-byte
-// pieces permute groups of eight chunks by row % 8, others groups of four by row / 2 % 4 (their odd rows start half way).
+// Tiles of 16-bit rows in shared memory, in 16-byte chunks whose order is permuted from row to row,
+// so that neither cp.async's writes of whole rows nor ldmatrix's reads of one chunk of eight rows
+// meet in a bank: rows of an even number of 64-byte pieces permute groups of eight chunks by row %
+// 8, others groups of four by row / 2 % 4 (their odd rows start half way).
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -23,9 +24,10 @@ struct Swizzled {
     return row * kRowBytes + (chunk ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
   }
 
-  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0-1; rows 16i on are at + 16i * kRowBytes. Row-major
-  // order (rows 0-7 and 8-15 of chunk 0, then of chunk 1) loads an A fragment, and with .trans the B fragments of two n8 blocks of
-  // a row-major B; column-major order (chunks 0 and 1 of rows 0-7, then of rows 8-15) those of a column-major B.
+  // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0-1; rows 16i on are at
+  // + 16i * kRowBytes. Row-major order (rows 0-7 and 8-15 of chunk 0, then of chunk 1) loads an A
+  // fragment, and with .trans the B fragments of two n8 blocks of a row-major B; column-major order
+  // (chunks 0 and 1 of rows 0-7, then of rows 8-15) those of a column-major B.
   __device__ __forceinline__ static unsigned lane_row_major() {
     const int lane = threadIdx.x % 32;
     return at(lane % 16, lane / 16);
@@ -41,12 +43,18 @@ struct Swizzled {
   }
 };
 
-// Copies tiles of kRows rows of a global matrix, whose columns are contiguous, to shared memory, by kThreads threads and cp.async.
+// What a tile holds of a matrix: its values; the finite ones, and zeros for others; ones for NaN
+// and inf; ones for NaN and -inf.
+enum Content { kValues, kFinite, kPositive, kNegative };
+
+// Copies tiles of kRows rows of a global matrix, whose columns are contiguous, to shared memory, by
+// kThreads threads and cp.async.
 template <class Tile, int kRows, int kThreads>
 class TileLoader {
   using T = typename Tile::T;
   static constexpr int kRowsPerPass = kThreads / Tile::kGroup;
-  static_assert(kThreads % (8 * Tile::kGroup) == 0 && kRows % kRowsPerPass == 0, "a thread's permutation is the same in every pass");
+  static_assert(kThreads % (8 * Tile::kGroup) == 0 && kRows % kRowsPerPass == 0,
+                "a thread's permutation is the same in every pass");
 
   const T* matrix_;
   long long row_stride_;
@@ -57,17 +65,20 @@ class TileLoader {
 
  public:
   // Without `aligned`, rows may start at any element, and go through registers.
-  __device__ __forceinline__ TileLoader(const T* matrix, long long row_stride, int cols, bool aligned)
+  __device__ __forceinline__ TileLoader(const T* matrix, long long row_stride, int cols,
+                                        bool aligned)
       : matrix_(matrix), row_stride_(row_stride), cols_(cols), aligned_(aligned) {
     const int row = threadIdx.x / Tile::kGroup, chunk = threadIdx.x % Tile::kGroup;
     source_ = matrix + row * row_stride + chunk * 8;
     target_ = Tile::at(row, chunk);
   }
 
-  // Rows first_row on. Rows outside [begin, end) and columns from cols on become zeros and are not read: what lies there may be
-  // NaN, and 0 · NaN is NaN.
-  __device__ __forceinline__ void load(unsigned tile, int first_row, int begin, int end) const {
-    if (aligned_ && cols_ == Tile::kCols && begin <= first_row && first_row + kRows <= end) {
+  // Rows first_row on, but only `content` of them. Rows outside [begin, end) and columns from cols
+  // on become zeros and are not read: what lies there may be NaN, and 0 · NaN is NaN.
+  __device__ __forceinline__ void load(unsigned tile, int first_row, int begin, int end,
+                                       int content = kValues) const {
+    const bool chunks = aligned_ && content == kValues;
+    if (chunks && cols_ == Tile::kCols && begin <= first_row && first_row + kRows <= end) {
       const long long row_stride = ptx::opaque_uniform(row_stride_);
       const T* source = source_ + first_row * row_stride;
 #pragma unroll
@@ -78,7 +89,7 @@ class TileLoader {
         source += kRowsPerPass * row_stride;
       }
     } else {
-      load_edge(tile, first_row, begin, end);
+      load_edge(tile, first_row, begin, end, chunks, content);
     }
   }
 
@@ -87,7 +98,8 @@ class TileLoader {
     return pass * kRowsPerPass * Tile::kRowBytes + group * Tile::kGroup * 16;
   }
 
-  __device__ __forceinline__ void load_edge(unsigned tile, int first_row, int begin, int end) const {
+  __device__ __forceinline__ void load_edge(unsigned tile, int first_row, int begin, int end,
+                                            bool chunks, int content) const {
     const int thread = ptx::thread_index();  // nothing for this rare path is kept in registers
     const int row = thread / Tile::kGroup, chunk = thread % Tile::kGroup;
     const T* source = matrix_ + (static_cast<long long>(first_row) + row) * row_stride_ + chunk * 8;
@@ -99,19 +111,30 @@ class TileLoader {
 #pragma unroll
       for (int group = 0; group < Tile::kGroups; ++group) {
         const int count = inside ? cols_ - (chunk + group * Tile::kGroup) * 8 : 0;
-        if (aligned_)
-          ptx::cp_async_16(tile + offset(pass, group), source + group * Tile::kGroup * 8, count > 0);
+        if (chunks)
+          ptx::cp_async_16(tile + offset(pass, group), source + group * Tile::kGroup * 8,
+                           count > 0);
         else
-          copy_elements(tile + offset(pass, group), source + group * Tile::kGroup * 8, count);
+          copy_elements(tile + offset(pass, group), source + group * Tile::kGroup * 8, count,
+                        content);
       }
       source += kRowsPerPass * row_stride_;
     }
   }
 
-  __device__ __forceinline__ static void copy_elements(unsigned target, const T* source, int count) {
-    unsigned short chunk[8];
+  __device__ __forceinline__ static void copy_elements(unsigned target, const T* source, int count,
+                                                       int content) {
+    T chunk[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) chunk[i] = i < count ? reinterpret_cast<const unsigned short*>(source)[i] : 0;
+    for (int i = 0; i < 8; ++i) {
+      chunk[i] = i < count ? source[i] : static_cast<T>(0.0f);
+      if (content == kValues) continue;
+      const float value = static_cast<float>(chunk[i]);
+      const bool finite = fabsf(value) <= 3.402823466e38f;
+      const bool counts = !finite && (content == kPositive ? !(value < 0.0f) : !(value > 0.0f));
+      chunk[i] = content == kFinite ? (finite ? chunk[i] : static_cast<T>(0.0f))
+                                    : static_cast<T>(counts ? 1.0f : 0.0f);
+    }
     *static_cast<uint4*>(__cvta_shared_to_generic(target)) = reinterpret_cast<const uint4&>(chunk);
   }
 };

@@ -1,6 +1,7 @@
-// Which sequence, and which of its query tiles, a block of a varlen call works on, found on the device from cu_seqlens_q
-// alone: the host launches total / kTileM + batch slots without knowing a length. Sequence b owns the slots from
-// cu_seqlens_q[b] / kTileM + b on, up to the next sequence's first: always enough for its tiles, at most one too many.
+// Which sequence, and which of its query tiles, a block of a varlen call works on, found on the
+// device from cu_seqlens_q alone: the host launches total / kTileM + batch slots without knowing a
+// length. Sequence b owns the slots from cu_seqlens_q[b] / kTileM + b on, up to the next sequence's
+// first: always enough for its tiles, at most one too many.
 #pragma once
 
 #include "attention/params.cuh"
@@ -8,15 +9,16 @@
 namespace tile {
 
 struct Sequence {
-  int index;               // of the batch
+  int index;                   // of the batch
   long long begin_q, begin_k;  // first rows in q, out, and in k, v
   int seqlen_q, seqlen_k;
-  int tile;                // query rows tile * kTileM and on; tile < 0: nothing to do
+  int tile;  // query rows tile * kTileM and on; tile < 0: nothing to do
 };
 
 __device__ __forceinline__ int clamped(int x, int low, int high) { return max(low, min(x, high)); }
 
-// All 32 lanes of a warp together, with the same slot. 32 candidates a step: a thousand sequences are found in two reads.
+// All 32 lanes of a warp together, with the same slot. 32 candidates a step: a thousand sequences
+// are found in two reads.
 template <int kTileM>
 __device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params, int slot) {
   const int* cu_q = params.cu_seqlens_q;
@@ -26,15 +28,18 @@ __device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params,
     const int step = (count + 31) / 32;
     const int candidate = low + lane * step;
     const bool starts = candidate < low + count && cu_q[candidate] / kTileM + candidate <= slot;
-    const int last = 31 - __clz(__ballot_sync(~0u, starts || lane == 0));  // low's first slot is <= slot
+    const int last =
+        31 - __clz(__ballot_sync(~0u, starts || lane == 0));  // low's first slot is <= slot
     const int end = low + count;
     low += last * step;
     count = min(step, end - low);
   }
   // Lengths that are not what they must be give nonsense, but no address outside of the arrays.
   const int* cu_k = params.cu_seqlens_k;
-  const int begin_q = clamped(cu_q[low], 0, params.seqlen_q), end_q = clamped(cu_q[low + 1], begin_q, params.seqlen_q);
-  const int begin_k = clamped(cu_k[low], 0, params.seqlen_k), end_k = clamped(cu_k[low + 1], begin_k, params.seqlen_k);
+  const int begin_q = clamped(cu_q[low], 0, params.seqlen_q),
+            end_q = clamped(cu_q[low + 1], begin_q, params.seqlen_q);
+  const int begin_k = clamped(cu_k[low], 0, params.seqlen_k),
+            end_k = clamped(cu_k[low + 1], begin_k, params.seqlen_k);
   const int tile = slot - (begin_q / kTileM + low);
   const bool exists = tile * static_cast<long long>(kTileM) < end_q - begin_q;
   return {low, begin_q, begin_k, end_q - begin_q, end_k - begin_k, exists ? tile : -1};
