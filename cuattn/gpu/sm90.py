@@ -17,6 +17,8 @@ _SCHEDULE = struct.Struct("2Q i 44x")
 ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _SCHEDULE.size))
 
 TAKEN_BYTES = 16  # Sm90Params::Taken
+FAR_ROWS = 1 << 30  # kFarRows
+ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
 
@@ -25,7 +27,6 @@ _WARPGROUP_ROWS = 64
 class Map:
     """An array as :func:`tensormap.encode` takes it, but for the pointer."""
 
-    offset: int  # from the array's pointer, in bytes
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
@@ -43,7 +44,7 @@ class Plan:
     def argument(self, pointers: tuple[int, ...], scratch: int) -> np.void:
         """Pack the argument of one launch; `scratch` is the address of `scratch_bytes`, for the launch's duration."""
         encoded = [
-            tensormap.encode(pointer + m.offset, self.dtype, m.shape, m.strides, m.box)
+            tensormap.encode(pointer, self.dtype, m.shape, m.strides, m.box)
             for pointer, m in zip(pointers, self.maps, strict=False)
         ]
         schedule = _SCHEDULE.pack(scratch, random.getrandbits(64), self.section)
@@ -76,12 +77,13 @@ def _map(
 ) -> Map:
     """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total, head, head_dim).
 
-    Outer is the batch. For varlen it counts rows once more, and the array's pointer is that of row `total` of the first
-    such axis: Sequence in attention/work_sm90.cuh says what for.
+    Outer is the batch. For varlen it counts rows once more, and there is another axis, which leads back by FAR_ROWS:
+    Sequence in attention/work_sm90.cuh says what for.
     """
     length, heads, head_dim = shape
     row, head = strides[-3:-1]
     box = (_PANEL_COLUMNS, box_rows, 1, 1)
     if spec.varlen:
-        return Map(-length * row, (head_dim, length, heads, length + 1), (row, head, row), box)
-    return Map(0, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
+        far = (head_dim, FAR_ROWS, heads, length + 1, FAR_ROWS + 1)
+        return Map(far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
+    return Map((head_dim, length, heads, spec.batch), (row, head, strides[0]), box)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 TENSOR_MAP_BYTES = 128
+MAX_STRIDE = 1 << 34  # 2^40 for the copy engine; varlen maps need room below it
 _ALIGNMENT = 16  # of addresses and strides, in bytes
 
 
@@ -21,7 +22,7 @@ def _driver() -> Any:
 
 def addressable(strides: tuple[int, ...]) -> bool:
     """Whether the copy engine can address an array with these byte strides, the innermost axis's being left out."""
-    return all(0 < stride < 1 << 40 and stride % _ALIGNMENT == 0 for stride in strides)
+    return all(0 < stride < MAX_STRIDE and stride % _ALIGNMENT == 0 for stride in strides)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,12 +1,15 @@
-// Attention forward on Hopper: out = softmax(scale * Q K^T) V with wgmma, TMA and specialised warps.
+// Attention forward on Hopper: out = softmax(scale * Q K^T) V with wgmma, TMA and specialised
+// warps.
 //
-//   q (batch, seqlen_q, heads_q, head_dim), k and v with heads_kv heads, out; float16 or bfloat16; 16-byte strides.
-//   One block an SM, walking over tiles of 64 * Config::warpgroups queries of one head (attention/work_sm90.cuh).
-//   Warpgroup 0 produces: warp 0 finds tiles and brings K and V, block after block of keys, through a ring of stages; warp 1
-//   brings queries; the others guard (kGuards). Warpgroups 1 and on consume: 64 queries each, scores and O in registers.
+//   q (batch, seqlen_q, heads_q, head_dim), k and v with heads_kv heads, out; float16 or bfloat16;
+//   16-byte strides. One block an SM, walking over tiles of 64 * Config::warpgroups queries of one
+//   head (attention/work_sm90.cuh). Warpgroup 0 produces: warp 0 finds tiles and brings K and V,
+//   block after block of keys, through a ring of stages; warp 1 brings queries; the others guard
+//   (kGuards). Warpgroups 1 and on consume: 64 queries each, scores and O in registers.
 //
-// A consumer never drains: while P V of one block runs, so does Q K^T of the next, be it of the same tile or of the next
-// one, and the next block's exponentials hide behind the products of this and of the other consumers.
+// A consumer never drains: while P V of one block runs, so does Q K^T of the next, be it of the
+// same tile or of the next one, and the next block's exponentials hide behind the products of this
+// and of the other consumers.
 #include "attention/layout_sm90.cuh"
 #include "attention/produce_sm90.cuh"
 #include "ptx/bar.cuh"
@@ -16,34 +19,41 @@
 #include "tile/softmax.cuh"
 
 // S = Q K^T for 64 queries and a block of keys: issued, not waited for.
-__device__ __forceinline__ void multiply_keys(float (&s)[kTileN / 2], const unsigned char* q, const unsigned char* k) {
+__device__ __forceinline__ void multiply_keys(float (&s)[kTileN / 2], const unsigned char* q,
+                                              const unsigned char* k) {
   const unsigned long long a = ptx::wgmma_descriptor(q, 0, 1024);
   const unsigned long long b = ptx::wgmma_descriptor(k, 0, 1024);
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step)
-    ptx::Wgmma<kTileN, T>::shared_shared<false, false>(s, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
-                                                       ptx::wgmma_advance(b, step / 4 * kPanelBytesK + step % 4 * 32), step > 0);
+    ptx::Wgmma<kTileN, T>::shared_shared<false, false>(
+        s, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
+        ptx::wgmma_advance(b, step / 4 * kPanelBytesK + step % 4 * 32), step > 0);
   ptx::wgmma_commit_group();
 }
 
 // O += P V for a block of keys: issued, not waited for.
-__device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2], const unsigned (&p)[kTileN / 4],
+__device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
+                                                const unsigned (&p)[kTileN / 4],
                                                 const unsigned char* v) {
   const unsigned long long b = ptx::wgmma_descriptor(v, kPanelBytesK, 1024);
 #pragma unroll
   for (int step = 0; step < kTileN / 16; ++step)
-    ptx::Wgmma<kHeadDimV, T>::register_shared<true>(o, p + 4 * step, ptx::wgmma_advance(b, step * 16 * kRowBytes), true);
+    ptx::Wgmma<kHeadDimV, T>::register_shared<true>(
+        o, p + 4 * step, ptx::wgmma_advance(b, step * 16 * kRowBytes), true);
   ptx::wgmma_commit_group();
 }
 
-// What remains to be multiplied to scores before the softmax: for softcap * tanh(scale * q·k / softcap), the softcap.
+// What remains to be multiplied to scores before the softmax: for softcap * tanh(scale * q·k /
+// softcap), the softcap.
 __device__ __forceinline__ float score_scale(const ForwardParams& params) {
   return static_cast<float>(Config::score && params.softcap != 0.0 ? params.softcap : params.scale);
 }
 
-// Softcap and ALiBi, but for a factor of score_scale. `distance` is that from the lane's first query to its first key. The tanh
-// is an instruction with an error of 2^-11, which is what rounding scores to 16 bits costs.
-__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], const ForwardParams& params, float slope, float distance) {
+// Softcap and ALiBi, but for a factor of score_scale. `distance` is that from the lane's first
+// query to its first key. The tanh is an instruction with an error of 2^-11, which is what rounding
+// scores to 16 bits costs.
+__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], const ForwardParams& params,
+                                            float slope, float distance) {
   if (params.softcap != 0.0) {
     const float scale = static_cast<float>(params.scale / params.softcap);
 #pragma unroll
@@ -53,27 +63,31 @@ __device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], const Forwar
     const float scaled_slope = slope * ptx::rcp(score_scale(params));
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i)
-      s[i] = fmaf(-scaled_slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
+      s[i] = fmaf(-scaled_slope,
+                  fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
   }
 }
 
 // Sets scores that a query must not see to -inf.
-__device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const ForwardParams& params, const Tile& tile, int row,
-                                            int column) {
+__device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const ForwardParams& params,
+                                            const Tile& tile, int row, int column) {
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i) {
     const int query = row + 8 * (i / 2 % 2), key = i / 4 * 8 + i % 2;
-    if (key >= tile.end_key(params, query) - column || (Config::bound_left && key < tile.first_key(params, query) - column))
+    if (key >= tile.end_key(params, query) - column ||
+        (Config::bound_left && key < tile.first_key(params, query) - column))
       s[i] = tile::negative_infinity();
   }
 }
 
-// Gives the values that the guards have replaced by 0 to the queries that see their keys. `o` has this lane's part of O, rows
-// from `query` and columns from `column` on. Rarely called.
-__device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& params, const Tile& tile, int block, int query,
+// Gives the values that the guards have replaced by 0 to the queries that see their keys. `o` has
+// this lane's part of O, rows from `query` and columns from `column` on. Rarely called.
+__device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& params,
+                                                 const Tile& tile, int block, int query,
                                                  int column) {
   const T* v = static_cast<const T*>(params.v) + tile.value_offset(params, block * kTileN) + column;
-  for (int key = block * kTileN; key < min((block + 1) * kTileN, tile.keys.length); ++key, v += params.v_stride.seq)
+  for (int key = block * kTileN; key < min((block + 1) * kTileN, tile.keys.length);
+       ++key, v += params.v_stride.seq)
     for (int i = 0; i < kHeadDimV / 2; ++i) {
       const int j = i / 4 * 8 + i % 2;
       if (column + j >= params.head_dim_v) break;
@@ -82,10 +96,12 @@ __device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& 
     }
 }
 
-// Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves, so that each writes four
-// columns side by side and a row's writes fill whole 32-byte sectors.
-__device__ __forceinline__ void write_output(float (&o)[kHeadDimV / 2], const tile::OnlineSoftmax& softmax, float scale_log2,
-                                             const ForwardParams& params, const Tile& tile, int row) {
+// Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
+// so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
+__device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
+                                             const tile::OnlineSoftmax& softmax, float scale_log2,
+                                             const ForwardParams& params, const Tile& tile,
+                                             int row) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane % 2;
 #pragma unroll
@@ -102,23 +118,43 @@ __device__ __forceinline__ void write_output(float (&o)[kHeadDimV / 2], const ti
     }
     const float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
     const bool exists = row + 8 * i < tile.queries.length;
-    T* const out = static_cast<T*>(params.out) + tile.out_offset(params, row + 8 * i) + (odd ? 6 : 0) + lane % 4 * 2;
+    T* const out = static_cast<T*>(params.out) + tile.out_offset(params, row + 8 * i) +
+                   (odd ? 6 : 0) + lane % 4 * 2;
 #pragma unroll
     for (int step = 0; step < kHeadDimV / 16; ++step) {
-      const float(&d)[kHeadDimV / 2] = o;
-      const unsigned low = tile::pack<T>(d[8 * step + 2 * i] * inverse, d[8 * step + 2 * i + 1] * inverse);
-      const unsigned high = tile::pack<T>(d[8 * step + 2 * i + 4] * inverse, d[8 * step + 2 * i + 5] * inverse);
+      const float (&d)[kHeadDimV / 2] = o;
+      const unsigned low =
+          tile::pack<T>(o[8 * step + 2 * i] * inverse, o[8 * step + 2 * i + 1] * inverse);
+      const unsigned high =
+          tile::pack<T>(o[8 * step + 2 * i + 4] * inverse, o[8 * step + 2 * i + 5] * inverse);
       const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
       if (exists && 16 * step + (odd ? 8 : 0) < params.head_dim_v)
-        *reinterpret_cast<uint2*>(out + 16 * step) = odd ? make_uint2(other, high) : make_uint2(low, other);
+        *reinterpret_cast<uint2*>(out + 16 * step) =
+            odd ? make_uint2(other, high) : make_uint2(low, other);
     }
     if (exists && params.lse != nullptr && lane % 4 == 0)
-      static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] = (max + ptx::lg2(sum)) * tile::kLn2;
+      static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] =
+          (max + ptx::lg2(sum)) * tile::kLn2;
+  }
+}
+
+// The output of queries that see no key: zeros, and the sink alone. O's registers are in use.
+__device__ __noinline__ void write_nothing(const ForwardParams& params, const Tile& tile, int row) {
+  const int lane = threadIdx.x % 32;
+  for (int query = row; query < min(row + 9, tile.queries.length); query += 8) {
+    T* const out = static_cast<T*>(params.out) + tile.out_offset(params, query);
+    for (int column = lane % 4 * 8; column < params.head_dim_v; column += 32)
+      *reinterpret_cast<uint4*>(out + column) = uint4();
+    if (params.lse != nullptr && lane % 4 == 0)
+      static_cast<float*>(params.lse)[tile.lse_offset(params, query)] =
+          params.sinks == nullptr ? tile::negative_infinity()
+                                  : static_cast<const float*>(params.sinks)[tile.head];
   }
 }
 
 __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params, int consumer) {
-  // Consumers take turns in issuing products, so that one's exponentials run beside another's products.
+  // Consumers take turns in issuing products, so that one's exponentials run beside another's
+  // products.
   const int turn = 1 + consumer, next_turn = 1 + (consumer + 1) % kWarpgroups;
   const auto wait_turn = [&] { ptx::bar_sync(turn, 256); };
   const auto pass_turn = [&] { ptx::bar_arrive(next_turn, 256); };
@@ -146,11 +182,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   const auto find_tile = [&] {
     Tile tile = read_tile(smem, ring);
     for (; tile.row >= 0 && tile.empty(); tile = read_tile(smem, ring)) {
-      clear();
-      write_output(o, tile::OnlineSoftmax(), scale_log2, params, tile, tile.row + lane_row);
+      write_nothing(params, tile, tile.row + lane_row);
     }
     if (Config::score && !Config::elementwise && params.alibi_slopes != nullptr && tile.row >= 0)
-      slope = static_cast<const float*>(params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
+      slope = static_cast<const float*>(
+          params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
     hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
     guarded = tile.guarded(params);
     return tile;
@@ -170,7 +206,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     }
     const int row = tile.row + lane_row, column = block * kTileN + lane_column;
     if constexpr (Config::elementwise) {
-      const tile::ScoreTerms<T> terms(params, tile.batch, tile.head, tile.queries.length, tile.keys.length);
+      const tile::ScoreTerms<T> terms(params, tile.batch, tile.head, tile.queries.length,
+                                      tile.keys.length);
       terms.apply(s, params, row, column);
     } else if constexpr (Config::score) {
       bend_scores(s, params, slope, static_cast<float>(row + tile.diagonal() - column));
@@ -184,7 +221,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     checks ^= 1 << ring_v.index;
   };
   const auto release_values = [&](const Tile& tile, int block) {
-    if (kGuards > 0 && guarded_p && (smem.cleaned_v[ring_v.index][0] || smem.cleaned_v[ring_v.index][1])) {
+    if (kGuards > 0 && guarded_p &&
+        (smem.cleaned_v[ring_v.index][0] || smem.cleaned_v[ring_v.index][1])) {
       float copy[kHeadDimV / 2];  // O itself has to stay in registers
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) copy[i] = o[i];
@@ -238,8 +276,9 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     if (fresh) softmax = tile::OnlineSoftmax();
     const bool grown = __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max));
     if (grown) softmax.raise(block_max, scale_log2, correction);
-    // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and the packing of P into the
-    // registers that P V reads hides behind the exponentials (5% faster than exponentials first, on an H200).
+    // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and
+    // the packing of P into the registers that P V reads hides behind the exponentials (5% faster
+    // than exponentials first, on an H200).
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
     release_values(finished, finished_block);
@@ -265,7 +304,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
-    forward_sm90(const __grid_constant__ ForwardParams params, const __grid_constant__ Sm90Params sm90) {
+    forward_sm90(const __grid_constant__ ForwardParams params,
+                 const __grid_constant__ Sm90Params sm90) {
   extern __shared__ __align__(1024) unsigned char shared[];
   Smem& smem = *reinterpret_cast<Smem*>(shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

@@ -4,30 +4,40 @@
 #include "attention/layout_sm90.cuh"
 #include "ptx/tma.cuh"
 
-// Brings `kPanels` panels of rows of one head when the consumers have left their place. All lanes of a warp together.
+// Brings `kPanels` panels of rows of one head when the consumers have left their place. All lanes
+// of a warp together.
 template <int kPanels, int kPanelBytes>
-__device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap& map, ptx::Mbarrier& full, ptx::Mbarrier& empty,
-                                     unsigned parity, const Sequence& sequence, int row, int head, unsigned long long cache_hint) {
+__device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap& map,
+                                     ptx::Mbarrier& full, ptx::Mbarrier& empty, unsigned parity,
+                                     const Sequence& sequence, int row, int head,
+                                     unsigned long long cache_hint) {
   ptx::mbarrier_wait(empty, parity ^ 1);
   if (threadIdx.x % 32 == 0) {
     ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytes);
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tma_load(place + panel * kPanelBytes, map, full, panel * kPanelColumns, sequence.shift + row, head, sequence.outer,
-                    cache_hint);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      unsigned char* const to = place + panel * kPanelBytes;
+      const int column = panel * kPanelColumns, shifted = sequence.shift + row;
+      if constexpr (Config::varlen)
+        ptx::tma_load(to, map, full, column, shifted, head, sequence.outer, kFarRows, cache_hint);
+      else
+        ptx::tma_load(to, map, full, column, shifted, head, sequence.outer, cache_hint);
+    }
   }
   __syncwarp();
 }
 
-__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params, const Sm90Params& sm90) {
+__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params,
+                                                     const Sm90Params& sm90) {
   Ring<kStages> ring_k, ring_v;
   Ring<TileQueue::kSize> ring;
   int pending = -1;  // the block whose keys have been asked for, and whose values have not
   Sequence keys;
   int head;
   const auto load_values = [&] {
-    load<kPanelsV, kPanelBytesK>(smem.v[ring_v.index], sm90.v, smem.full_v[ring_v.index], smem.empty_v[ring_v.index],
-                                 ring_v.parity, keys, pending * kTileN, head, ptx::kEvictLast);
+    load<kPanelsV, kPanelBytesK>(smem.v[ring_v.index], sm90.v, smem.full_v[ring_v.index],
+                                 smem.empty_v[ring_v.index], ring_v.parity, keys, pending * kTileN,
+                                 head, ptx::kEvictLast);
     ring_v.advance();
   };
   WalkOf<Config::varlen>::Type walk(params, sm90);
@@ -42,10 +52,12 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardPa
     ring.advance();
     if (tile.row < 0) break;
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-      load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], sm90.k, smem.full_k[ring_k.index], smem.empty_k[ring_k.index],
-                                   ring_k.parity, tile.keys, block * kTileN, tile.head_kv, ptx::kEvictLast);
+      load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], sm90.k, smem.full_k[ring_k.index],
+                                   smem.empty_k[ring_k.index], ring_k.parity, tile.keys,
+                                   block * kTileN, tile.head_kv, ptx::kEvictLast);
       ring_k.advance();
-      if (pending >= 0) load_values();  // consumers ask for the values of a block after the keys of the next
+      if (pending >= 0)
+        load_values();  // consumers ask for the values of a block after the keys of the next
       pending = block;
       keys = tile.keys;
       head = tile.head_kv;
@@ -58,9 +70,10 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardPa
 __device__ __forceinline__ Tile read_tile(Smem& smem, Ring<TileQueue::kSize>& ring) {
   ptx::mbarrier_wait(smem.queue.full[ring.index], ring.parity);
   Tile tile = smem.queue.tiles[ring.index];
-  int(&words)[sizeof(Tile) / 4] = reinterpret_cast<int(&)[sizeof(Tile) / 4]>(tile);
+  int (&words)[sizeof(Tile) / 4] = reinterpret_cast<int (&)[sizeof(Tile) / 4]>(tile);
 #pragma unroll
-  for (int& word : words) word = __shfl_sync(~0u, word, 0);  // the compiler is to know that it is the warp's
+  for (int& word : words)
+    word = __shfl_sync(~0u, word, 0);  // the compiler is to know that it is the warp's
   arrive_warp(smem.queue.empty[ring.index]);
   ring.advance();
   return tile;
@@ -72,14 +85,17 @@ __device__ __forceinline__ void load_queries(Smem& smem, const Sm90Params& sm90)
   for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
     if (tile.empty()) continue;
     for (int consumer = 0; consumer < kWarpgroups; ++consumer)
-      load<kPanelsK, kPanelBytesQ>(smem.q[slots.index][consumer], sm90.q, smem.full_q[slots.index][consumer],
+      load<kPanelsK, kPanelBytesQ>(smem.q[slots.index][consumer], sm90.q,
+                                   smem.full_q[slots.index][consumer],
                                    smem.empty_q[slots.index][consumer], slots.parity, tile.queries,
                                    tile.row + 64 * consumer, tile.head, ptx::kEvictFirst);
     slots.advance();
   }
 }
 
-__device__ __forceinline__ __half2 as_pair(unsigned pair, __half) { return reinterpret_cast<const __half2&>(pair); }
+__device__ __forceinline__ __half2 as_pair(unsigned pair, __half) {
+  return reinterpret_cast<const __half2&>(pair);
+}
 __device__ __forceinline__ __nv_bfloat162 as_pair(unsigned pair, __nv_bfloat16) {
   return reinterpret_cast<const __nv_bfloat162&>(pair);
 }
@@ -91,9 +107,11 @@ __device__ __forceinline__ unsigned finite_halves(unsigned pair) {
   return pair & __heq2_mask(zeros, zeros);
 }
 
-// One guard's half of the values of a block: whether it had any that is not finite, which it has replaced by 0.
+// One guard's half of the values of a block: whether it had any that is not finite, which it has
+// replaced by 0.
 __device__ __forceinline__ bool clean_values(unsigned char* values, int guard) {
-  constexpr int kWords = kPanelsV * kPanelBytesK / sizeof(uint4) / 64;  // of a lane: it takes one in 64
+  constexpr int kWords =
+      kPanelsV * kPanelBytesK / sizeof(uint4) / 64;  // of a lane: it takes one in 64
   uint4* const first = reinterpret_cast<uint4*>(values) + guard * 32 + threadIdx.x % 32;
   const auto zero = as_pair(0, T());
   auto sum = zero, other_sum = zero;  // of zeros, and of NaN for each infinity or NaN

@@ -1,4 +1,5 @@
-// What a block of attention/forward_sm90.cu works on: the order of tiles over blocks, and a tile's rows and keys.
+// What a block of attention/forward_sm90.cu works on: the order of tiles over blocks, and a tile's
+// rows and keys.
 #pragma once
 
 #include "attention/params.cuh"
@@ -11,7 +12,8 @@ constexpr int kTileM = 64 * Config::warpgroups;
 
 struct Sm90Params {
   ptx::TensorMap q, k, v;  // dimensions (head_dim, row, head, outer), see Sequence
-  // Varlen: the tiles that have been taken, once `opened` is the launch's ticket. Any content will do before.
+  // Varlen: the tiles that have been taken, once `opened` is the launch's ticket. Any content will
+  // do before.
   struct Taken {
     unsigned long long opened;
     unsigned tiles;
@@ -20,9 +22,13 @@ struct Sm90Params {
   int section;                // heads that are worked on together; 0: all tiles cost the same
 };
 
-// Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch `outer`. Of a varlen call the map
-// has the array twice: row `total` is where its outer axis says, and `shift` rows before it lies the sequence's first row,
-// so that the array's end cuts boxes off where the sequence ends, in reading and in writing.
+// Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch
+// `outer`. A varlen call's maps have kFarRows rows, of which a sequence has the last: so boxes that
+// reach beyond it are cut off there. Two more axes lead back to where it lies: `outer` counts rows
+// too, and at kFarRows the last axis, whose stride is 2^34 less a row's, has gone round the address
+// space and kFarRows rows back.
+constexpr int kFarRows = 1 << 30;
+
 struct Sequence {
   int length, shift, outer;
 };
@@ -43,18 +49,24 @@ struct Tile {
   }
 
   __device__ __forceinline__ int end_key(const ForwardParams& params, int query) const {
-    return Config::bound_right ? min(query + diagonal() + params.window_right + 1, keys.length) : keys.length;
+    return Config::bound_right ? min(query + diagonal() + params.window_right + 1, keys.length)
+                               : keys.length;
   }
 
-  // Blocks in which some of the queries from `first` to `last` does not see some key: those before `before`, and from `from` on.
+  // Blocks in which some of the queries from `first` to `last` does not see some key: those before
+  // `before`, and from `from` on.
   struct Partial {
     int before, from;
 
-    __device__ __forceinline__ bool has(int block) const { return block >= from || (Config::bound_left && block < before); }
+    __device__ __forceinline__ bool has(int block) const {
+      return block >= from || (Config::bound_left && block < before);
+    }
   };
-  __device__ __forceinline__ Partial partial(const ForwardParams& params, int first, int last) const {
+  __device__ __forceinline__ Partial partial(const ForwardParams& params, int first,
+                                             int last) const {
     const int first_key_of_last = max(first_key(params, last), 0);
-    return {(first_key_of_last + Config::tile_n - 1) / Config::tile_n, max(end_key(params, first), 0) / Config::tile_n};
+    return {(first_key_of_last + Config::tile_n - 1) / Config::tile_n,
+            max(end_key(params, first), 0) / Config::tile_n};
   }
 
   // The same of the tile, but for keys past the sequence's end, which are zeros.
@@ -66,9 +78,12 @@ struct Tile {
   }
 
   __device__ __forceinline__ bool sees(const ForwardParams& params, int query, int key) const {
-    if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query)) return false;
+    if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query))
+      return false;
     const ScoreStrides& stride = params.mask_stride;
-    return !Config::elementwise || params.mask == nullptr || params.mask[batch * stride.batch + head * stride.head + query * stride.row + key * stride.col];
+    return !Config::elementwise || params.mask == nullptr ||
+           params.mask[batch * stride.batch + head * stride.head + query * stride.row +
+                       key * stride.col];
   }
 
   __device__ __forceinline__ long long value_offset(const ForwardParams& params, int key) const {
@@ -86,7 +101,9 @@ struct Tile {
 
   __device__ __forceinline__ long long lse_offset(const ForwardParams& params, int query) const {
     const int first = Config::varlen ? queries.outer - queries.length : 0;
-    return (static_cast<long long>(Config::varlen ? 0 : batch) * params.heads_q + head) * params.seqlen_q + first + query;
+    return (static_cast<long long>(Config::varlen ? 0 : batch) * params.heads_q + head) *
+               params.seqlen_q +
+           first + query;
   }
 
   __device__ __forceinline__ void find_blocks(const ForwardParams& params) {
@@ -97,9 +114,10 @@ struct Tile {
   }
 };
 
-// Where all tiles cost the same, tile i of fixed-length sequences is block i's, modulo the grid. Else, as under a causal mask, the
-// later rows cost more: the tiles of a section of heads, few enough that their keys and values stay in L2, are dealt out
-// last first, forward and backward in turn, as is one section after another, so that every block's sum comes out the same.
+// Where all tiles cost the same, tile i of fixed-length sequences is block i's, modulo the grid.
+// Else, as under a causal mask, the later rows cost more: the tiles of a section of heads, few
+// enough that their keys and values stay in L2, are dealt out last first, forward and backward in
+// turn, as is one section after another, so that every block's sum comes out the same.
 struct FixedWalk {
   const ForwardParams& params;
   int heads, tiles_m, section;
@@ -107,7 +125,9 @@ struct FixedWalk {
   int first_head = 0, round = 0;
 
   __device__ __forceinline__ FixedWalk(const ForwardParams& params, const Sm90Params& sm90)
-      : params(params), heads(params.heads_q * params.batch), tiles_m((params.seqlen_q + kTileM - 1) / kTileM) {
+      : params(params),
+        heads(params.heads_q * params.batch),
+        tiles_m((params.seqlen_q + kTileM - 1) / kTileM) {
     even = sm90.section == 0;
     section = even ? heads : sm90.section;
   }
@@ -120,7 +140,8 @@ struct FixedWalk {
         const bool backward = !even && (round + first_head / section) % 2;
         const int item = round++ * grid + (backward ? grid - 1 - blockIdx.x : blockIdx.x);
         if (item < size * tiles_m)
-          return tile(first_head + (even ? item / tiles_m : item % size), even ? item % tiles_m : tiles_m - 1 - item / size);
+          return tile(first_head + (even ? item / tiles_m : item % size),
+                      even ? item % tiles_m : tiles_m - 1 - item / size);
       }
     }
     Tile none;
@@ -141,8 +162,9 @@ struct FixedWalk {
   }
 };
 
-// Tiles of a varlen call are taken by whichever block is free: no one knows their cost before. One head after another, as the
-// keys and values of one head stay in L2. All lanes of one warp together.
+// Tiles of a varlen call are taken by whichever block is free: no one knows their cost before. One
+// head after another, as the keys and values of one head stay in L2. All lanes of one warp
+// together.
 struct VarlenWalk {
   const ForwardParams& params;
   const Sm90Params& sm90;
@@ -167,8 +189,8 @@ struct VarlenWalk {
       tile.batch = found.index;
       tile.head = item / slots;
       tile.head_kv = tile.head / (params.heads_q / params.heads_kv);
-      tile.queries = sequence(static_cast<int>(found.begin_q), found.seqlen_q, params.seqlen_q);
-      tile.keys = sequence(static_cast<int>(found.begin_k), found.seqlen_k, params.seqlen_k);
+      tile.queries = sequence(static_cast<int>(found.begin_q), found.seqlen_q);
+      tile.keys = sequence(static_cast<int>(found.begin_k), found.seqlen_k);
       tile.find_blocks(params);
       item = take();
     }
@@ -176,8 +198,8 @@ struct VarlenWalk {
   }
 
  private:
-  __device__ __forceinline__ static Sequence sequence(int begin, int length, int total) {
-    return {length, total - length, begin + length};
+  __device__ __forceinline__ static Sequence sequence(int begin, int length) {
+    return {length, kFarRows - length, begin + length};
   }
 
   __device__ __forceinline__ unsigned take() const {

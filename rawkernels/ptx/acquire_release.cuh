@@ -1,4 +1,5 @@
-// ld.acquire and st.release: what was written before a release is seen after an acquire that reads it, on the whole device.
+// ld.acquire and st.release: what was written before a release is seen after an acquire that reads
+// it, on the whole device.
 #pragma once
 
 namespace ptx {
@@ -9,7 +10,8 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
   return value;
 }
 
-__device__ __forceinline__ void store_release(unsigned long long* address, unsigned long long value) {
+__device__ __forceinline__ void store_release(unsigned long long* address,
+                                              unsigned long long value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 

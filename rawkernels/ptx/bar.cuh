@@ -1,4 +1,5 @@
-// bar: the block's 16 named barriers. A barrier completes when `threads` threads have arrived or synchronised on it.
+// bar: the block's 16 named barriers. A barrier completes when `threads` threads have arrived or
+// synchronised on it.
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,6 @@
-// mbarrier: a barrier in shared memory that counts arrivals and, for the copy engine, bytes. A wait names the parity of
-// the phase it waits for: 0 for the first completion, 1 for the second, and so on in turn.
+// mbarrier: a barrier in shared memory that counts arrivals and, for the copy engine, bytes. A wait
+// names the parity of the phase it waits for: 0 for the first completion, 1 for the second, and so
+// on in turn.
 #pragma once
 
 #include "ptx/shared.cuh"
@@ -9,7 +10,8 @@ namespace ptx {
 using Mbarrier = unsigned long long;
 
 __device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(arrivals));
 }
 
 // Makes the initialisation visible to the copy engine. Followed by a barrier of the whole block.
@@ -18,13 +20,16 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Arrives and announces `bytes` that the copy engine is to bring before the phase can complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier& barrier, unsigned parity) {

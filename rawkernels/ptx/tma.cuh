@@ -1,5 +1,6 @@
-// cp.async.bulk.tensor: the copy engine moves boxes of a 4-D tensor between global and shared memory. Coordinates are in
-// elements, innermost first, and may be out of range: loads fill with zeros, stores write nothing there.
+// cp.async.bulk.tensor: the copy engine moves boxes of a tensor from global to shared
+// memory. Coordinates are in elements, innermost first, and may be out of range: loads fill with
+// zeros, stores write nothing there.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -19,8 +20,9 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load(void* destination, const TensorMap& map, Mbarrier& full, int c0, int c1, int c2,
-                                         int c3, unsigned long long cache_hint) {
+__device__ __forceinline__ void tma_load(void* destination, const TensorMap& map, Mbarrier& full,
+                                         int c0, int c1, int c2, int c3,
+                                         unsigned long long cache_hint) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(destination)),
@@ -28,21 +30,20 @@ __device__ __forceinline__ void tma_load(void* destination, const TensorMap& map
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store(const TensorMap& map, const void* source, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-               "r"(shared_address(source)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
-__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until the sources of all but the last kPending groups of stores have been read and may be overwritten.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+__device__ __forceinline__ void tma_load(void* destination, const TensorMap& map, Mbarrier& full,
+                                         int c0, int c1, int c2, int c3, int c4,
+                                         unsigned long long cache_hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(shared_address(&full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+      "l"(cache_hint)
+      : "memory");
 }
 
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 }  // namespace ptx

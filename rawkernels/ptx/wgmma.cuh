@@ -1,17 +1,23 @@
-// wgmma: D (64 x N, float registers of a warpgroup) += A (64 x 16) B (16 x N), asynchronously. B comes from shared memory through a
-// matrix descriptor, A from shared memory or from registers. Element (row, column) of D: with warp w of the warpgroup, g = lane / 4 and
-// t = lane % 4, d[4j + 0, 1] is row 16w + g, columns 8j + 2t and + 1; d[4j + 2, 3] is row 16w + g + 8. A in registers has the same layout
-// in 16-bit pairs, so that D of one product, packed in order, is A of the next.
+// wgmma: D (64 x N, float registers of a warpgroup) += A (64 x 16) B (16 x N), asynchronously. B
+// comes from shared memory through a matrix descriptor, A from shared memory or from registers.
+// Element (row, column) of D: with warp w of the warpgroup, g = lane / 4 and t = lane % 4, d[4j +
+// 0, 1] is row 16w + g, columns 8j + 2t and + 1; d[4j + 2, 3] is row 16w + g + 8. A in registers
+// has the same layout in 16-bit pairs, so that D of one product, packed in order, is A of the next.
 #pragma once
 
 #include "ptx/shared.cuh"
 
 namespace ptx {
 
-// Orders this thread's accesses to the registers of a wgmma before it. Needed ahead of every product, or ptxas serialises (C7519).
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Orders this thread's accesses to the registers of a wgmma before it. Needed ahead of every
+// product, or ptxas serialises (C7519).
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
-__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_group() {
@@ -25,16 +31,20 @@ __device__ __forceinline__ void wgmma_keep(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of an operand in shared memory with the copy engine's 128-byte swizzle. Bytes: `leading` between the 64-column
-// panels of an MN-major operand (ignored for a K-major one), `stride` between groups of 8 rows.
-__device__ __forceinline__ unsigned long long wgmma_descriptor(const void* tile, int leading, int stride) {
+// Descriptor of an operand in shared memory with the copy engine's 128-byte swizzle. Bytes:
+// `leading` between the 64-column panels of an MN-major operand (ignored for a K-major one),
+// `stride` between groups of 8 rows.
+__device__ __forceinline__ unsigned long long wgmma_descriptor(const void* tile, int leading,
+                                                               int stride) {
   constexpr unsigned long long kSwizzle128 = 1ull << 62;
-  return kSwizzle128 | static_cast<unsigned long long>(stride >> 4) << 32 | static_cast<unsigned long long>(leading >> 4) << 16 |
+  return kSwizzle128 | static_cast<unsigned long long>(stride >> 4) << 32 |
+         static_cast<unsigned long long>(leading >> 4) << 16 |
          (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
 // The descriptor of what lies `bytes` further.
-__device__ __forceinline__ unsigned long long wgmma_advance(unsigned long long descriptor, int bytes) {
+__device__ __forceinline__ unsigned long long wgmma_advance(unsigned long long descriptor,
+                                                            int bytes) {
   return descriptor + (bytes >> 4);
 }
 
@@ -42,8 +52,9 @@ template <int kN, class T>
 struct Wgmma;  // A and B of type T; one specialisation for each N in use, below
 
 // Eight registers of D as operands, and the names of operands 8i to 8i + 7 of an asm statement.
-#define D8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D8(i)                                                                                 \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
 #define REGISTERS_8 D8(0)
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define REGISTERS_16 REGISTERS_8, D8(8)
@@ -77,33 +88,42 @@ struct Wgmma;  // A and B of type T; one specialisation for each N in use, below
 #define REGISTERS_128 REGISTERS_120, D8(120)
 #define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// N: columns. R: registers, N / 2. a to g: the numbers R, R + 1, ... of the operands that follow them.
-#define WGMMA(N, R, TYPE, PTX_TYPE, a, b, c, e, f, g, h)                                                                     \
-  template <>                                                                                                                \
-  struct Wgmma<N, TYPE> {                                                                                                    \
-    /* A and B in shared memory; kTransA, kTransB: the operand is MN-major. accumulate: D += A B, not D = A B. */            \
-    template <bool kTransA, bool kTransB>                                                                                    \
-    __device__ __forceinline__ static void shared_shared(float (&d)[R], unsigned long long a_tile, unsigned long long b_tile, \
-                                                         bool accumulate) {                                                  \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c ", 0;\n"                                                         \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" NAMES_##R "}, %" #a ", %" #b \
-                   ", p, 1, 1, %" #e ", %" #f ";\n}"                                                                         \
-                   : REGISTERS_##R                                                                                           \
-                   : "l"(a_tile), "l"(b_tile), "r"(int(accumulate)), "n"(int(kTransA)), "n"(int(kTransB)));                  \
-    }                                                                                                                        \
-    /* A in registers. */                                                                                                    \
-    template <bool kTransB>                                                                                                  \
-    __device__ __forceinline__ static void register_shared(float (&d)[R], const unsigned* x, unsigned long long b_tile,      \
-                                                           bool accumulate) {                                                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g ", 0;\n"                                                         \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" NAMES_##R "}, {%" #a ", %" #b \
-                   ", %" #c ", %" #e "}, %" #f ", p, 1, 1, %" #h ";\n}"                                                      \
-                   : REGISTERS_##R                                                                                           \
-                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(b_tile), "r"(int(accumulate)), "n"(int(kTransB)));      \
-    }                                                                                                                        \
+// N: columns. R: registers, N / 2. a to g: the numbers R, R + 1, ... of the operands that follow
+// them.
+#define WGMMA(N, R, TYPE, PTX_TYPE, a, b, c, e, f, g, h)                                           \
+  template <>                                                                                      \
+  struct Wgmma<N, TYPE> {                                                                          \
+    /* A and B in shared memory; kTransA, kTransB: the operand is MN-major. accumulate: D += A B,  \
+     * not D = A B. */                                                                             \
+    template <bool kTransA, bool kTransB>                                                          \
+    __device__ __forceinline__ static void shared_shared(float (&d)[R], unsigned long long a_tile, \
+                                                         unsigned long long b_tile,                \
+                                                         bool accumulate) {                        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                         \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE         \
+                   " {" NAMES_##R "}, %" #a ", %" #b ", p, 1, 1, %" #e ", %" #f ";\n}"             \
+                   : REGISTERS_##R                                                                 \
+                   : "l"(a_tile), "l"(b_tile), "r"(int(accumulate)), "n"(int(kTransA)),            \
+                     "n"(int(kTransB)));                                                           \
+    }                                                                                              \
+    /* A in registers. */                                                                          \
+    template <bool kTransB>                                                                        \
+    __device__ __forceinline__ static void register_shared(float (&d)[R], const unsigned* x,       \
+                                                           unsigned long long b_tile,              \
+                                                           bool accumulate) {                      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                         \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE         \
+                   " {" NAMES_##R "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f                  \
+                                  ", p, 1, 1, %" #h ";\n}"                                         \
+                   : REGISTERS_##R                                                                 \
+                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(b_tile),                      \
+                     "r"(int(accumulate)), "n"(int(kTransB)));                                     \
+    }                                                                                              \
   };
-#define WGMMA_BOTH(N, R, ...)                      \
-  WGMMA(N, R, __half, "f16", __VA_ARGS__)          \
+#define WGMMA_BOTH(N, R, ...)             \
+  WGMMA(N, R, __half, "f16", __VA_ARGS__) \
   WGMMA(N, R, __nv_bfloat16, "bf16", __VA_ARGS__)
 
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
