@@ -18,6 +18,8 @@ struct Smem {
   SelectSmem select;
   Range range[kWarps];
   float mass[3][kWarps], moment[kWarps];
+  Cut typical;
+  float center;
 };
 
 extern __shared__ float resident_row[];
@@ -26,7 +28,7 @@ extern __shared__ float resident_row[];
 __device__ __forceinline__ float unit(float share) { return fminf(fmaxf(share, 0.0f), 1.0f); }
 
 // The smallest logit whose probability is at least min_p times that of `high`, as float64 decides it.
-__device__ __noinline__ float min_p_logit(float high, float temperature, float min_p) {
+__device__ __forceinline__ float min_p_logit(float high, float temperature, float min_p) {
   const double bound = log(double(min_p));
   const auto keeps = [&](unsigned key) { return (double(from_ordered(key)) - double(high)) / double(temperature) >= bound; };
   const double guess = double(high) + bound * double(temperature);
@@ -53,7 +55,7 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
 
   // The row, and its largest and smallest finite logit. A largest of +inf stands for a bad row.
   Range range = {-kInfinity, kInfinity};
-  constexpr int kUnroll = 16;
+  constexpr int kUnroll = 8;
   for (int base = segment.begin + threadIdx.x; base < segment.end; base += kUnroll * Config::threads) {
     float x[kUnroll];
 #pragma unroll
@@ -85,13 +87,15 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
 
   // Three filters keep a run of the ranked row, so one cut stands for them; typical-p keeps a run of another ranking.
   Cut cut = {ranks_all ? -kInfinity : -kMaxFloat, 0x7fffffff};  // at first, all
-  Cut typical = cut;
-  bool has_typical = false;
+  bool has_typical = false;  // then smem.typical, about smem.center, cuts as well: memory, since it is rare
   const float slope = log2_per_logit(temperature);
-  float center = 0.0f;
   const auto mass = [&](float x) { return ptx::ex2((x - high) * slope); };
   const auto kept = [&](int i, float x) { return cut.keeps(x, i); };
-  const auto left = [&](int i, float x) { return kept(i, x) & (!has_typical | typical.keeps(-fabsf(x - center), i)); };
+  const auto left = [&](int i, float x) {
+    bool keeps = kept(i, x);
+    if (has_typical) keeps &= smem.typical.keeps(-fabsf(x - smem.center), i);
+    return keeps;
+  };
   float moment;  // of the mass that is left, about `high`
   const auto sum_mass = [&](float* slots) {
     float sum = 0.0f;
@@ -116,12 +120,12 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
     }
     const float share = unit(filter == kTopP ? params.top_p[row] : params.typical_p[row]);
     if (filter == kTopK ? top_k >= params.vocab : share >= 1.0f || top_k == 1) continue;
-    float units = 0.0f, top = high, bottom = low;
+    float units = 0.0f, center = 0.0f, top = high, bottom = low;
     if (filter != kTopK) {
       const float sum = sum_mass(smem.mass[filter - kTopP]);
-      units = kMassUnits / sum;
+      units = kMassUnits * ptx::rcp(sum);
       if (filter == kTypical) {  // |-log p - entropy| is the distance from the mean logit
-        center = high + reduce_cluster(moment, Add(), 0.0f, smem.moment) / sum;
+        center = high + reduce_cluster(moment, Add(), 0.0f, smem.moment) * ptx::rcp(sum);
         bottom = -fmaxf(high - center, center - low);
         top = 0.0f;
       }
@@ -133,7 +137,11 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
     };
     const Cut run = select(logit, read, score, kept, weight, target, bottom, top, segment, smem.select);
     if (filter == kTypical) {
-      typical = run;
+      if (threadIdx.x == 0) {
+        smem.typical = run;
+        smem.center = center;
+      }
+      __syncthreads();
       has_typical = true;
     } else {
       cut = run;
@@ -156,10 +164,11 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   }
   if (params.filtered) {
     float* const out = params.filtered + static_cast<long long>(row) * params.vocab;
-    const float per_mass = params.normalise && !empty ? 1.0f / sum_mass(smem.mass[2]) : 0.0f;
+    const float per_mass = params.normalise && !empty ? ptx::rcp(sum_mass(smem.mass[2])) : 0.0f;
+    const double per_temperature = 1.0 / double(temperature);  // a product rounds to the float that a quotient would give
     const float absent = bad ? __int_as_float(0x7fc00000) : params.normalise ? 0.0f : -kInfinity;
     sweep(logit, segment, [&](int i, float x) {
-      const float value = params.normalise ? mass(x) * per_mass : __fdiv_rn(x, temperature);
+      const float value = params.normalise ? mass(x) * per_mass : __double2float_rn(x * per_temperature);
       out[i] = left(i, x) & !empty ? value : absent;
     });
   }

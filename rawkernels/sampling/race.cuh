@@ -18,8 +18,12 @@ struct Draw {
   int token;  // -1: none
 };
 
+constexpr int kClose = 512;
+
 struct RaceSmem {
   unsigned bar;  // ordered(): what log2(e) times a key must reach to be looked at
+  int num_close;
+  int close[kClose];  // tokens to be looked at
   Draw best[kWarps];
   int bad[kWarps];
   Draw block_best;
@@ -30,11 +34,11 @@ __device__ __forceinline__ bool beats(const Draw& a, const Draw& b) {
   return a.token >= 0 && (b.token < 0 || a.key > b.key || (a.key == b.key && a.token < b.token));
 }
 
-__device__ __forceinline__ float with_margin(float key) { return key - fmaf(fabsf(key), 1e-6f, 1e-3f); }
-
-// Apart from the loop, whose registers its logarithms would take.
-__device__ __noinline__ double gumbel(PhiloxKey key, int i) {
-  return -log(-log1p(-double(philox_uniform(key, kTokenStream, i))));
+// log2(e) times a token's key, or a little less: -log E >= log((1 - u) / u).
+__device__ __forceinline__ float key_bound(float logit, float slope, PhiloxKey key, int i) {
+  const float u = philox_uniform(key, kTokenStream, i);
+  const float bound = fmaf(logit, slope, ptx::lg2(1.0f - u) - ptx::lg2(u));
+  return fminf(fmaxf(bound - fmaf(fabsf(bound), 1e-6f, 1e-3f), -kMaxFloat), kMaxFloat);
 }
 
 // The best draw of the segment by each thread's share of it. load(i) gives the logit, -inf for one that may not win, and
@@ -46,17 +50,17 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Draw best = {0.0, -1};
 
-  // A first bar from one token a thread: -log E >= log((1 - u) / u).
+  // A first bar from one token a thread.
   float start = -kMaxFloat;
   const int sample = segment.begin + threadIdx.x;
-  if (sample < segment.end) {
-    const float u = philox_uniform(key, kTokenStream, sample);
-    start = fmaxf(start, with_margin(fmaf(load(sample), slope, ptx::lg2(1.0f - u) - ptx::lg2(u))));
+  if (sample < segment.end) start = key_bound(load(sample), slope, key, sample);
+  if (threadIdx.x == 0) {
+    smem.bar = 0;
+    smem.num_close = 0;
   }
-  if (threadIdx.x == 0) smem.bar = 0;
   __syncthreads();
   start = reduce_warp(start, [](float a, float b) { return fmaxf(a, b); });
-  if (lane == 0) atomicMax(&smem.bar, ordered(fminf(start, kMaxFloat)));
+  if (lane == 0) atomicMax(&smem.bar, ordered(start));
   __syncthreads();
 
   for (int base = segment.begin + warp * kGroup * kRaceUnroll; base < segment.end;
@@ -98,16 +102,24 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
     }
     for (; close != 0; close &= close - 1) {
       const int i = base + 32 * (__ffs(close) - 1) + lane;
-      const float x = i < segment.end ? load(i) : -kInfinity;
-      bad |= !(x < kInfinity);
-      if (!(x > -kInfinity)) continue;
-      const Draw draw = {exact(i, x) + gumbel(key, i), i};
-      if (beats(draw, best)) {
-        best = draw;
-        const float reached = fmaxf(fminf(__double2float_rd(draw.key * 1.4426950408889634), kMaxFloat), -kMaxFloat);
-        atomicMax(&smem.bar, ordered(fmaxf(with_margin(reached), -kMaxFloat)));
-      }
+      if (i >= segment.end) continue;
+      const int place = atomicAdd(&smem.num_close, 1);
+      if (place < kClose) smem.close[place] = i;
+      atomicMax(&smem.bar, ordered(key_bound(load(i), slope, key, i)));
     }
+  }
+  __syncthreads();
+
+  // Rows in ascending order, or far out of the usual range, may have too many: then all are looked at.
+  const bool all = smem.num_close > kClose;
+  const int looks = all ? segment.end - segment.begin : smem.num_close;
+  for (int look = threadIdx.x; look < looks; look += Config::threads) {
+    const int i = all ? segment.begin + look : smem.close[look];
+    const float x = load(i);
+    bad |= !(x < kInfinity);
+    if (!(x > -kInfinity)) continue;
+    const Draw draw = {exact(i, x) - log(-log1p(-double(philox_uniform(key, kTokenStream, i)))), i};
+    if (beats(draw, best)) best = draw;
   }
   return best;
 }

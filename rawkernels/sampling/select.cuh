@@ -5,6 +5,7 @@
 // into one step, by eight bits of (score, index) at a time. Once few enough are left they are sorted.
 #pragma once
 
+#include "ptx/math.cuh"
 #include "sampling/row.cuh"
 
 constexpr int kBins = 1024;
@@ -183,7 +184,7 @@ __device__ __forceinline__ unsigned locate(Target target_of, SelectSmem& smem) {
 template <class Row, class Anywhere, class Score, class Kept, class Weight, class Target>
 __device__ __forceinline__ Cut select(Row logit, Anywhere anywhere, Score score, Kept kept, Weight weight,
                                       Target target_of, float low, float high, Segment segment, SelectSmem& smem) {
-  const float scale = kBins / (high - low);  // infinite or 0 for a range of 0 or past float: all in one bin
+  const float scale = kBins * ptx::rcp(high - low);  // infinite or 0 for a range of 0 or past float: all in one bin
   const auto step = [&](float x) { return min(int((high - score(x)) * scale), kBins - 1); };
 
   const auto first = [&](int i, float x) {
