@@ -1,0 +1,105 @@
+"""The choice of decoding kernels: pure functions of a call's shapes and the GPU."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn._spec import attention_spec
+from cuattn.gpu import params, tiles
+
+ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
+
+
+@st.composite
+def specs(draw):
+    dtype = np.dtype(
+        draw(st.sampled_from([np.float16, ml_dtypes.bfloat16, np.float32, np.float64]))
+    )
+    heads_kv, group = draw(st.integers(1, 130)), draw(st.integers(1, 40))
+    batch, seqlen_q = draw(st.integers(1, 300)), draw(st.integers(1, 600))
+    dims = [draw(st.integers(1, 256)) for _ in "qv"]
+    if draw(st.booleans()):
+        dims = [-(-d // 8) * 8 for d in dims]
+    varlen = draw(st.booleans())
+    lead = [] if varlen else [batch]
+    capacity = draw(st.integers(1, 1 << 20))
+    return attention_spec(
+        "flash_decode",
+        (*lead, seqlen_q, heads_kv * group, dims[0]),
+        (*lead, capacity, heads_kv, dims[0]),
+        (*lead, capacity, heads_kv, dims[1]),
+        *(dtype, dtype, dtype),
+        causal=True,
+        sequences=batch if varlen else None,
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@given(spec=specs(), multiprocessors=st.integers(1, 200), aligned=st.booleans())
+def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned):
+    launch = tiles.decode(spec, arch, multiprocessors=multiprocessors, aligned=aligned)
+    config = launch.variant.config
+    assert launch.variant in set(tiles.decode_variants(arch))
+    assert max(spec.head_dim, spec.head_dim_v) <= config.head_dim
+    lanes, groups = launch.grid
+    assert spec.heads_kv % lanes == 0
+    assert 0.8 * multiprocessors * config.blocks_per_sm <= lanes * groups or multiprocessors < 10
+    assert lanes * groups <= multiprocessors * config.blocks_per_sm
+    if "sm80" in launch.variant.source:
+        assert aligned
+        assert spec.dtype.itemsize == 2
+        shared = tiles.SHARED_KIB.get(tiles.capability(arch), 100) * 1024
+        assert config.blocks_per_sm * (config.smem_bytes + 1024) <= shared
+
+
+@given(heads=st.integers(1, 300), blocks=st.integers(1, 600))
+def test_head_lanes_leave_few_blocks_idle(heads, blocks):
+    lanes = tiles.decode_head_lanes(heads, blocks)
+    assert heads % lanes == 0
+    assert blocks // lanes * lanes >= 0.95 * max(
+        blocks // n * n for n in range(1, min(heads, blocks) + 1) if heads % n == 0
+    )
+
+
+@given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
+def test_there_is_a_slot_for_every_partial_result(spec, splits):
+    launch = tiles.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
+    slots = tiles.decode_slots(spec, launch, splits, 1024)
+    if splits is None:
+        assert slots == 2 * launch.grid[0] * launch.grid[1]
+    elif not spec.varlen:
+        tiles_of_rows = -(
+            -spec.seqlen_q * spec.heads_q // spec.heads_kv // launch.variant.config.rows
+        )
+        units = -(-spec.seqlen_k // 1024) if splits == "fixed" else splits
+        parts = tiles_of_rows if tiles_of_rows > 1 else units
+        assert slots >= spec.batch * spec.heads_kv * parts
+
+
+@given(group=st.integers(1, 1 << 16), n=st.integers(0, 2**31 - 1))
+def test_division_by_the_group_is_exact(group, n):
+    """What decode_shape packs: n // group by a product and a shift of 64 bits."""
+    spec = attention_spec(
+        "flash_decode", (1, 1, group, 8), (1, 8, 1, 8), (1, 8, 1, 8), *[np.dtype(np.float32)] * 3
+    )
+    packed = params.decode_pointers(*[0] * 14) + params.decode_shape(
+        spec,
+        ((32, 32, 32, 4),) * 4,
+        None,
+        out_itemsize=4,
+        table_stride=0,
+        lse_strides=(0, 0),
+        page_size=None,
+        first_key=0,
+        unit_keys=1024,
+        num_splits=None,
+        head_lanes=1,
+    )
+    fields = np.frombuffer(packed, params.DECODE_PARAMS)[0]
+    assert int(fields["group"]) == group
+    assert n * int(fields["group_magic"]) >> int(fields["group_shift"]) == n // group
+    assert n * int(fields["group_magic"]) < 2**64
