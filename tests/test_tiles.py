@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,7 +68,7 @@ def test_variants_fit_the_gpu(arch):
 
 
 def test_the_report_stays_short():
-    assert sum(1 for arch in DEFAULT_ARCHS for _ in tiles.variants(arch)) <= 400
+    assert sum(1 for arch in DEFAULT_ARCHS for _ in tiles.variants(arch)) <= 450
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
@@ -78,3 +79,104 @@ def test_every_choice_is_a_listed_variant(arch, spec, has_score, aligned):
     assert all(1 <= n <= limit for n, limit in zip(launch.grid, MAX_GRID, strict=False))
     if spec.dtype in (np.float32, np.float64):
         assert "simt" in launch.variant.source, "tensor cores would round it"
+
+
+# ------------------------------------------------------------------------------------------------ Hopper
+
+
+def forward_spec(seqlen, head_dim, *, batch=None, heads=None, head_dim_v=None, **options):
+    """A bfloat16 call of 16384 tokens and 2048 features, unless something else is said."""
+    batch, heads = batch or 16384 // seqlen, heads or 2048 // head_dim
+    shape = (batch, seqlen, heads)
+    q, v = (*shape, head_dim), (*shape, head_dim_v or head_dim)
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    return attention_spec("flash_attention", q, q, v, dtype, dtype, dtype, **options)
+
+
+def hopper_config(spec, **options):
+    launch = tiles.forward(spec, "sm_90a", **{"has_score": False, "aligned": True, **options})
+    assert launch.variant.source == "attention/forward_sm90.cu"
+    return launch.variant.config
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "seqlen", "tile"),
+    [
+        (64, False, 512, (192, 128)),
+        (64, True, 512, (128, 128)),  # 192 rows would compute twice what the mask leaves
+        (64, True, 2048, (192, 128)),
+        (128, False, 512, (128, 128)),  # 512 is not a multiple of 192
+        (128, True, 2048, (128, 128)),
+        (128, False, 2048, (192, 80)),
+        (128, True, 8192, (192, 80)),
+        (256, True, 512, (128, 80)),
+        (256, False, 16384, (128, 80)),
+    ],
+)
+def test_hopper_tiles_follow_the_length(head_dim, causal, seqlen, tile):
+    config = hopper_config(forward_spec(seqlen, head_dim, causal=causal))
+    assert (config.tile_m, config.tile_n) == tile
+
+
+@given(batch=st.integers(1, 300), seqlen=st.integers(1, 20000), causal=st.booleans())
+def test_the_batch_has_no_say_in_hopper_tiles(batch, seqlen, causal):
+    alone, together = (
+        hopper_config(forward_spec(seqlen, 128, batch=n, heads=4, causal=causal))
+        for n in (1, batch)
+    )
+    assert alone == together
+
+
+def test_what_the_copy_engine_cannot_do_goes_to_another_tier():
+    def source(*, has_score=False, aligned=True, **options):
+        spec = forward_spec(512, 64, **options)
+        return tiles.forward(spec, "sm_90a", has_score=has_score, aligned=aligned).variant.source
+
+    assert source() == "attention/forward_sm90.cu"
+    assert source(aligned=False) == "attention/forward_sm80.cu"
+    assert source(head_dim_v=36) == "attention/forward_sm80.cu"
+    assert source(scale=-1.0) == "attention/forward_sm80.cu"
+    assert tiles.forward(
+        forward_spec(512, 64), "sm_80", has_score=False, aligned=True
+    ).variant.source == ("attention/forward_sm80.cu")
+
+
+def walk(spec, config, section, blocks):
+    """The tiles (head of the batch, tile of rows) of each block: FixedWalk in attention/work_sm90.cuh."""
+    heads, tiles_m = spec.heads_q * spec.batch, -(-spec.seqlen_q // config.tile_m)
+    found = [[] for _ in range(blocks)]
+    step = section or heads
+    for number, first in enumerate(range(0, heads, step)):
+        size = min(step, heads - first)
+        for item in range(size * tiles_m):
+            place, block = divmod(item, blocks)
+            if section == 0:
+                found[block].append((first + item // tiles_m, item % tiles_m))
+                continue
+            if (place + number) % 2:
+                block = blocks - 1 - block
+            found[block].append((first + item % size, tiles_m - 1 - item // size))
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [512, 2048, 8192, 16384])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_blocks_have_the_same_to_do(head_dim, seqlen, causal):
+    """The busiest of 132 blocks has 4% more than the average at most, or one tile more where all cost the same."""
+    spec = forward_spec(seqlen, head_dim, causal=causal)
+    config = hopper_config(spec)
+    section = tiles.sm90_section(spec, config, 132)
+    assert (section > 0) == causal
+    found = walk(spec, config, section, 132)
+    rows = -(-seqlen // config.tile_m)
+    every = sorted(tile for block in found for tile in block)
+    assert every == [(head, m) for head in range(spec.batch * spec.heads_q) for m in range(rows)]
+
+    def cost(m):
+        last = min((m + 1) * config.tile_m, seqlen) if causal else seqlen
+        return 1 + -(-last // config.tile_n)
+
+    load = [sum(cost(m) for _, m in block) for block in found]
+    mean = sum(load) / len(load)
+    assert max(load) <= (1.04 * mean if causal else mean + cost(0))

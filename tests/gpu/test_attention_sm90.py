@@ -1,0 +1,84 @@
+"""What only the Hopper kernel can get wrong: blocks that work on many tiles, and the copy engine's maps."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn.gpu import compiler
+from tests import formulas
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = pytest.mark.gpu
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if compiler.device_arch(0) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(BFLOAT16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_is_the_same_in_any_company(head_dim, causal, rng):
+    """Bit for bit: alone, in a batch of more tiles than blocks, and again."""
+    q, k, v = (cupy.asarray(normal(rng, 60, 700, 4, head_dim)) for _ in "qkv")
+    out, lse = cuattn.flash_attention(q, k, v, causal=causal, return_lse=True)
+    again = cuattn.flash_attention(q, k, v, causal=causal)
+    assert bool((out == again).all())
+    for b in (0, 17, 59):
+        one = slice(b, b + 1)
+        alone, alone_lse = cuattn.flash_attention(
+            q[one], k[one], v[one], causal=causal, return_lse=True
+        )
+        assert bool((alone == out[one]).all())
+        assert bool((alone_lse == lse[one]).all())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sequence_is_the_same_in_any_varlen_company(head_dim, rng):
+    lengths = rng.integers(0, 900, 50)
+    lengths[[3, 30]] = 700, 1
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    q, k, v = (cupy.asarray(normal(rng, int(cu[-1]), 4, head_dim)) for _ in "qkv")
+    out = cuattn.flash_attention_varlen(q, k, v, cupy.asarray(cu), causal=True)
+    for b in (3, 30):
+        rows = slice(int(cu[b]), int(cu[b + 1]))
+        ends = cupy.asarray(np.array([0, lengths[b]], np.int32))
+        alone = cuattn.flash_attention_varlen(q[rows], k[rows], v[rows], ends, causal=True)
+        assert bool((alone == out[rows]).all())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_that_see_nothing_amid_others(head_dim, rng):
+    """A block meets tiles without any key while the output of the tile before is in its registers."""
+    q, k, v = (normal(rng, 3, n, 9, head_dim) for n in (610, 286, 286))
+    exact, exact_lse = formulas.attention(q, k, v, causal=True)
+    plain, plain_lse = formulas.attention(q, k, v, causal=True, precision=BFLOAT16)
+    out, lse = cuattn.flash_attention(*map(cupy.asarray, (q, k, v)), causal=True, return_lse=True)
+    formulas.assert_accurate(out.get(), exact, plain)
+    formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
+
+
+def test_varlen_maps_stay_within_small_allocations(rng):
+    """Arrays with nothing mapped before or after them, which a map must not touch."""
+    for total in (1, 60, 500, 5000):
+        cut = total // 3
+        cu = cupy.asarray(np.array([0, cut, cut, total], np.int32))
+        host = [normal(rng, total, 2, 128) for _ in "qkv"]
+        with cupy.cuda.using_allocator(None):  # no pool: each array is an allocation
+            arrays = [cupy.asarray(a) for a in host]
+            out = cuattn.flash_attention_varlen(*arrays, cu)
+        ends = cu.get()
+        exact, _ = formulas.varlen_attention(*host, ends, ends)
+        plain, _ = formulas.varlen_attention(*host, ends, ends, precision=BFLOAT16)
+        formulas.assert_accurate(out.get(), exact, plain)

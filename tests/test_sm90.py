@@ -1,0 +1,52 @@
+"""What the copy engine of Hopper is told: no GPU is asked."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from cuattn._spec import attention_spec
+from cuattn.gpu import sm90, tensormap, tiles
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def plan(*shapes, **options):
+    spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
+    config = tiles.forward(spec, "sm_90a", has_score=False, aligned=True).variant.config
+    strides = tuple(np.empty(shape, BFLOAT16).strides for shape in shapes)
+    return sm90.plan(spec, config, 132, strides), config
+
+
+def test_maps_of_fixed_lengths():
+    planned, config = plan((2, 300, 8, 128), (2, 500, 4, 128), (2, 500, 4, 64))
+    q, k, v = planned.maps
+    assert q == sm90.Map((128, 300, 8, 2), (2048, 256, 614400), (64, 64, 1, 1))
+    assert k == sm90.Map((128, 500, 4, 2), (1024, 256, 512000), (64, config.tile_n, 1, 1))
+    assert v == sm90.Map((64, 500, 4, 2), (512, 128, 256000), (64, config.tile_n, 1, 1))
+    assert planned.scratch_bytes == 0
+
+
+def test_maps_of_varlen_calls_end_where_sequences_do():
+    """The address of a coordinate, as attention/work_sm90.cuh gives it: within a sequence, and of its rows alone."""
+    planned, _ = plan((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
+    assert planned.scratch_bytes > 0
+    far = sm90.FAR_ROWS
+    for m in planned.maps:
+        assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in m.strides)
+        begin, length = 123, 456
+        for row in (0, 1, length - 1, length, length + 63):
+            coordinates = (0, far - length + row, 1, begin + length, far)
+            inside = all(0 <= c < n for c, n in zip(coordinates, m.shape, strict=True))
+            assert inside == (row < length)
+            offset = sum(c * s for c, s in zip(coordinates[1:], m.strides, strict=True)) % 2**64
+            if inside:
+                assert offset == (begin + row) * m.strides[0] + m.strides[1]
+
+
+def test_addressable():
+    assert tensormap.addressable((4096, 256, 128))
+    assert not tensormap.addressable((4096, 256, 136))
+    assert not tensormap.addressable((4096, 0, 128))
+    assert not tensormap.addressable((4096, -256, 128))
+    assert not tensormap.addressable((1 << 40, 256, 128))
