@@ -76,7 +76,6 @@ __device__ __forceinline__ Cut cut_item(const DecodeParams& params, const Sequen
   if (params.split_units != 0) {
     if (rows > kRows) {  // prompts need no splitting, and would leave many rows behind
       cut.shift = 30;
-      cut.origin = 0;
     } else if (params.num_splits > 0) {
       while (cut.end - cut.origin > params.num_splits << cut.shift) ++cut.shift;
     } else {
