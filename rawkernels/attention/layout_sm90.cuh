@@ -10,8 +10,8 @@ constexpr int kWarpgroups = Config::warpgroups;  // that consume
 constexpr int kTileN = Config::tile_n;
 constexpr int kHeadDim = Config::head_dim;  // of q and k, padded: the copy engine fills with zeros
 constexpr int kHeadDimV = Config::head_dim_v;
-constexpr int kPanelColumns =
-    64;  // a tile lies in shared memory as panels of 64 columns, 128 bytes a row
+// A tile lies in shared memory as panels of 64 columns, 128 bytes a row.
+constexpr int kPanelColumns = 64;
 constexpr int kRowBytes = 128;
 constexpr int kPanelsK = (kHeadDim + 63) / 64;
 constexpr int kPanelsV = (kHeadDimV + 63) / 64;
@@ -26,18 +26,18 @@ constexpr int kSlots = Config::q_slots;
 constexpr int kGuards = Config::bound_left || Config::bound_right || Config::elementwise ? 2 : 0;
 
 // Registers of a thread: the block has 65536, and gets them evenly at first.
-constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kWarpgroups == 1 ? 256 : kWarpgroups == 2 ? 232 : 160;
+constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
 
 struct Smem {
   alignas(1024) unsigned char q[kSlots][kWarpgroups][kPanelsK * kPanelBytesQ];
   alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
   alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
-  ptx::Mbarrier full_k[kStages], full_v[kStages];  // the copy engine's bytes -> all consumers
-  ptx::Mbarrier empty_k[kStages],
-      empty_v[kStages];  // every consumer warp, and guards for V -> warp 0
-  ptx::Mbarrier full_q[kSlots][kWarpgroups],
-      empty_q[kSlots][kWarpgroups];  // the same between one consumer and warp 1
+  // The copy engine's bytes -> all consumers; every consumer warp, and guards for V -> warp 0.
+  ptx::Mbarrier full_k[kStages], empty_k[kStages];
+  ptx::Mbarrier full_v[kStages], empty_v[kStages];
+  // The copy engine's bytes -> one consumer; its warps -> warp 1.
+  ptx::Mbarrier full_q[kSlots][kWarpgroups], empty_q[kSlots][kWarpgroups];
   ptx::Mbarrier checked_v[kStages];  // guards -> all consumers
   bool cleaned_v[kStages][2];        // by a guard: it found infinities or NaN
   TileQueue queue;
@@ -46,6 +46,8 @@ struct Smem {
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 128 * (kWarpgroups + 1),
               "one warpgroup produces, the others consume");
+static_assert(kWarpgroups == 2 || kWarpgroups == 3,
+              "consumers take turns, and have the registers that two or three can have");
 static_assert(kStages >= 2, "a consumer holds one stage while it waits for the next");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");
