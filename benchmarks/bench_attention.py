@@ -22,15 +22,17 @@ TOKENS, FEATURES = 16384, 2048
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-@pytest.fixture(params=["fastest", "sm80"])
+@pytest.fixture(params=["fastest", "sm80", "simt"])
 def tier(request, monkeypatch):
-    """What serves the calls: this GPU's fastest tier, or the one for Ampere and newer."""
+    """What serves the calls: this GPU's fastest tier, the one for Ampere and newer, or the one
+    that runs anywhere."""
     from cuattn.gpu import attention, compiler, tiles
 
-    if request.param == "sm80":
-        if compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
-            pytest.skip("sm80 is this GPU's fastest tier")
-        monkeypatch.setattr(tiles, "FORWARD_TIERS", {"sm80": tiles.FORWARD_TIERS["sm80"]})
+    if request.param == "sm80" and compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
+        pytest.skip("sm80 is this GPU's fastest tier")
+    if request.param != "fastest":
+        one = {request.param: tiles.FORWARD_TIERS[request.param]}
+        monkeypatch.setattr(tiles, "FORWARD_TIERS", one)
     attention._plan.cache_clear()
     yield request.param
     attention._plan.cache_clear()
@@ -54,7 +56,7 @@ def bench_forward(benchmark, ceilings, tier, dtype, causal, head_dim, seqlen):
     run = timing.rotate(lambda q, k, v: cuattn.flash_attention(q, k, v, causal=causal), sets)
     contestants = [
         timing.Contestant("cuattn", run),
-        *peers.attention_forward(sets, causal=causal, portable=tier == "sm80"),
+        *peers.attention_forward(sets, causal=causal, portable=tier != "fastest"),
     ]
 
     ours = run(1).astype(np.float32)
@@ -63,7 +65,7 @@ def bench_forward(benchmark, ceilings, tier, dtype, causal, head_dim, seqlen):
         difference = float(cupy.linalg.norm(ours - theirs) / cupy.linalg.norm(theirs))
         assert difference < 2e-2, f"cuattn and {peer.name} differ by {difference:.1e}"
 
-    benchmark.group = "attention forward" + (", sm80 tier" if tier == "sm80" else "")
+    benchmark.group = "attention forward" + ("" if tier == "fastest" else f", {tier} tier")
     seconds = timing.race(benchmark, contestants)
     flops = 4 * batch * heads * seqlen**2 * head_dim * (0.5 if causal else 1)
     benchmark.extra_info |= {

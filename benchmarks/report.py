@@ -19,7 +19,14 @@ IMAGE = "docs/images/attention_forward.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 #: Who stands in which column, and in which colour.
-COLOURS = {"cuattn": "#d1495b", "FA-2": "#9fb1bd", "cuDNN": "#66829a", "FA-3": "#2e4057"}
+COLOURS = {
+    "cuattn": "#d1495b",
+    "cuattn sm80": "#edae9f",
+    "cuattn simt": "#f5d9cf",
+    "FA-2": "#9fb1bd",
+    "cuDNN": "#66829a",
+    "FA-3": "#2e4057",
+}
 
 
 def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
@@ -39,6 +46,18 @@ def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
                 "date": run["datetime"][:10],
             }
     return list(latest.values())
+
+
+def beside(
+    records: list[dict[str, Any]], tier: str, others: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Records of the fastest tier, with another tier's speed on the same shapes beside it."""
+
+    def shape(record: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(record[name] for name in ("dtype", "causal", "head_dim", "seqlen"))
+
+    speeds = {shape(r): {f"cuattn {tier}": r["tflops"]["cuattn"]} for r in others}
+    return [r | {"tflops": r["tflops"] | speeds.get(shape(r), {})} for r in records]
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -72,7 +91,7 @@ def comparison(records: list[dict[str, Any]], what: str = "cuattn") -> list[str]
     lines = []
     for name in COLOURS:
         ratios = [r["tflops"]["cuattn"] / r["tflops"][name] for r in records if name in r["tflops"]]
-        if name != "cuattn" and ratios:
+        if not name.startswith("cuattn") and ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             lines.append(
                 f"- {what}'s speed over {name}'s: {mean:.2f}× in the geometric mean of "
@@ -203,16 +222,22 @@ def main(argv: list[str] | None = None) -> None:
             "no recorded figures: run "
             "pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
         )
+    comparisons, sources = comparison(records), [provenance(records)]
+    for tier in ("sm80", "simt"):
+        others = load(files, f"attention forward, {tier} tier")
+        records = beside(records, tier, others)
+        comparisons += comparison(others, f"The {tier} tier")
+        if others and (source := provenance(others)) != sources[0]:
+            sources.append(f"cuattn {tier}: {source}")
     text = "\n".join(
         [
             table(records),
             "",
-            *comparison(records),
-            *comparison(load(files, "attention forward, sm80 tier"), "The sm80 tier"),
+            *comparisons,
             *host(load(files, "host")),
             *cpu(load(files, "attention forward on the CPU")),
             "",
-            provenance(records),
+            *sources,
         ]
     )
     if not arguments.write:

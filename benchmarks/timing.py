@@ -83,7 +83,7 @@ class Clock:
 clock = Clock()
 
 
-def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 15, turn: float = 8e-3):
+def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 9, turn: float = 20e-3):
     """Time contestants turn by turn; pytest-benchmark's figures become the first one's seconds per
     launch.
 
