@@ -8,9 +8,6 @@
 #include "sampling/race.cuh"
 #include "sampling/select.cuh"
 
-static_assert(Config::threads >= kList, "a thread for each listed token");
-static_assert(kBins % Config::threads == 0 && kBins % Config::cluster == 0, "bins are shared out evenly");
-
 constexpr float kMassUnits = 4.0e9f;  // that the mass of a row is cut into: 32 bits less rounding up
 
 struct Smem {

@@ -48,7 +48,7 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) sample(const SamplePar
   const float temperature = fmaxf(params.temperature[row], 0.0f);
 
   bool bad = false;
-  const auto exact = [&](int, float x) { return double(x) / double(temperature); };
+  const auto exact = [&](int, float x) { return double(x) / double(params.temperature[row]); };
   const PhiloxKey key = {params.seed[row], params.offset[row]};
   const Draw best = temperature == 0.0f
                         ? argmax(load, segment, bad)

@@ -8,8 +8,11 @@
 #include "ptx/math.cuh"
 #include "sampling/row.cuh"
 
-constexpr int kBins = 1024;
-constexpr int kList = 512;
+constexpr int kList = Config::threads;
+constexpr int kSorted = 512;  // the power of two that a list is filled up to
+constexpr int kBins = 2 * Config::threads;
+static_assert(kList <= kSorted && kBins >= 256, "a list fits, and so do eight bits");
+static_assert(kBins % Config::cluster == 0 && Config::threads % Config::cluster == 0, "blocks share the work evenly");
 
 struct Cut {  // keeps what ranks at or before (score, index)
   float score;
@@ -23,7 +26,7 @@ struct Cut {  // keeps what ranks at or before (score, index)
 struct SelectSmem {
   union {
     unsigned bins[kBins];             // of this block, then of the cluster
-    unsigned long long sorted[kList];  // rank 0: what the blocks listed
+    unsigned long long sorted[kSorted];  // rank 0: what the blocks listed
   };
   unsigned long long list[kList];
   int listed;
@@ -151,7 +154,7 @@ __device__ __forceinline__ void tally(Row logit, Bin bin, Weight weight, Segment
     for (int own = threadIdx.x; own < kOwn; own += Config::threads) {
       unsigned* const place = smem.bins + rank_in_cluster() * kOwn + own;
       unsigned sum = 0;
-#pragma unroll
+#pragma unroll 2  // more would spill
       for (int rank = 0; rank < Config::cluster; ++rank) sum += *of_rank(place, rank);
 #pragma unroll
       for (int rank = 0; rank < Config::cluster; ++rank) *of_rank(place, rank) = sum;
