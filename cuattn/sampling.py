@@ -470,9 +470,9 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
 
 
 def _gpu() -> Any:
-    from cuattn.gpu import sampling
+    import cuattn.gpu.sampling
 
-    return sampling
+    return cuattn.gpu.sampling
 
 
 def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
