@@ -109,7 +109,8 @@ def bench_mixed_lengths(benchmark, ceilings, kind):
     lens, page_size, heads, dim = MIXED[kind], 16, 8, 128
     pages = -(-lens // page_size)
     table = np.zeros((len(lens), pages.max()), np.int32)
-    table[np.arange(pages.max()) < pages[:, None]] = np.random.permutation(pages.sum())  # noqa: NPY002
+    # noqa: NPY002
+    table[np.arange(pages.max()) < pages[:, None]] = np.random.permutation(pages.sum())
     k, v = (draw(int(pages.sum()), page_size, heads, dim) for _ in "kv")
     q = draw(len(lens), 1, 4 * heads, dim)
     arrays = (q, k, v, cupy.asarray(table), cupy.asarray(lens))

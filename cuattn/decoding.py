@@ -169,8 +169,8 @@ def paged_attention(
 
     Parameters
     ----------
-    q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim), or (total, heads_q, head_dim)
-        Queries of the newest tokens; the last form with `cu_seqlens_q`.
+    q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim)
+        Queries of the newest tokens; with `cu_seqlens_q` (total, heads_q, head_dim).
     k_pages : array (num_pages, page_size, heads_kv, head_dim)
         Keys, of q's dtype. page_size is a power of two up to 256.
     v_pages : array (num_pages, page_size, heads_kv, head_dim_v)
@@ -272,11 +272,13 @@ def paged_attention(
     elif prefix is not None:
         if not isinstance(prefix, numbers.Integral):
             raise TypeError(
-                f"{name}: prefix must be an integer or a pair (k, v), got {type(prefix).__qualname__}"
+                f"{name}: prefix must be an integer or a pair (k, v), got "
+                f"{type(prefix).__qualname__}"
             )
         if prefix < 0 or prefix % page_size or prefix > max_pages * page_size:
             raise ValueError(
-                f"{name}: prefix is {prefix}, must be a multiple of the page size {page_size} from 0 to "
+                f"{name}: prefix is {prefix}, must be a multiple of the page size {page_size} from "
+                "0 to "
                 f"{max_pages * page_size}"
             )
         prefix = int(prefix) or None
@@ -350,7 +352,8 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     first, first_lse = outs[0], lses[0]
     if first.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"{name}: outs has dtype {first.dtype}, must be one of {', '.join(FLOAT_DTYPES.values())}"
+            f"{name}: outs has dtype {first.dtype}, must be one of "
+            f"{', '.join(FLOAT_DTYPES.values())}"
         )
     acc = np.dtype(np.float64 if first.dtype == np.float64 else np.float32)
     axes: tuple[int, ...]
@@ -455,7 +458,8 @@ def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> 
     page_size = k_pages.shape[1]
     if page_size & (page_size - 1) or not 1 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(
-            f"{function}: k_pages has page size {page_size}, must be a power of two up to {MAX_PAGE_SIZE}"
+            f"{function}: k_pages has page size {page_size}, must be a power of two up to "
+            f"{MAX_PAGE_SIZE}"
         )
     if page_table.ndim != 2:
         raise ValueError(

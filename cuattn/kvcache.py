@@ -249,7 +249,8 @@ class PagedKVCache:
             tokens = _tokens("extend", tokens)
             if tokens.size != counts.sum():
                 raise ValueError(
-                    f"PagedKVCache.extend: tokens has {tokens.size} tokens, must be n's {counts.sum()}"
+                    f"PagedKVCache.extend: tokens has {tokens.size} tokens, must be n's "
+                    f"{counts.sum()}"
                 )
         held = self._held[rows]
         wanted = np.maximum(((stop + self.page_size - 1) >> self._shift) - held, 0)
@@ -261,7 +262,8 @@ class PagedKVCache:
         needed = int(wanted.sum()) + int(to_copy.sum())
         if needed > self._num_free + len(self._kept):
             raise MemoryError(
-                f"PagedKVCache.extend: {needed} more pages are needed, and {self._num_free} are free and "
+                f"PagedKVCache.extend: {needed} more pages are needed, and {self._num_free} are "
+                "free and "
                 f"{len(self._kept)} kept for reuse, of {self.num_pages}"
             )
 
@@ -337,7 +339,8 @@ class PagedKVCache:
             )
             if flat != (total, *pages.shape[3:]) or not uniform:
                 raise ValueError(
-                    f"{name}: {label} has shape {shape}, must hold the {total} new tokens of {len(rows)} "
+                    f"{name}: {label} has shape {shape}, must hold the {total} new tokens of "
+                    f"{len(rows)} "
                     f"sequences: {(total, *pages.shape[3:])}"
                 )
             if array.dtype != self.dtype:
@@ -379,11 +382,13 @@ class PagedKVCache:
         return self._add_id(row)
 
     def truncate(self, id: int, n: int) -> None:
-        """Forget all but a sequence's first `n` tokens, and give back the pages they do not need."""
+        """Forget all but a sequence's first `n` tokens, and give back the pages they do not
+        need."""
         (row,) = self._rows("truncate", [id])
         if not 0 <= n <= self._length[row]:
             raise ValueError(
-                f"PagedKVCache.truncate: n is {n}, must be from 0 to the sequence's {self._length[row]} tokens"
+                f"PagedKVCache.truncate: n is {n}, must be from 0 to the sequence's "
+                f"{self._length[row]} tokens"
             )
         self._hash_written_pages()
         self._release(row, -(-n // self.page_size))
@@ -448,7 +453,8 @@ class PagedKVCache:
         looked = self.hit_pages + self.missed_pages
         sequences = f"{len(self)} sequence" + ("" if len(self) == 1 else "s")
         return (
-            f"PagedKVCache({self.num_pages} pages of {self.page_size} tokens: {used} in use, {kept} kept for reuse, "
+            f"PagedKVCache({self.num_pages} pages of {self.page_size} tokens: {used} in use, "
+            f"{kept} kept for reuse, "
             f"{self._num_free} free; {sequences}; prefix hits {self.hit_pages} of {looked} pages)"
         )
 
@@ -551,7 +557,8 @@ class PagedKVCache:
             rows = [row_of[id] for id in ids]
         except KeyError as error:
             raise KeyError(
-                f"PagedKVCache.{function}: {error.args[0]!r} is not the id of a sequence in the cache"
+                f"PagedKVCache.{function}: {error.args[0]!r} is not the id of a sequence in the "
+                "cache"
             ) from None
         if len(set(rows)) != len(rows):
             raise ValueError(f"PagedKVCache.{function}: ids has a sequence more than once")
@@ -660,7 +667,8 @@ def _tokens(function: str, tokens: Any) -> np.ndarray:
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise ValueError(
-            f"PagedKVCache.{function}: tokens has shape {tokens.shape} and dtype {tokens.dtype}, must be integers in one axis"
+            f"PagedKVCache.{function}: tokens has shape {tokens.shape} and dtype {tokens.dtype}, "
+            "must be integers in one axis"
         )
     return tokens.astype(np.int64)
 

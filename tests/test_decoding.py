@@ -85,9 +85,15 @@ def test_flash_decode_is_the_formula(rng, option, seqlen_q):
     given_slopes = rng.random(heads_q) if options.pop("slopes", False) else None
     given_sinks = rng.standard_normal(heads_q) if options.pop("sinks", False) else None
     out, lse = flash_decode(
-        q, k, v, np.array(lens, np.int32), alibi_slopes=given_slopes, sinks=given_sinks, return_lse=True,
+        q,
+        k,
+        v,
+        np.array(lens, np.int32),
+        alibi_slopes=given_slopes,
+        sinks=given_sinks,
+        return_lse=True,
         **options,
-    )  # fmt: skip
+    )
     options.setdefault("causal", True)
     for b, n in enumerate(lens):
         want, want_lse = softmax_attention(
@@ -233,23 +239,41 @@ def shapes(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k_pages": np.zeros((6, 3, 2, 8), np.float32), "v_pages": np.zeros((6, 3, 2, 8), np.float32)}, "page size 3"),
+        (
+            {
+                "k_pages": np.zeros((6, 3, 2, 8), np.float32),
+                "v_pages": np.zeros((6, 3, 2, 8), np.float32),
+            },
+            "page size 3",
+        ),
         ({"v_pages": np.zeros((6, 8, 2, 8), np.float32)}, "v_pages has shape"),
         ({"page_table": np.zeros((3, 3), np.int32)}, "q has batch 2, must be page_table's 3"),
         ({"page_table": np.zeros((2, 3))}, "page_table has dtype float64"),
         ({"seq_lens": np.zeros(3, np.int32)}, "seq_lens has shape"),
         ({"seq_lens": np.zeros(2)}, "seq_lens has dtype"),
-        ({"k_pages": np.zeros((6, 4, 3, 8), np.float32), "v_pages": np.zeros((6, 4, 3, 8), np.float32)}, "k_pages has 3 heads"),
+        (
+            {
+                "k_pages": np.zeros((6, 4, 3, 8), np.float32),
+                "v_pages": np.zeros((6, 4, 3, 8), np.float32),
+            },
+            "k_pages has 3 heads",
+        ),
         ({"prefix": 2}, "prefix is 2, must be a multiple"),
         ({"prefix": 1.5}, "prefix must be an integer"),
         ({"prefix": (np.zeros((4, 2, 7), np.float32),) * 2}, r"prefix\[0\] has shape"),
-        ({"prefix": (np.zeros((4, 2, 8), np.float32),) * 2, "window": (1, 0)}, "window and alibi_slopes must be None"),
+        (
+            {"prefix": (np.zeros((4, 2, 8), np.float32),) * 2, "window": (1, 0)},
+            "window and alibi_slopes must be None",
+        ),
         ({"num_splits": "few"}, "num_splits is 'few'"),
         ({"num_splits": 0}, "num_splits is 0"),
-        ({"cu_seqlens_q": np.zeros(2, np.int32), "q": np.zeros((2, 4, 8), np.float32)}, "cu_seqlens_q has shape"),
+        (
+            {"cu_seqlens_q": np.zeros(2, np.int32), "q": np.zeros((2, 4, 8), np.float32)},
+            "cu_seqlens_q has shape",
+        ),
         ({"out": np.zeros((2, 1, 4, 7), np.float32)}, "out has shape"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_argument(changes, message):
     with pytest.raises((TypeError, ValueError), match=f"paged_attention: .*{message}"):
         paged_attention(**shapes(**changes))

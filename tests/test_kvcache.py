@@ -43,8 +43,15 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, page_size, num_pages):
         self.page_size, self.num_pages = page_size, num_pages
         self.cache = PagedKVCache(
-            num_pages, page_size, HEADS, DIM, num_layers=LAYERS, head_dim_v=DIM_V, dtype=np.float32, xp=self.xp
-        )  # fmt: skip
+            num_pages,
+            page_size,
+            HEADS,
+            DIM,
+            num_layers=LAYERS,
+            head_dim_v=DIM_V,
+            dtype=np.float32,
+            xp=self.xp,
+        )
         self.tokens: dict[int, list[int]] = {}
 
     def extend_and_write(self, ids, counts, tokens_of, tell):
@@ -329,16 +336,24 @@ def test_batch_arrays_are_updated_in_place():
         (lambda c, a: c.extend([99], 1), KeyError, "extend: 99 is not the id"),
         (lambda c, a: c.extend([a], -1), ValueError, "extend: n is -1"),
         (lambda c, a: c.extend([a], 100), ValueError, "at most max_seqlen=40"),
-        (lambda c, a: c.extend([a], 2, tokens=[1]), ValueError, "tokens has 1 tokens, must be n's 2"),
+        (
+            lambda c, a: c.extend([a], 2, tokens=[1]),
+            ValueError,
+            "tokens has 1 tokens, must be n's 2",
+        ),
         (lambda c, a: c.truncate(a, 6), ValueError, "truncate: n is 6, must be from 0 to"),
         (lambda c, a: c.add_sequence([0.5]), ValueError, "add_sequence: tokens has"),
-        (lambda c, a: c.write(0, [a], *np.zeros((2, 2, HEADS, DIM), np.float32)), ValueError, "write: k has shape"),
+        (
+            lambda c, a: c.write(0, [a], *np.zeros((2, 2, HEADS, DIM), np.float32)),
+            ValueError,
+            "write: k has shape",
+        ),
         (lambda c, a: c.pages(1), IndexError, "layer is 1"),
         (lambda c, a: new_cache(page_size=3), ValueError, "page_size is 3"),
         (lambda c, a: new_cache(dtype=np.int8), TypeError, "dtype is int8"),
         (lambda c, a: new_cache(head_dim_v=300), ValueError, "head_dim_v is 300"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_argument_and_change_nothing(call, error, message):
     cache = new_cache(max_seqlen=40)
     id, _ = filled(cache, range(5))

@@ -281,7 +281,8 @@ def _plan(
     num_splits: int | str | None,
     aligned: bool,
 ) -> Plan:
-    """Choose and compile the kernel of a call, and pack what stays the same between calls like it."""
+    """Choose and compile the kernel of a call, and pack what stays the same between calls like
+    it."""
     launch = tiles.decode(
         spec,
         compiler.device_arch(device),
@@ -320,7 +321,8 @@ def _plan(
 def merge(
     outs: Sequence[cupy.ndarray], lses: Sequence[cupy.ndarray], lse_axes: tuple[int, ...]
 ) -> tuple[cupy.ndarray, cupy.ndarray]:
-    """Merge partial results. Parameters and result as of :func:`cuattn.reference.decoding.merge`."""
+    """Merge partial results. Parameters and result as of
+    :func:`cuattn.reference.decoding.merge`."""
     device = outs[0].device.id
     if device != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device):

@@ -29,7 +29,8 @@ FORWARD_PARAMS = np.dtype(
 #: The same bytes as CuPy passes them: one scalar of this dtype is one argument.
 FORWARD_ARGUMENT = np.dtype((np.void, FORWARD_PARAMS.itemsize))
 
-#: Packs the 11 pointers that FORWARD_PARAMS begins with; all that differs between calls that are otherwise alike.
+#: Packs the 11 pointers that FORWARD_PARAMS begins with; all that differs between calls that are
+#: otherwise alike.
 forward_pointers = struct.Struct("11Q").pack
 _SHAPE = struct.Struct("12q 8q q 2d 10i")
 
@@ -221,7 +222,8 @@ def _row_strides(spec: AttentionSpec, strides: tuple[int, ...]) -> list[int]:
 
 
 def _broadcast_strides(layout: tuple | None) -> list[int]:
-    """Element strides of batch, head, row and column; 0 along an axis that is missing or of length 1."""
+    """Element strides of batch, head, row and column; 0 along an axis that is missing or of length
+    1."""
     if layout is None:
         return [0, 0, 0, 0]
     shape, strides, dtype = layout

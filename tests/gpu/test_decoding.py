@@ -158,7 +158,7 @@ def test_every_option(rng, decode_tier, dtype, option):
     "dims", [(128, 128), (256, 256), (192, 128), (72, 40), (80, 8), (33, 65), (1, 1), (64, 256)]
 )
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_every_head_dim_and_group(rng, decode_tier, dims, group):  # fmt: skip
+def test_every_head_dim_and_group(rng, decode_tier, dims, group):
     lens = [300, 17]
     for dtype in (BFLOAT16, np.dtype(np.float32)):
         caches = Caches(rng, lens, 300, 2, *dims, dtype)
@@ -303,8 +303,13 @@ def test_strides_and_out(rng, decode_tier):
     for out in (wide[..., :64], wide[..., 1:65], wide[..., :128:2]):
         wide[...] = np.nan
         got, lse = flash_decode(
-            cupy.asarray(q), k, cupy.asarray(caches.v), cupy.asarray(caches.lens), out=out, return_lse=True
-        )  # fmt: skip
+            cupy.asarray(q),
+            k,
+            cupy.asarray(caches.v),
+            cupy.asarray(caches.lens),
+            out=out,
+            return_lse=True,
+        )
         assert got is out
         check((out, lse), q, caches, causal=True)
         assert int(cupy.isnan(wide).sum()) == wide.size - out.size

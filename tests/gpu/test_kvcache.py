@@ -39,7 +39,12 @@ def test_write_is_numpys(rng, dtype, dim, dim_v, pairs, counts, rope):
         for xp in (np, cupy)
     ]
     angle = rng.random((400, pairs)).astype(np.float64 if dtype == np.float64 else np.float32)
-    options = {} if rope == "none" else {"rope": (np.cos(angle), np.sin(angle)), "interleaved": rope == "interleaved"}  # fmt: skip
+
+    options = (
+        {}
+        if rope == "none"
+        else {"rope": (np.cos(angle), np.sin(angle)), "interleaved": rope == "interleaved"}
+    )
     pages = []
     for cache, xp in zip(caches, (np, cupy), strict=True):
         draws = np.random.default_rng(counts)
