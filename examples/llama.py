@@ -135,7 +135,7 @@ class Tokenizer:
 
 # --------------------------------------------------------------------------------------- model
 
-CHUNK = 256  # a prompt is read so many tokens at a time: their arrays fit a CPU's cache
+CHUNK = 2048  # a prompt is read so many tokens at a time, which bounds the memory it takes
 
 
 class Llama:
