@@ -1,4 +1,5 @@
-"""From logits to tokens, beside torch and one read of the logits at the copy ceiling; replays of captured graphs.
+"""From logits to tokens, beside torch and one read of the logits at the copy ceiling; replays of
+captured graphs.
 
 ``pytest benchmarks/bench_sampling.py --benchmark-json=benchmarks/results/NAME.json``
 """

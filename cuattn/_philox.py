@@ -1,7 +1,8 @@
 """Counter-based random numbers (Philox4x32-10), the same bits as rawkernels/tile/philox.cuh.
 
-A number is a pure function of where it is used: seed, offset, stream and index. Nothing has a state, so neither the batch
-around a row nor the order in which indices are visited can change what a row draws.
+A number is a pure function of where it is used: seed, offset, stream and index. Nothing has a
+state, so neither the batch around a row nor the order in which indices are visited can change what
+a row draws.
 """
 
 from __future__ import annotations

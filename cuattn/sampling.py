@@ -1,12 +1,13 @@
 """From logits to tokens: the public functions.
 
-Logits are (batch, vocab), or (vocab,) for one row; float16, bfloat16 or float32; NumPy or CuPy; rows may be any stride
-apart. Every parameter is a scalar or one value per row. A scalar, or an array on the host, that is out of range is a
-ValueError; an array on the device is never read back, and its values are clamped: temperature to [0, inf), top_k to
-[1, vocab], top_p, min_p and typical_p to [0, 1], NaN to the lowest.
+Logits are (batch, vocab), or (vocab,) for one row; float16, bfloat16 or float32; NumPy or CuPy;
+rows may be any stride apart. Every parameter is a scalar or one value per row. A scalar, or an
+array on the host, that is out of range is a ValueError; an array on the device is never read back,
+and its values are clamped: temperature to [0, inf), top_k to [1, vocab], top_p, min_p and typical_p
+to [0, 1], NaN to the lowest.
 
-A row that holds a NaN or +inf is bad: it gives token -1 and results of NaN, and leaves the other rows alone. A row of
-nothing but -inf gives token -1 and probabilities of 0.
+A row that holds a NaN or +inf is bad: it gives token -1 and results of NaN, and leaves the other
+rows alone. A row of nothing but -inf gives token -1 and probabilities of 0.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def filter_logits(
 ) -> Any:
     """Logits over temperature of the tokens that the filters leave, -inf for the others.
 
-    The filters act in the order of the parameters, each on what is left. Equal logits rank by index, the lower first.
+    The filters act in the order of the parameters, each on what is left. Equal logits rank by
+    index, the lower first.
 
     Parameters
     ----------
@@ -145,13 +147,13 @@ def filter_logits(
     top_k : int or array (batch,), optional
         How many of the largest are kept.
     top_p : float or array (batch,), optional
-        The shortest descending run of tokens whose probability reaches `top_p` is kept, the token that crosses it
-        included [1]_. At least one token stays.
+        The shortest descending run of tokens whose probability reaches `top_p` is kept, the token
+        that crosses it included [1]_. At least one token stays.
     min_p : float or array (batch,), optional
         Tokens with at least `min_p` times the largest probability are kept [2]_.
     typical_p : float or array (batch,), optional
-        Tokens are ranked by how far ``-log p`` is from the entropy, and the shortest run whose probability reaches
-        `typical_p` is kept [3]_.
+        Tokens are ranked by how far ``-log p`` is from the entropy, and the shortest run whose
+        probability reaches `typical_p` is kept [3]_.
 
     Returns
     -------
@@ -189,9 +191,10 @@ def sample(
 ) -> Any:
     """One token a row, drawn from exactly ``softmax(filter_logits(logits, ...))``.
 
-    The draw takes the kept token with the largest ``logit / temperature - log(-log1p(-u))``, with ``u`` from
-    Philox4x32-10 [1]_ at (seed, offset, token). It depends on the row's own logits, parameters, seed and offset and on
-    nothing else: not on the batch, the place in it or the side. Advance `offset` by one for each token of a sequence.
+    The draw takes the kept token with the largest ``logit / temperature - log(-log1p(-u))``, with
+    ``u`` from Philox4x32-10 [1]_ at (seed, offset, token). It depends on the row's own logits,
+    parameters, seed and offset and on nothing else: not on the batch, the place in it or the side.
+    Advance `offset` by one for each token of a sequence.
 
     Parameters
     ----------
@@ -242,7 +245,8 @@ def apply_penalties(
     allowed: Any = None,
     out: Any = None,
 ) -> Any:
-    """Logits with each row's penalties for its own earlier tokens, biases, and a mask of allowed tokens, in this order.
+    """Logits with each row's penalties for its own earlier tokens, biases, and a mask of allowed
+    tokens, in this order.
 
     Parameters
     ----------
@@ -255,10 +259,11 @@ def apply_penalties(
     frequency, presence : float or array (batch,)
         Subtracted for each occurrence, and once for a token that occurred.
     logit_bias : array (vocab,) or (batch, vocab), or (row, token, value), optional
-        Added. The triple of arrays names single logits; what is out of range is left out, what is double adds up.
+        Added. The triple of arrays names single logits; what is out of range is left out, what is
+        double adds up.
     allowed : array, optional
-        Boolean (vocab,) or (batch, vocab), or 32 tokens a word, the lowest bit first, as int32 or uint32
-        (ceil(vocab / 32),) or (batch, ceil(vocab / 32)). What is not allowed becomes -inf.
+        Boolean (vocab,) or (batch, vocab), or 32 tokens a word, the lowest bit first, as int32 or
+        uint32 (ceil(vocab / 32),) or (batch, ceil(vocab / 32)). What is not allowed becomes -inf.
     out : array, optional
         Written to and returned; may be `logits`.
 
@@ -321,7 +326,8 @@ def apply_penalties(
 def speculative_sample(
     draft_tokens: Any, draft_probs: Any, target_probs: Any, *, seed: Any = 0, offset: Any = 0
 ) -> tuple[Any, Any]:
-    """Accept a run of draft tokens and add one token, distributed exactly as the target alone would draw them [1]_.
+    """Accept a run of draft tokens and add one token, distributed exactly as the target alone would
+    draw them [1]_.
 
     Parameters
     ----------
@@ -363,10 +369,11 @@ def speculative_sample_tree(
     seed: Any = 0,
     offset: Any = 0,
 ) -> tuple[Any, Any]:
-    """Accept a path of a tree of draft tokens and add one token, distributed exactly as the target draws [1]_.
+    """Accept a path of a tree of draft tokens and add one token, distributed exactly as the target
+    draws [1]_.
 
-    Siblings are tried in order, each drawn on its own from its `draft_probs`; a rejection takes that proposal's mass
-    out of what the next is judged by.
+    Siblings are tried in order, each drawn on its own from its `draft_probs`; a rejection takes
+    that proposal's mass out of what the next is judged by.
 
     Parameters
     ----------
@@ -375,7 +382,8 @@ def speculative_sample_tree(
     parents : array (batch, drafts) of int32
         Index of each token's parent, -1 for the root.
     draft_probs, target_probs, seed, offset
-        As in :func:`speculative_sample`; ``target_probs[:, i + 1]`` is the target after draft token ``i``.
+        As in :func:`speculative_sample`; ``target_probs[:, i + 1]`` is the target after draft token
+        ``i``.
 
     Returns
     -------
@@ -443,7 +451,8 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
     logits : array (batch, beams, vocab)
         Of the next token of each beam.
     scores : array (batch, beams) of float32
-        Log-probability of each beam so far; -inf for one that does not exist, as all but the first at the start.
+        Log-probability of each beam so far; -inf for one that does not exist, as all but the first
+        at the start.
 
     Returns
     -------
@@ -486,7 +495,8 @@ def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
         )
     if logits.ndim not in (1, 2) or not 1 <= logits.shape[-1] < _MAX_ROW:
         raise ValueError(
-            f"{name}: logits must be (batch, vocab) or (vocab,) with vocab from 1 to {_MAX_ROW - 1}, "
+            f"{name}: logits must be (batch, vocab) or (vocab,) with vocab from 1 to "
+            f"{_MAX_ROW - 1}, "
             f"has shape {logits.shape}"
         )
     rows = logits[None] if logits.ndim == 1 else logits
@@ -533,7 +543,8 @@ def _filters(
 def _row_values(
     name: str, xp: ModuleType, parameter: str, given: Any, batch: int, vocab: int = 0
 ) -> Any:
-    """A parameter as an array (batch,) on the side of the logits; for the GPU, a scalar stays a Python number."""
+    """A parameter as an array (batch,) on the side of the logits; for the GPU, a scalar stays a
+    Python number."""
     low, high, closed, dtype = _RANGES[parameter]
     if _on_device(given):
         if xp is np:
@@ -618,7 +629,8 @@ def _broadcast_rows(
 ) -> Any:
     if values.shape not in ((width,), (1, width), (batch, width)):
         raise ValueError(
-            f"{name}: {parameter} must be ({width},) or ({batch}, {width}), has shape {values.shape}"
+            f"{name}: {parameter} must be ({width},) or ({batch}, {width}), has shape "
+            f"{values.shape}"
         )
     return xp.broadcast_to(contiguous_last_axis(xp, values), (batch, width))
 

@@ -205,7 +205,8 @@ def test_conversation_keeps_what_it_has_read(model):
     )
 
 
-def test_prompt_read_in_parts(model):
+def test_prompt_read_in_parts(model, monkeypatch):
+    monkeypatch.setattr(llama, "CHUNK", 9)
     path, weights = model
     ids = list(range(40))
     expected = logits_of_all(weights, ids)

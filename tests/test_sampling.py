@@ -1,4 +1,5 @@
-"""Sampling on NumPy: each function against its definition, token by token, and draws against their distribution."""
+"""Sampling on NumPy: each function against its definition, token by token, and draws against their
+distribution."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def test_maps_of_fixed_lengths():
 
 
 def test_maps_of_varlen_calls_end_where_sequences_do():
-    """The address of a coordinate, as attention/work_sm90.cuh gives it: within a sequence, and of its rows alone."""
+    """The address of a coordinate, as attention/work_sm90.cuh gives it: within a sequence, and of
+    its rows alone."""
     planned, _ = plan((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
     assert planned.scratch_bytes > 0
     far = sm90.FAR_ROWS

@@ -1,4 +1,5 @@
-"""Which kernel serves a call: every choice, for any call, is one that was enumerated and that fits the GPU."""
+"""Which kernel serves a call: every choice, for any call, is one that was enumerated and that fits
+the GPU."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_every_choice_is_a_listed_variant(arch, spec, has_score, aligned):
         assert "simt" in launch.variant.source, "tensor cores would round it"
 
 
-# ------------------------------------------------------------------------------------------------ Hopper
+# ------------------------------------------------------------------------------------------------
+# Hopper
 
 
 def forward_spec(seqlen, head_dim, *, batch=None, heads=None, head_dim_v=None, **options):
@@ -142,7 +144,8 @@ def test_what_the_copy_engine_cannot_do_goes_to_another_tier():
 
 
 def walk(spec, config, section, blocks):
-    """The tiles (head of the batch, tile of rows) of each block: FixedWalk in attention/work_sm90.cuh."""
+    """The tiles (head of the batch, tile of rows) of each block: FixedWalk in
+    attention/work_sm90.cuh."""
     heads, tiles_m = spec.heads_q * spec.batch, -(-spec.seqlen_q // config.tile_m)
     found = [[] for _ in range(blocks)]
     step = section or heads
@@ -163,7 +166,8 @@ def walk(spec, config, section, blocks):
 @pytest.mark.parametrize("seqlen", [512, 2048, 8192, 16384])
 @pytest.mark.parametrize("causal", [False, True])
 def test_hopper_blocks_have_the_same_to_do(head_dim, seqlen, causal):
-    """The busiest of 132 blocks has 4% more than the average at most, or one tile more where all cost the same."""
+    """The busiest of 132 blocks has 4% more than the average at most, or one tile more where all
+    cost the same."""
     spec = forward_spec(seqlen, head_dim, causal=causal)
     config = hopper_config(spec)
     section = tiles.sm90_section(spec, config, 132)

@@ -1,7 +1,7 @@
 """From logits to tokens on a GPU: kernel, arguments, launch.
 
-Arguments and results are those of :mod:`cuattn.reference.sampling`, save that a parameter that is the same for all rows
-is a Python number, which travels as a kernel argument. Nothing is read back.
+Arguments and results are those of :mod:`cuattn.reference.sampling`, save that a parameter that is
+the same for all rows is a Python number, which travels as a kernel argument. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SAMPLE_PARAMS = np.dtype(
 )
 _WORD, _FLOAT, _INT = "QQ", "Qf4x", "Qi4x"  # RowValue of each type
 _PACK_SAMPLE = struct.Struct("5Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "3i4x").pack
-#: SpeculateParams of rawkernels/sampling/speculate.cu, and PenaltyParams of rawkernels/sampling/penalize.cu.
+#: SpeculateParams of rawkernels/sampling/speculate.cu, and PenaltyParams of
+#: rawkernels/sampling/penalize.cu.
 _PACK_SPECULATE = struct.Struct("6Q" + 2 * _WORD + "2i").pack
 _PACK_PENALTY = struct.Struct("8Q3q" + 3 * _FLOAT + "4i").pack
 
@@ -170,7 +171,8 @@ def logprobs(
 def beam_step(
     logits: cupy.ndarray, scores: cupy.ndarray
 ) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
-    """As :func:`cuattn.reference.sampling.beam_step`: the best of each beam, then the best of those."""
+    """As :func:`cuattn.reference.sampling.beam_step`: the best of each beam, then the best of
+    those."""
     rows, beams, vocab = logits.shape
     flat = logits.reshape(rows * beams, vocab)
     width = min(beams, vocab)

@@ -1,4 +1,5 @@
-"""The second argument of attention/forward_sm90.cu: where the copy engine finds q, k and v, and how tiles are dealt out."""
+"""The second argument of attention/forward_sm90.cu: where the copy engine finds q, k and v, and how
+tiles are dealt out."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Plan:
     scratch_bytes: int
 
     def argument(self, pointers: tuple[int, ...], scratch: int) -> np.void:
-        """Pack the argument of one launch; `scratch` is the address of `scratch_bytes`, for the launch's duration."""
+        """Pack the argument of one launch; `scratch` is the address of `scratch_bytes`, for the
+        launch's duration."""
         encoded = [
             tensormap.encode(pointer, self.dtype, m.shape, m.strides, m.box)
             for pointer, m in zip(pointers, self.maps, strict=False)
@@ -75,10 +77,11 @@ def plan(
 def _map(
     spec: AttentionSpec, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
 ) -> Map:
-    """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total, head, head_dim).
+    """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total,
+    head, head_dim).
 
-    Outer is the batch. For varlen it counts rows once more, and there is another axis, which leads back by FAR_ROWS:
-    Sequence in attention/work_sm90.cuh says what for.
+    Outer is the batch. For varlen it counts rows once more, and there is another axis, which leads
+    back by FAR_ROWS: Sequence in attention/work_sm90.cuh says what for.
     """
     length, heads, head_dim = shape
     row, head = strides[-3:-1]

@@ -21,7 +21,8 @@ def _driver() -> Any:
 
 
 def addressable(strides: tuple[int, ...]) -> bool:
-    """Whether the copy engine can address an array with these byte strides, the innermost axis's being left out."""
+    """Whether the copy engine can address an array with these byte strides, the innermost axis's
+    being left out."""
     return all(0 < stride < MAX_STRIDE and stride % _ALIGNMENT == 0 for stride in strides)
 
 
@@ -33,7 +34,8 @@ def encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> bytes:
-    """Describe an array to the copy engine, with the 128-byte swizzle and zeros outside of the array.
+    """Describe an array to the copy engine, with the 128-byte swizzle and zeros outside of the
+    array.
 
     Parameters
     ----------

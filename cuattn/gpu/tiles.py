@@ -1,7 +1,7 @@
 """Which kernel serves a call, in which variant: pure functions, tested without a GPU.
 
-Each kernel has a Config, a function that chooses one for a call, and a function that enumerates every Config the choice
-can give, so that `variants` knows all that may ever be compiled.
+Each kernel has a Config, a function that chooses one for a call, and a function that enumerates
+every Config the choice can give, so that `variants` knows all that may ever be compiled.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def forward(
     Raises
     ------
     LookupError
-        No tier serves the call: only where `FORWARD_TIERS` was cut down, as tests do to reach one tier.
+        No tier serves the call: only where `FORWARD_TIERS` was cut down, as tests do to reach one
+        tier.
     """
     if elementwise is None:
         elementwise = has_score
@@ -78,7 +79,7 @@ def forward(
     raise LookupError(f"none of the tiers {', '.join(FORWARD_TIERS)} serves {spec} on {arch}")
 
 
-# ---------------------------------------------------------------------------------------------- forward, simt
+# ------------------------------------------------------------------------------------ forward, simt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,8 @@ class SimtForwardConfig(Config):
 
     dtype: str
     head_dim_v: int  # the next of 64, 128 and 256
-    has_score: bool  # softcap, bias, mask or alibi_slopes can be there; for 16-bit, which falls here rarely, always
+    # softcap, bias, mask or alibi_slopes can be there; for 16-bit, which falls here rarely, always
+    has_score: bool
     tile_m: int
     tile_n: int
     thread_rows: int
@@ -99,8 +101,9 @@ class SimtForwardConfig(Config):
         return 16 * self.thread_rows
 
 
-#: (tile_m, tile_n, thread_rows, blocks_per_sm) by the size of the accumulator and head_dim_v: as many scores and columns
-#: of O for a thread as registers hold, since it should use often what it reads from shared memory.
+#: (tile_m, tile_n, thread_rows, blocks_per_sm) by the size of the accumulator and head_dim_v: as
+#: many scores and columns of O for a thread as registers hold, since it should use often what it
+#: reads from shared memory.
 SIMT_TILES = {
     4: {64: (64, 64, 8, 3), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
     8: {64: (64, 64, 8, 2), 128: (64, 64, 16, 1), 256: (32, 64, 16, 1)},
@@ -142,7 +145,7 @@ def _simt_variant(config: SimtForwardConfig) -> Variant:
     return Variant("attention/forward_simt.cu", "forward_simt", config)
 
 
-# ---------------------------------------------------------------------------------------------- forward, sm90
+# ------------------------------------------------------------------------------------ forward, sm90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +185,8 @@ class Sm90ForwardConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class Sm90Tile:
-    """A tile of attention/forward_sm90.cu, and how fast it is beside the others of its head_dims where both fit evenly."""
+    """A tile of attention/forward_sm90.cu, and how fast it is beside the others of its head_dims
+    where both fit evenly."""
 
     tile_n: int
     warpgroups: int
@@ -191,8 +195,9 @@ class Sm90Tile:
     varlen: bool = True  # False: its producing warps have too few registers for that
 
 
-#: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups hide each other's
-#: exponentials best, two waste fewer rows of short sequences. Where keys, values and queries fill shared memory, tile_n comes first.
+#: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups
+#: hide each other's exponentials best, two waste fewer rows of short sequences. Where keys, values
+#: and queries fill shared memory, tile_n comes first.
 SM90_TILES = {
     (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
     (96, 96): (Sm90Tile(112, 3, varlen=False), Sm90Tile(128, 2, speed=0.9)),
@@ -202,7 +207,8 @@ SM90_TILES = {
     (192, 192): (Sm90Tile(112, 2, q_slots=1),),
     (256, 256): (Sm90Tile(80, 2, q_slots=1),),
 }
-#: The tile of calls with softcap or alibi_slopes, and of those with bias or mask: registers are what these take.
+#: The tile of calls with softcap or alibi_slopes, and of those with bias or mask: registers are
+#: what these take.
 SM90_SCORE_TILES = {
     (64, 64): Sm90Tile(128, 2),
     (96, 96): Sm90Tile(128, 2),
@@ -216,14 +222,16 @@ SM90_ELEMENTWISE_TILE = Sm90Tile(64, 2, q_slots=1)
 #: What a varlen call's lengths, unknown here, are taken for.
 SM90_VARLEN_LENGTH = 1024
 
-#: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that bounds more.
+#: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
+#: bounds more.
 SM90_BOUNDS = ((False, False), (False, True), (True, True))
 
 
 def sm90_forward(
     spec: AttentionSpec, arch: str, *, has_score: bool, elementwise: bool, aligned: bool
 ) -> Launch | None:
-    """Choose a variant of attention/forward_sm90.cu: what the copy engine can address, with scores that scaling keeps in order."""
+    """Choose a variant of attention/forward_sm90.cu: what the copy engine can address, with scores
+    that scaling keeps in order."""
     dims = spec.head_dim, spec.head_dim_v
     if (
         arch != "sm_90a"
@@ -264,10 +272,11 @@ def sm90_forward_variants(arch: str) -> Iterator[Variant]:
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
-    """How many heads' tiles are dealt out to the blocks at a time, the last rows' first; 0 where all tiles cost the same.
+    """How many heads' tiles are dealt out to the blocks at a time, the last rows' first; 0 where
+    all tiles cost the same.
 
-    Their keys and values should stay in L2; among the counts that do, the best is the one that keeps the busiest block's
-    sum of tiles lowest.
+    Their keys and values should stay in L2; among the counts that do, the best is the one that
+    keeps the busiest block's sum of tiles lowest.
     """
     cost = _sm90_costs(spec, config)
     if spec.varlen or cost.min() == cost.max():
@@ -347,7 +356,7 @@ def _sm90_variant(config: Sm90ForwardConfig) -> Variant:
     return Variant("attention/forward_sm90.cu", "forward_sm90", config)
 
 
-# ---------------------------------------------------------------------------------------------- forward, sm80
+# ------------------------------------------------------------------------------------ forward, sm80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +366,8 @@ class Sm80ForwardConfig(Config):
     dtype: str
     head_dim: int  # padded
     head_dim_v: int
-    general: bool  # anything but whole chunks of 16 bytes and scores that are only scaled, by a positive number
+    # anything but whole chunks of 16 bytes and scores that are only scaled, by a positive number
+    general: bool
     tile_m: int
     tile_n: int
     warps: int
@@ -374,9 +384,10 @@ class Sm80ForwardConfig(Config):
         return 2 * (self.tile_m * self.head_dim + keys)
 
 
-#: (tile_m, tile_n, warps) by (head_dim, head_dim_v), the first that is large enough, for plain calls and for general ones: where
-#: a multiprocessor has 228 KiB of shared memory, 164 and 100. A warp has 32 rows as long as their O fits its registers, since
-#: each fragment of K and V then serves two products; two blocks of four warps hide each other's waits.
+#: (tile_m, tile_n, warps) by (head_dim, head_dim_v), the first that is large enough, for plain
+#: calls and for general ones: where a multiprocessor has 228 KiB of shared memory, 164 and 100. A
+#: warp has 32 rows as long as their O fits its registers, since each fragment of K and V then
+#: serves two products; two blocks of four warps hide each other's waits.
 SM80_TILES = {
     (64, 64): (((128, 128, 4),) * 3, ((128, 32, 4),) * 3),
     (96, 96): (((128, 64, 4),) * 3, ((128, 32, 4),) * 3),
@@ -447,13 +458,15 @@ def _sm80_variant(config: Sm80ForwardConfig) -> Variant:
     return Variant("attention/forward_sm80.cu", "forward_sm80", config)
 
 
-#: The tiers of the forward pass, fastest first: each chooses a launch, or None for a call that it leaves to the next.
+#: The tiers of the forward pass, fastest first: each chooses a launch, or None for a call that it
+#: leaves to the next.
 FORWARD_TIERS = {"sm90": sm90_forward, "sm80": sm80_forward, "simt": simt_forward}
 
 
-# ---------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
-#: Shared memory of a multiprocessor in KiB, by compute capability; others have at least 100. A block can have 1 less.
+#: Shared memory of a multiprocessor in KiB, by compute capability; others have at least 100. A
+#: block can have 1 less.
 SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
@@ -551,7 +564,8 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
 
 
 def decode_head_lanes(heads_kv: int, blocks: int) -> int:
-    """How many heads a group of blocks works on at the same time: the most that leave few of the device's blocks without work."""
+    """How many heads a group of blocks works on at the same time: the most that leave few of the
+    device's blocks without work."""
     lanes = [n for n in range(1, min(heads_kv, blocks) + 1) if heads_kv % n == 0]
     used = {n: blocks // n * n for n in lanes}
     return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
@@ -581,19 +595,32 @@ def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None
         return None
     head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
     group = spec.heads_q // spec.heads_kv
-    # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a small tile wastes least.
+    # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a
+    # small tile wastes least.
     tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.varlen else spec.seqlen_q
     rows = next(n for n in DECODE_ROWS[head_dim] if tokens * group <= n or n == 64)
     return _sm80_decode_variant(spec.dtype.name, head_dim, rows, arch)
 
 
 def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Variant:
-    """The variant with the deepest rings that leave an architecture's shared memory and registers room."""
+    """The variant with the deepest rings that leave an architecture's shared memory and registers
+    room."""
     shared = SHARED_KIB.get(capability(arch), 100) * 1024
     warp_rows = min(rows, 32, 4096 // head_dim)
     warp_keys = 32 if head_dim == 64 else 16
     wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
-    for warps_k, stages, blocks in ((8, 3, 1), (4, 4, 1), (4, 3, 2), (4, 2, 2), (2, 4, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1), (1, 3, 1)):  # fmt: skip
+    for warps_k, stages, blocks in (
+        (8, 3, 1),
+        (4, 4, 1),
+        (4, 3, 2),
+        (4, 2, 2),
+        (2, 4, 2),
+        (4, 3, 1),
+        (4, 2, 1),
+        (2, 3, 1),
+        (2, 2, 1),
+        (1, 3, 1),
+    ):
         config = Sm80DecodeConfig(
             dtype, head_dim, warp_rows, warp_keys, rows // warp_rows, warps_k, stages, blocks
         )
@@ -615,7 +642,8 @@ def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
     return Variant("decoding/decode_simt.cu", "decode_simt", config)
 
 
-#: The tiers of decoding, fastest first: each chooses a variant, or None for a call that it leaves to the next.
+#: The tiers of decoding, fastest first: each chooses a variant, or None for a call that it leaves
+#: to the next.
 DECODE_TIERS = {"sm80": sm80_decode, "simt": simt_decode}
 
 
@@ -693,7 +721,7 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     yield CACHE_UPDATE
 
 
-# ---------------------------------------------------------------------------------------------- sampling
+# ----------------------------------------------------------------------------------------- sampling
 
 LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule

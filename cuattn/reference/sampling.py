@@ -1,7 +1,7 @@
 """From logits to tokens, in NumPy and float64.
 
-A row is *bad* if it holds a NaN or +inf: its results are NaN and its token is -1. A row of nothing but -inf is *empty*: its
-probabilities are 0 and its token is -1.
+A row is *bad* if it holds a NaN or +inf: its results are NaN and its token is -1. A row of nothing
+but -inf is *empty*: its probabilities are 0 and its token is -1.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ def speculative_sample(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Accept draft tokens along a path from the root and add one token of the target's own.
 
-    `draft_probs` (rows, drafts, vocab) has, for each draft token, what it was drawn from, and `target_probs`
-    (rows, drafts + 1, vocab) the target after the root and then after each draft token. In a chain the parent of a token
-    is the one before it; `parents` (rows, drafts), -1 for the root, gives a tree.
+    `draft_probs` (rows, drafts, vocab) has, for each draft token, what it was drawn from, and
+    `target_probs` (rows, drafts + 1, vocab) the target after the root and then after each draft
+    token. In a chain the parent of a token is the one before it; `parents` (rows, drafts), -1 for
+    the root, gives a tree.
     """
     rows, drafts = draft_tokens.shape
     vocab = target_probs.shape[2]
@@ -246,7 +247,8 @@ def _descending(logits: np.ndarray) -> np.ndarray:
 
 
 def _first_mass(mass: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """The shortest prefix of each row that holds `share` of its mass; all of it for a share of 1."""
+    """The shortest prefix of each row that holds `share` of its mass; all of it for a share of
+    1."""
     before = np.cumsum(mass, axis=1) - mass
     target = share.astype(np.float64) * mass.sum(axis=1)
     first = np.arange(mass.shape[1]) == 0

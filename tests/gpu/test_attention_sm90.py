@@ -1,4 +1,5 @@
-"""What only the Hopper kernel can get wrong: blocks that work on many tiles, and the copy engine's maps."""
+"""What only the Hopper kernel can get wrong: blocks that work on many tiles, and the copy engine's
+maps."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_a_sequence_is_the_same_in_any_varlen_company(head_dim, rng):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows_that_see_nothing_amid_others(head_dim, rng):
-    """A block meets tiles without any key while the output of the tile before is in its registers."""
+    """A block meets tiles without any key while the output of the tile before is in its
+    registers."""
     q, k, v = (normal(rng, 3, n, 9, head_dim) for n in (610, 286, 286))
     exact, exact_lse = formulas.attention(q, k, v, causal=True)
     plain, plain_lse = formulas.attention(q, k, v, causal=True, precision=BFLOAT16)

@@ -1,4 +1,5 @@
-"""Sampling on a GPU: the same tokens as NumPy draws, and the degenerate rows, shapes and graphs of its own."""
+"""Sampling on a GPU: the same tokens as NumPy draws, and the degenerate rows, shapes and graphs of
+its own."""
 
 from __future__ import annotations
 
@@ -290,7 +291,8 @@ def test_rows_any_stride_apart_and_far_apart(rng):
 
 
 def test_uniform_numbers_are_numpys_bit_for_bit():
-    """Of two tokens whose logits differ by d, the first wins iff E1 / E0 > exp(-d): bisection reads the ratio's bits."""
+    """Of two tokens whose logits differ by d, the first wins iff E1 / E0 > exp(-d): bisection reads
+    the ratio's bits."""
     seeds = np.arange(4000)
     pair = np.zeros((4000, 2), np.float32)
     u = uniform(seeds.astype(np.uint64), np.zeros(4000, np.uint64), 2).astype(np.float64)
