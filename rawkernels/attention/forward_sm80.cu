@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
       v, params.v_stride.seq, params.head_dim_v,
       is_aligned(params.v, params.v_stride, params.head_dim_v));
 
-  const int warp_row = threadIdx.x / 32 * kRows;  // within the tile
+  const int warp_row = threadIdx.x / 32 * kRows;               // within the tile
   unsigned char* staged = smem + warp_row * TileQ::kRowBytes;  // the warp's Q, at last its O
   const unsigned smem_q = ptx::shared_address(smem);
   const unsigned smem_k = smem_q + kBytesQ, smem_v = smem_k + kBytesK;
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     }
 
     ptx::cp_async_wait_all();  // for Q, where there was no key
-    float zeros[4] = {};  // NaN where an output is not finite; four short chains of sums
+    float zeros[4] = {};       // NaN where an output is not finite; four short chains of sums
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m)
 #pragma unroll

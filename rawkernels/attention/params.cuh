@@ -1,15 +1,18 @@
-// What every forward attention kernel is told about one call. Mirrored field by field by FORWARD_PARAMS in
-// cuattn/gpu/params.py; the order keeps every field at its natural alignment, so both sides agree on the bytes.
+// What every forward attention kernel is told about one call. Mirrored field by field by
+// FORWARD_PARAMS in cuattn/gpu/params.py; the order keeps every field at its natural alignment, so
+// both sides agree on the bytes.
 //
-// Strides are in elements. A head_dim axis is always contiguous. With cu_seqlens_q set (varlen) q, k, v and out are
-// (total, heads, head_dim): batch strides are 0, batch is the number of sequences, and seqlen_q, seqlen_k are the totals.
+// Strides are in elements. A head_dim axis is always contiguous. With cu_seqlens_q set (varlen) q,
+// k, v and out are (total, heads, head_dim): batch strides are 0, batch is the number of sequences,
+// and seqlen_q, seqlen_k are the totals.
 #pragma once
 
 struct Strides {
   long long batch, seq, head;
 };
 
-struct ScoreStrides {  // of bias and mask, broadcast to (batch, heads_q, seqlen_q, seqlen_k): 0 where broadcast
+// Of bias and mask, broadcast to (batch, heads_q, seqlen_q, seqlen_k): 0 where broadcast.
+struct ScoreStrides {
   long long batch, head, row, col;
 };
 
@@ -18,12 +21,13 @@ struct ForwardParams {
   const void* k;
   const void* v;
   void* out;
-  void* lse;                   // float (double for float64 inputs) (batch, heads_q, seqlen_q) or (heads_q, total); null: not wanted
-  const void* bias;            // of the inputs' type, or float where bias_is_float32; null: none
-  const unsigned char* mask;   // one byte a score, nonzero keeps; null: none
-  const void* alibi_slopes;    // float (double for float64 inputs), strides below; null: none
-  const void* sinks;           // float (double for float64 inputs) (heads_q,); null: none
-  const int* cu_seqlens_q;     // (batch + 1,); null: not varlen
+  void* lse;  // float (double for float64 inputs) (batch, heads_q, seqlen_q) or (heads_q, total);
+              // null: not wanted
+  const void* bias;           // of the inputs' type, or float where bias_is_float32; null: none
+  const unsigned char* mask;  // one byte a score, nonzero keeps; null: none
+  const void* alibi_slopes;   // float (double for float64 inputs), strides below; null: none
+  const void* sinks;          // float (double for float64 inputs) (heads_q,); null: none
+  const int* cu_seqlens_q;    // (batch + 1,); null: not varlen
   const int* cu_seqlens_k;
 
   Strides q_stride, k_stride, v_stride, out_stride;
@@ -34,8 +38,9 @@ struct ForwardParams {
   double softcap;  // 0: none
 
   int batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v;
-  // Query i sees keys j with  i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q + window_right.
-  // causal has been folded into window_right = min(window_right, 0). kUnbounded on a side: no limit there.
+  // Query i sees keys j with  i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q
+  // + window_right. causal has been folded into window_right = min(window_right, 0). kUnbounded on
+  // a side: no limit there.
   int window_left, window_right;
   int bias_is_float32;
 };

@@ -11,10 +11,12 @@ __device__ __forceinline__ int cluster_ctarank() {
 
 // All threads of the cluster wait for each other and see what was written before.
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 
-// Where a variable in shared memory is in the block of another rank; read and written like any pointer.
+// Where a variable in shared memory is in the block of another rank; read and written like any
+// pointer.
 template <class T>
 __device__ __forceinline__ T* mapa(T* pointer, int rank) {
   T* mapped;

@@ -1,14 +1,16 @@
-// Everything that must know a whole row before it can say something about a token of it: softmax, top-k, top-p, min-p and
-// typical-p, the draw after them, and the k largest.
+// Everything that must know a whole row before it can say something about a token of it: softmax,
+// top-k, top-p, min-p and typical-p, the draw after them, and the k largest.
 //
-// logits (rows, vocab) -> tokens (rows,), filtered (rows, vocab) or top values and indices (rows, top_count); grid
-// (rows * cluster). With Config::resident the blocks of a cluster hold the row in their shared memory as float32, so that
-// it is read from device memory once, however many passes the filters make; else each pass reads the logits again.
+// logits (rows, vocab) -> tokens (rows,), filtered (rows, vocab) or top values and indices (rows,
+// top_count); grid (rows * cluster). With Config::resident the blocks of a cluster hold the row in
+// their shared memory as float32, so that it is read from device memory once, however many passes
+// the filters make; else each pass reads the logits again.
 #include "sampling/params.cuh"
 #include "sampling/race.cuh"
 #include "sampling/select.cuh"
 
-constexpr float kMassUnits = 4.0e9f;  // that the mass of a row is cut into: 32 bits less rounding up
+constexpr float kMassUnits =
+    4.0e9f;  // that the mass of a row is cut into: 32 bits less rounding up
 
 struct Smem {
   RaceSmem race;
@@ -24,10 +26,13 @@ extern __shared__ float resident_row[];
 // Clamped to [0, 1]; NaN is 0.
 __device__ __forceinline__ float unit(float share) { return fminf(fmaxf(share, 0.0f), 1.0f); }
 
-// The smallest logit whose probability is at least min_p times that of `high`, as float64 decides it.
+// The smallest logit whose probability is at least min_p times that of `high`, as float64 decides
+// it.
 __device__ __forceinline__ float min_p_logit(float high, float temperature, float min_p) {
   const double bound = log(double(min_p));
-  const auto keeps = [&](unsigned key) { return (double(from_ordered(key)) - double(high)) / double(temperature) >= bound; };
+  const auto keeps = [&](unsigned key) {
+    return (double(from_ordered(key)) - double(high)) / double(temperature) >= bound;
+  };
   const double guess = double(high) + bound * double(temperature);
   unsigned key = ordered(fmaxf(__double2float_rn(guess), -kMaxFloat));
   while (key < ordered(high) && !keeps(key)) ++key;
@@ -39,12 +44,14 @@ extern "C" __global__ void
 #if __CUDA_ARCH__ >= 900
 __cluster_dims__(Config::cluster, 1, 1)
 #endif
-__launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SampleParams params) {
+    __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SampleParams params) {
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
   const Segment segment = own_segment(params.vocab);
   const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
-  const auto read = [&](int i) { return to_float(logits[i]) + 0.0f; };  // -0 becomes 0: they are equal
+  const auto read = [&](int i) {
+    return to_float(logits[i]) + 0.0f;
+  };  // -0 becomes 0: they are equal
   const auto logit = [&](int i) {
     if constexpr (Config::resident) return resident_row[i - segment.begin];
     return read(i);
@@ -53,7 +60,8 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   // The row, and its largest and smallest finite logit. A largest of +inf stands for a bad row.
   Range range = {-kInfinity, kInfinity};
   constexpr int kUnroll = 8;
-  for (int base = segment.begin + threadIdx.x; base < segment.end; base += kUnroll * Config::threads) {
+  for (int base = segment.begin + threadIdx.x; base < segment.end;
+       base += kUnroll * Config::threads) {
     float x[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
@@ -71,7 +79,8 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   range = reduce_cluster(range, Widen(), {-kInfinity, kInfinity}, smem.range);
   const float high = range.high, low = range.low;
   const bool bad = high == kInfinity;
-  const bool ranks_all = params.top_indices != nullptr;  // -inf has a rank as well, if no probability
+  const bool ranks_all =
+      params.top_indices != nullptr;  // -inf has a rank as well, if no probability
   const bool empty = bad || (high == -kInfinity && !ranks_all);
 
   float temperature = fmaxf(params.temperature[row], 0.0f);
@@ -82,9 +91,11 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   }
   if (ranks_all) top_k = params.top_count;
 
-  // Three filters keep a run of the ranked row, so one cut stands for them; typical-p keeps a run of another ranking.
+  // Three filters keep a run of the ranked row, so one cut stands for them; typical-p keeps a run
+  // of another ranking.
   Cut cut = {ranks_all ? -kInfinity : -kMaxFloat, 0x7fffffff};  // at first, all
-  bool has_typical = false;  // then smem.typical, about smem.center, cuts as well: memory, since it is rare
+  bool has_typical =
+      false;  // then smem.typical, about smem.center, cuts as well: memory, since it is rare
   const float slope = log2_per_logit(temperature);
   const auto mass = [&](float x) { return ptx::ex2((x - high) * slope); };
   const auto kept = [&](int i, float x) { return cut.keeps(x, i); };
@@ -128,11 +139,15 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
       }
     }
     const auto score = [&](float x) { return filter == kTypical ? -fabsf(x - center) : x; };
-    const auto weight = [&](float x) { return filter == kTopK ? 1u : __float2uint_rn(mass(x) * units); };
-    const auto target = [&](unsigned total) {
-      return filter == kTopK ? min(unsigned(top_k), total) : max(1u, static_cast<unsigned>(ceil(double(share) * total)));
+    const auto weight = [&](float x) {
+      return filter == kTopK ? 1u : __float2uint_rn(mass(x) * units);
     };
-    const Cut run = select(logit, read, score, kept, weight, target, bottom, top, segment, smem.select);
+    const auto target = [&](unsigned total) {
+      return filter == kTopK ? min(unsigned(top_k), total)
+                             : max(1u, static_cast<unsigned>(ceil(double(share) * total)));
+    };
+    const Cut run =
+        select(logit, read, score, kept, weight, target, bottom, top, segment, smem.select);
     if (filter == kTypical) {
       if (threadIdx.x == 0) {
         smem.typical = run;
@@ -162,10 +177,12 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SamplePar
   if (params.filtered) {
     float* const out = params.filtered + static_cast<long long>(row) * params.vocab;
     const float per_mass = params.normalise && !empty ? ptx::rcp(sum_mass(smem.mass[2])) : 0.0f;
-    const double per_temperature = 1.0 / double(temperature);  // a product rounds to the float that a quotient would give
+    const double per_temperature =
+        1.0 / double(temperature);  // a product rounds to the float that a quotient would give
     const float absent = bad ? __int_as_float(0x7fc00000) : params.normalise ? 0.0f : -kInfinity;
     sweep(logit, segment, [&](int i, float x) {
-      const float value = params.normalise ? mass(x) * per_mass : __double2float_rn(x * per_temperature);
+      const float value =
+          params.normalise ? mass(x) * per_mass : __double2float_rn(x * per_temperature);
       out[i] = left(i, x) & !empty ? value : absent;
     });
   }

@@ -1,4 +1,5 @@
-// What the sampling kernels are told about one call. Mirrored field by field by SAMPLE_PARAMS in cuattn/gpu/sampling.py.
+// What the sampling kernels are told about one call. Mirrored field by field by SAMPLE_PARAMS in
+// cuattn/gpu/sampling.py.
 #pragma once
 
 // A parameter: one value a row where per_row is set, else one for all.
@@ -13,8 +14,9 @@ struct RowValue {
 struct SampleParams {
   const void* logits;  // (rows, vocab), row_stride elements apart
   int* tokens;         // (rows,); null: no draw
-  float* filtered;     // (rows, vocab): logits over temperature or, if normalise, probabilities; null: not wanted
-  void* top_values;    // (rows, top_count) of the logits' type; null: not wanted
+  float* filtered;  // (rows, vocab): logits over temperature or, if normalise, probabilities; null:
+                    // not wanted
+  void* top_values;  // (rows, top_count) of the logits' type; null: not wanted
   int* top_indices;
   long long row_stride;
   RowValue<unsigned long long> seed, offset;

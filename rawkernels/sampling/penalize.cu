@@ -1,16 +1,18 @@
-// Penalties, biases and the mask of allowed tokens: logits (rows, vocab) -> out (rows, vocab), of one type.
+// Penalties, biases and the mask of allowed tokens: logits (rows, vocab) -> out (rows, vocab), of
+// one type.
 //
-// A block takes kSegment tokens of the vocabulary of one row: it counts which of the row's earlier tokens are among them,
-// in shared memory, then reads and writes each logit once. Grid (ceil(vocab / kSegment), rows).
+// A block takes kSegment tokens of the vocabulary of one row: it counts which of the row's earlier
+// tokens are among them, in shared memory, then reads and writes each logit once. Grid (ceil(vocab
+// / kSegment), rows).
 #include "sampling/params.cuh"
 
 constexpr int kSegment = 4096;
 
 struct PenaltyParams {
   const void* logits;
-  void* out;          // contiguous rows
-  const int* tokens;  // (rows, length) contiguous, -1 for none
-  const float* bias;  // (rows, vocab), bias_stride apart; null: none
+  void* out;               // contiguous rows
+  const int* tokens;       // (rows, length) contiguous, -1 for none
+  const float* bias;       // (rows, vocab), bias_stride apart; null: none
   const int* triple_rows;  // (triples,) each; null: none
   const int* triple_tokens;
   const float* triple_values;
@@ -42,14 +44,19 @@ extern "C" __global__ void __launch_bounds__(Config::threads) penalize(const Pen
   }
   for (int j = threadIdx.x; j < params.triples; j += Config::threads) {
     const int i = params.triple_tokens[j] - begin;
-    if (params.triple_rows[j] == row && i >= 0 && i < size) atomicAdd(&biases[i], params.triple_values[j]);
+    if (params.triple_rows[j] == row && i >= 0 && i < size)
+      atomicAdd(&biases[i], params.triple_values[j]);
   }
   __syncthreads();
 
-  const float repetition = params.repetition[row], frequency = params.frequency[row], presence = params.presence[row];
-  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride + begin;
-  auto* out = static_cast<Config::dtype*>(params.out) + static_cast<long long>(row) * params.vocab + begin;
-  const auto* flags = static_cast<const unsigned char*>(params.allowed) + row * params.allowed_stride;
+  const float repetition = params.repetition[row], frequency = params.frequency[row],
+              presence = params.presence[row];
+  const auto* logits =
+      static_cast<const Config::dtype*>(params.logits) + row * params.row_stride + begin;
+  auto* out =
+      static_cast<Config::dtype*>(params.out) + static_cast<long long>(row) * params.vocab + begin;
+  const auto* flags =
+      static_cast<const unsigned char*>(params.allowed) + row * params.allowed_stride;
   const auto* words = static_cast<const unsigned*>(params.allowed) + row * params.allowed_stride;
   for (int i = threadIdx.x; i < size; i += Config::threads) {
     float x = to_float(logits[i]);

@@ -1,9 +1,11 @@
-// The Gumbel race: the token with the largest  logit / temperature - log(-log1p(-u)),  u uniform, is a draw from softmax.
+// The Gumbel race: the token with the largest  logit / temperature - log(-log1p(-u)),  u uniform,
+// is a draw from softmax.
 //
-// The winner is decided in float64, as NumPy decides it, but hardly any token gets that far. With E = -log1p(-u) a token
-// beats the best key so far only if  E < 2^(log2(e) (logit / temperature - key)),  and E > u: one exp2 and 23 bits of u
-// tell nearly every token that it has lost. Rounding is met by a margin, which costs a few needless looks and no answer.
-// A NaN passes every such test, since each is written so that only a true comparison rejects; so does +inf.
+// The winner is decided in float64, as NumPy decides it, but hardly any token gets that far. With E
+// = -log1p(-u) a token beats the best key so far only if  E < 2^(log2(e) (logit / temperature -
+// key)),  and E > u: one exp2 and 23 bits of u tell nearly every token that it has lost. Rounding
+// is met by a margin, which costs a few needless looks and no answer. A NaN passes every such test,
+// since each is written so that only a true comparison rejects; so does +inf.
 #pragma once
 
 #include "ptx/math.cuh"
@@ -41,12 +43,13 @@ __device__ __forceinline__ float key_bound(float logit, float slope, PhiloxKey k
   return fminf(fmaxf(bound - fmaf(fabsf(bound), 1e-6f, 1e-3f), -kMaxFloat), kMaxFloat);
 }
 
-// The best draw of the segment by each thread's share of it. load(i) gives the logit, -inf for one that may not win, and
-// exact(i, load(i)) the logit over temperature in float64; slope is log2(e) / temperature. Sets `bad` if a NaN or +inf was
-// met. All threads of the block must come. kSparse: few tokens may win, so whole warps can be passed over.
+// The best draw of the segment by each thread's share of it. load(i) gives the logit, -inf for one
+// that may not win, and exact(i, load(i)) the logit over temperature in float64; slope is log2(e) /
+// temperature. Sets `bad` if a NaN or +inf was met. All threads of the block must come. kSparse:
+// few tokens may win, so whole warps can be passed over.
 template <bool kSparse, class Load, class Exact>
-__device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, float slope, PhiloxKey key,
-                                     RaceSmem& smem, bool& bad) {
+__device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, float slope,
+                                     PhiloxKey key, RaceSmem& smem, bool& bad) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Draw best = {0.0, -1};
 
@@ -110,7 +113,8 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
   }
   __syncthreads();
 
-  // Rows in ascending order, or far out of the usual range, may have too many: then all are looked at.
+  // Rows in ascending order, or far out of the usual range, may have too many: then all are looked
+  // at.
   const bool all = smem.num_close > kClose;
   const int looks = all ? segment.end - segment.begin : smem.num_close;
   for (int look = threadIdx.x; look < looks; look += Config::threads) {
@@ -124,13 +128,15 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
   return best;
 }
 
-// The best draw of the cluster, known to the first thread of its first block; token -1 for a bad row.
+// The best draw of the cluster, known to the first thread of its first block; token -1 for a bad
+// row.
 __device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   bad = __any_sync(0xffffffffu, bad);
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const Draw other = {__shfl_xor_sync(0xffffffffu, best.key, lanes), __shfl_xor_sync(0xffffffffu, best.token, lanes)};
+    const Draw other = {__shfl_xor_sync(0xffffffffu, best.key, lanes),
+                        __shfl_xor_sync(0xffffffffu, best.token, lanes)};
     if (beats(other, best)) best = other;
   }
   if (lane == 0) {

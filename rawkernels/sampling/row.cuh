@@ -1,9 +1,11 @@
-// One row of logits, shared by the blocks of a cluster: which part is whose, and what they reduce together.
+// One row of logits, shared by the blocks of a cluster: which part is whose, and what they reduce
+// together.
 #pragma once
 
 #include "ptx/cluster.cuh"
 
-constexpr int kGroup = 128;  // indices that a warp takes together: four a lane, 32 apart, as tile/philox.cuh numbers them
+constexpr int kGroup = 128;  // indices that a warp takes together: four a lane, 32 apart, as
+                             // tile/philox.cuh numbers them
 constexpr int kWarps = Config::threads / 32;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxFloat = 3.402823466e38f;
@@ -13,7 +15,9 @@ struct Segment {  // indices [begin, end)
   int begin, end;
 };
 
-__device__ __forceinline__ int rank_in_cluster() { return Config::cluster > 1 ? ptx::cluster_ctarank() : 0; }
+__device__ __forceinline__ int rank_in_cluster() {
+  return Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
+}
 
 __device__ __forceinline__ Segment own_segment(int vocab) {
   const int groups = (vocab + kGroup - 1) / kGroup;
@@ -55,7 +59,9 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 }
 
 // What log2(p) grows by for each unit of a logit. Finite, since 0 times it must be 0.
-__device__ __forceinline__ float log2_per_logit(float temperature) { return fminf(kLog2e / temperature, kMaxFloat); }
+__device__ __forceinline__ float log2_per_logit(float temperature) {
+  return fminf(kLog2e / temperature, kMaxFloat);
+}
 
 struct Add {
   template <class T>
@@ -69,7 +75,9 @@ struct Range {
 };
 
 struct Widen {
-  __device__ __forceinline__ Range operator()(Range a, Range b) const { return {fmaxf(a.high, b.high), fminf(a.low, b.low)}; }
+  __device__ __forceinline__ Range operator()(Range a, Range b) const {
+    return {fmaxf(a.high, b.high), fminf(a.low, b.low)};
+  }
 };
 
 template <class T>
@@ -88,8 +96,9 @@ __device__ __forceinline__ T reduce_warp(T value, Op op) {
   return value;
 }
 
-// Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel decides. `slots` holds
-// kWarps values, its own for each reduction of a launch, since other blocks may read it until they meet again.
+// Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel
+// decides. `slots` holds kWarps values, its own for each reduction of a launch, since other blocks
+// may read it until they meet again.
 template <class T, class Op>
 __device__ __forceinline__ T reduce_cluster(T value, Op op, T neutral, T* slots) {
   value = reduce_warp(value, op);

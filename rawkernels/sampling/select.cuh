@@ -1,8 +1,10 @@
-// The cut of a ranked row: tokens are ranked by descending score, equals by ascending index, and the shortest run whose
-// weights reach a target is kept. Weights are 1 (top-k) or mass in fixed point (top-p), so sums are exact in any order.
+// The cut of a ranked row: tokens are ranked by descending score, equals by ascending index, and
+// the shortest run whose weights reach a target is kept. Weights are 1 (top-k) or mass in fixed
+// point (top-p), so sums are exact in any order.
 //
-// Counting narrows down where the run ends: first by kBins equal steps of the score, then, only if very many tokens fall
-// into one step, by eight bits of (score, index) at a time. Once few enough are left they are sorted.
+// Counting narrows down where the run ends: first by kBins equal steps of the score, then, only if
+// very many tokens fall into one step, by eight bits of (score, index) at a time. Once few enough
+// are left they are sorted.
 #pragma once
 
 #include "ptx/math.cuh"
@@ -12,7 +14,8 @@ constexpr int kList = Config::threads;
 constexpr int kSorted = 512;  // the power of two that a list is filled up to
 constexpr int kBins = 2 * Config::threads;
 static_assert(kList <= kSorted && kBins >= 256, "a list fits, and so do eight bits");
-static_assert(kBins % Config::cluster == 0 && Config::threads % Config::cluster == 0, "blocks share the work evenly");
+static_assert(kBins % Config::cluster == 0 && Config::threads % Config::cluster == 0,
+              "blocks share the work evenly");
 
 struct Cut {  // keeps what ranks at or before (score, index)
   float score;
@@ -25,7 +28,7 @@ struct Cut {  // keeps what ranks at or before (score, index)
 
 struct SelectSmem {
   union {
-    unsigned bins[kBins];             // of this block, then of the cluster
+    unsigned bins[kBins];                // of this block, then of the cluster
     unsigned long long sorted[kSorted];  // rank 0: what the blocks listed
   };
   unsigned long long list[kList];
@@ -98,14 +101,16 @@ __device__ __forceinline__ void sort_list(unsigned long long* keys, int n) {
   }
 }
 
-// Collects the tokens that wanted(i, logit) picks into rank 0's smem.sorted, descending by score. Returns how many, over
-// the cluster; if they are more than kList, nothing is collected.
+// Collects the tokens that wanted(i, logit) picks into rank 0's smem.sorted, descending by score.
+// Returns how many, over the cluster; if they are more than kList, nothing is collected.
 template <class Row, class Score, class Wanted>
-__device__ __forceinline__ int collect(Row logit, Score score, Wanted wanted, Segment segment, SelectSmem& smem) {
+__device__ __forceinline__ int collect(Row logit, Score score, Wanted wanted, Segment segment,
+                                       SelectSmem& smem) {
   if (threadIdx.x == 0) smem.listed = 0;
   __syncthreads();
   constexpr int kAhead = 8;
-  for (int base = segment.begin + threadIdx.x; base < segment.end; base += kAhead * Config::threads) {
+  for (int base = segment.begin + threadIdx.x; base < segment.end;
+       base += kAhead * Config::threads) {
     unsigned found = 0;  // bit j: token j is wanted; few are
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
@@ -132,16 +137,19 @@ __device__ __forceinline__ int collect(Row logit, Score score, Wanted wanted, Se
       if (r < rank) place += listed;
     }
     const int listed = __shfl_sync(0xffffffffu, mine, rank);
-    for (int i = threadIdx.x % kEach; i < listed; i += kEach) smem.sorted[place + i] = *of_rank(smem.list + i, rank);
+    for (int i = threadIdx.x % kEach; i < listed; i += kEach)
+      smem.sorted[place + i] = *of_rank(smem.list + i, rank);
     __syncthreads();
     sort_list(smem.sorted, total);
   }
   return total;
 }
 
-// Adds up weights by bin over the cluster, in smem.bins of each block. bin(i, logit) is negative for what does not count.
+// Adds up weights by bin over the cluster, in smem.bins of each block. bin(i, logit) is negative
+// for what does not count.
 template <class Row, class Bin, class Weight>
-__device__ __forceinline__ void tally(Row logit, Bin bin, Weight weight, Segment segment, SelectSmem& smem) {
+__device__ __forceinline__ void tally(Row logit, Bin bin, Weight weight, Segment segment,
+                                      SelectSmem& smem) {
   constexpr int kOwn = kBins / Config::cluster;  // bins that a block adds up over the cluster
   for (int b = threadIdx.x; b < kBins; b += Config::threads) smem.bins[b] = 0;
   __syncthreads();
@@ -163,7 +171,8 @@ __device__ __forceinline__ void tally(Row logit, Bin bin, Weight weight, Segment
   }
 }
 
-// Finds the bin in which the weights reach target(their sum): smem.bin, and smem.before above it. Returns the target.
+// Finds the bin in which the weights reach target(their sum): smem.bin, and smem.before above it.
+// Returns the target.
 template <class Target>
 __device__ __forceinline__ unsigned locate(Target target_of, SelectSmem& smem) {
   constexpr int kMine = kBins / Config::threads;
@@ -182,12 +191,15 @@ __device__ __forceinline__ unsigned locate(Target target_of, SelectSmem& smem) {
   return target;
 }
 
-// The cut at which the weights of the kept tokens, whose scores lie in [low, high], reach target(their sum), which is
-// from 1 to that sum. anywhere(i) is the logit of a token of any block's segment.
+// The cut at which the weights of the kept tokens, whose scores lie in [low, high], reach
+// target(their sum), which is from 1 to that sum. anywhere(i) is the logit of a token of any
+// block's segment.
 template <class Row, class Anywhere, class Score, class Kept, class Weight, class Target>
-__device__ __forceinline__ Cut select(Row logit, Anywhere anywhere, Score score, Kept kept, Weight weight,
-                                      Target target_of, float low, float high, Segment segment, SelectSmem& smem) {
-  const float scale = kBins * ptx::rcp(high - low);  // infinite or 0 for a range of 0 or past float: all in one bin
+__device__ __forceinline__ Cut select(Row logit, Anywhere anywhere, Score score, Kept kept,
+                                      Weight weight, Target target_of, float low, float high,
+                                      Segment segment, SelectSmem& smem) {
+  const float scale =
+      kBins * ptx::rcp(high - low);  // infinite or 0 for a range of 0 or past float: all in one bin
   const auto step = [&](float x) { return min(int((high - score(x)) * scale), kBins - 1); };
 
   const auto first = [&](int i, float x) {
@@ -221,8 +233,11 @@ __device__ __forceinline__ Cut select(Row logit, Anywhere anywhere, Score score,
       return smem.cut;
     }
     tally(
-        logit, [&](int i, float x) { return here(i, x) ? 255 - int(rank_key(score(x), i) >> shift & 255) : -1; }, weight,
-        segment, smem);
+        logit,
+        [&](int i, float x) {
+          return here(i, x) ? 255 - int(rank_key(score(x), i) >> shift & 255) : -1;
+        },
+        weight, segment, smem);
     locate([&](unsigned) { return target; }, smem);
     found |= static_cast<unsigned long long>(255 - smem.bin) << shift;
     known |= 255ull << shift;

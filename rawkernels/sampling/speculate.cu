@@ -1,10 +1,14 @@
-// Speculative sampling: which draft tokens of a row are accepted, and the token that is drawn after them.
+// Speculative sampling: which draft tokens of a row are accepted, and the token that is drawn after
+// them.
 //
-// draft_tokens and parents (rows, drafts), draft_probs (rows, drafts, vocab), target_probs (rows, drafts + 1, vocab) float32
-// -> tokens (rows, drafts + 1), accepted (rows,). A cluster of Config::cluster blocks shares a row; grid (rows * cluster).
+// draft_tokens and parents (rows, drafts), draft_probs (rows, drafts, vocab), target_probs (rows,
+// drafts + 1, vocab) float32
+// -> tokens (rows, drafts + 1), accepted (rows,). A cluster of Config::cluster blocks shares a row;
+// grid (rows * cluster).
 //
-// What a token is judged by after some siblings were rejected is worked out anew from theirs and the target's
-// probabilities wherever it is needed: nothing of the size of the vocabulary is stored.
+// What a token is judged by after some siblings were rejected is worked out anew from theirs and
+// the target's probabilities wherever it is needed: nothing of the size of the vocabulary is
+// stored.
 #include "sampling/params.cuh"
 #include "sampling/race.cuh"
 
@@ -32,14 +36,16 @@ extern "C" __global__ void
 #if __CUDA_ARCH__ >= 900
 __cluster_dims__(Config::cluster, 1, 1)
 #endif
-__launch_bounds__(Config::threads, Config::blocks_per_sm) speculate(const SpeculateParams params) {
+    __launch_bounds__(Config::threads, Config::blocks_per_sm)
+        speculate(const SpeculateParams params) {
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
   const bool writes = threadIdx.x == 0 && rank_in_cluster() == 0;
   const Segment segment = own_segment(params.vocab);
   const long long vocab = params.vocab;
   const int* const drafted = params.draft_tokens + static_cast<long long>(row) * params.drafts;
-  const int* const parents = params.parents ? params.parents + static_cast<long long>(row) * params.drafts : nullptr;
+  const int* const parents =
+      params.parents ? params.parents + static_cast<long long>(row) * params.drafts : nullptr;
   const float* const proposals = params.draft_probs + row * params.drafts * vocab;
   const float* const targets = params.target_probs + row * (params.drafts + 1) * vocab;
   int* const tokens = params.tokens + static_cast<long long>(row) * (params.drafts + 1);
@@ -58,7 +64,8 @@ __launch_bounds__(Config::threads, Config::blocks_per_sm) speculate(const Specul
   int sums = 0;
   for (int draft = 0; draft < params.drafts; ++draft) {
     const int token = drafted[draft];
-    if ((parents ? parents[draft] : draft - 1) != node || token < 0 || token >= params.vocab) continue;
+    if ((parents ? parents[draft] : draft - 1) != node || token < 0 || token >= params.vocab)
+      continue;
     const float* const proposal = proposals + draft * vocab;
     const double u = philox_uniform(key, kAcceptStream, draft);
     if (u * double(proposal[token]) < remaining(token)) {

@@ -1,5 +1,6 @@
-// Online softmax on accumulator fragments, for mma.sync and wgmma alike: a thread holds scores of rows g and g + 8 of its
-// warp's 16, d[4j], d[4j + 1] of the first and d[4j + 2], d[4j + 3] of the second (g = lane / 4; a row is four lanes).
+// Online softmax on accumulator fragments, for mma.sync and wgmma alike: a thread holds scores of
+// rows g and g + 8 of its warp's 16, d[4j], d[4j + 1] of the first and d[4j + 2], d[4j + 3] of the
+// second (g = lane / 4; a row is four lanes).
 #pragma once
 
 #include "ptx/math.cuh"
@@ -21,17 +22,18 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// exp(x * scale) over a row, a block of columns at a time. row_max is what exponents are relative to: the largest score so
-// far, or one that lags behind it by at most kLag in log2 units. A lagging maximum only makes every term and the sum larger
-// by the same factor, 2^kLag at most, which the last division takes out; moving it costs a product with all of O.
+// exp(x * scale) over a row, a block of columns at a time. row_max is what exponents are relative
+// to: the largest score so far, or one that lags behind it by at most kLag in log2 units. A lagging
+// maximum only makes every term and the sum larger by the same factor, 2^kLag at most, which the
+// last division takes out; moving it costs a product with all of O.
 struct OnlineSoftmax {
   static constexpr float kLag = 8.0f;
 
   float row_max[2] = {negative_infinity(), negative_infinity()};
   float row_sum[2] = {0.0f, 0.0f};  // of this lane's columns; quad_sum gives the row's
 
-  // Replaces scores by exp2((score - row_max) * scale_log2), scale_log2 > 0. Where true is returned (the same in the whole warp)
-  // O is to be multiplied by `correction`, row by row.
+  // Replaces scores by exp2((score - row_max) * scale_log2), scale_log2 > 0. Where true is returned
+  // (the same in the whole warp) O is to be multiplied by `correction`, row by row.
   template <int n>
   __device__ __forceinline__ bool update(float (&s)[n], float scale_log2, float (&correction)[2]) {
     float block_max[2];
@@ -41,11 +43,13 @@ struct OnlineSoftmax {
     return grown;
   }
 
-  // The three steps of update, for kernels that do other work in between. First: the largest score so far of each row among this
-  // lane's columns, and whether one has left row_max too far behind.
+  // The three steps of update, for kernels that do other work in between. First: the largest score
+  // so far of each row among this lane's columns, and whether one has left row_max too far behind.
   template <int n>
-  __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2, float (&block_max)[2]) const {
-    // Four chains a row: in one chain each maximum waits for the one before, 390 of a block's 2770 cycles in forward_sm90.
+  __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2,
+                                           float (&block_max)[2]) const {
+    // Four chains a row: in one chain each maximum waits for the one before, 390 of a block's 2770
+    // cycles in forward_sm90.
     static_assert(n >= 16, "a chain starts from two scores of its own");
     constexpr int kChains = 4;
     float chain[kChains][2];
@@ -56,20 +60,24 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      block_max[row] = fmaxf(fmaxf(chain[0][row], chain[1][row]), fmaxf(chain[2][row], chain[3][row]));
+      block_max[row] =
+          fmaxf(fmaxf(chain[0][row], chain[1][row]), fmaxf(chain[2][row], chain[3][row]));
       block_max[row] = fmaxf(block_max[row], row_max[row]);
     }
     return fmaxf(block_max[0] - row_max[0], block_max[1] - row_max[1]) * scale_log2 > kLag;
   }
 
-  // Second, if that is so for any lane of the warp: move row_max. O is to be multiplied by `correction`. Only here do the lanes
-  // of a row compare their maxima: a row_max that no lane's scores leave behind stays, whatever the warp's other rows hold.
-  __device__ __forceinline__ void raise(const float (&block_max)[2], float scale_log2, float (&correction)[2]) {
+  // Second, if that is so for any lane of the warp: move row_max. O is to be multiplied by
+  // `correction`. Only here do the lanes of a row compare their maxima: a row_max that no lane's
+  // scores leave behind stays, whatever the warp's other rows hold.
+  __device__ __forceinline__ void raise(const float (&block_max)[2], float scale_log2,
+                                        float (&correction)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float largest = quad_max(block_max[row]);
       const bool moves = (largest - row_max[row]) * scale_log2 > kLag;
-      correction[row] = moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
+      correction[row] =
+          moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
       row_sum[row] *= correction[row];
       row_max[row] = moves ? largest : row_max[row];
     }
