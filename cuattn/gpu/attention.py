@@ -11,6 +11,7 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, sm90, tensormap, tiles
+from cuattn.gpu.memory import pointer, scratch
 from cuattn.gpu.params import FORWARD_ARGUMENT, forward_pointers, forward_shape
 
 
@@ -91,35 +92,23 @@ def forward(
         )
         params = forward_pointers(
             *pointers,
-            _pointer(lse),
-            _pointer(bias),
-            _pointer(mask),
-            _pointer(alibi_slopes),
-            _pointer(sinks),
-            _pointer(cu_seqlens_q),
-            _pointer(cu_seqlens_k),
+            pointer(lse),
+            pointer(bias),
+            pointer(mask),
+            pointer(alibi_slopes),
+            pointer(sinks),
+            pointer(cu_seqlens_q),
+            pointer(cu_seqlens_k),
         )
         arguments = [np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]]
         if plan.sm90 is not None:
-            scratch = _scratch(plan.sm90.scratch_bytes)
-            arguments.append(plan.sm90.argument(pointers, scratch.ptr))
+            workspace = scratch(plan.sm90.scratch_bytes)
+            arguments.append(plan.sm90.argument(pointers, workspace.ptr))
         plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
     if out is not None and target is not out:
         out[...] = target
         target = out
     return target, lse
-
-
-def _scratch(nbytes: int) -> Any:
-    """Memory for one launch, in stream order. While a graph is captured it is the graph's own: the
-    pool would give it away again."""
-    if cupy.cuda.get_current_stream().is_capturing():
-        return cupy.cuda.malloc_async(nbytes)
-    return cupy.cuda.alloc(nbytes)
-
-
-def _pointer(array: cupy.ndarray | None) -> int:
-    return 0 if array is None else array.data.ptr
 
 
 def _layout(array: cupy.ndarray | None) -> tuple | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, tiles
+from cuattn.gpu.memory import pointer, scratch
 from cuattn.gpu.params import DECODE_ARGUMENT, MERGE_PARAMS, decode_pointers, decode_shape
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
@@ -230,17 +231,17 @@ def _launch(
         num_splits,
         (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
     )
-    scratch = _scratch(plan.partial_out + plan.partial_max_sum + plan.arrived)
-    partial_max_sum = scratch.ptr + plan.partial_out
+    workspace = scratch(plan.partial_out + plan.partial_max_sum + plan.arrived)
+    partial_max_sum = workspace.ptr + plan.partial_out
     params = decode_pointers(
         *pointers,
-        _pointer(lse),
-        _pointer(alibi_slopes),
-        _pointer(sinks),
-        _pointer(page_table),
-        _pointer(seq_lens),
-        _pointer(cu_seqlens_q),
-        scratch.ptr,
+        pointer(lse),
+        pointer(alibi_slopes),
+        pointer(sinks),
+        pointer(page_table),
+        pointer(seq_lens),
+        pointer(cu_seqlens_q),
+        workspace.ptr,
         partial_max_sum,
         partial_max_sum + plan.partial_max_sum,
         _tickets.getrandbits(64),
@@ -249,22 +250,8 @@ def _launch(
     plan.kernel(plan.grid, plan.block, (argument,), shared_mem=plan.smem_bytes)
 
 
-def _scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
-    """Memory for one launch, in stream order. While a graph is captured it is the graph's own,
-    since the pool would give it away again
-    before the graph runs.
-    """
-    if cupy.cuda.get_current_stream().is_capturing():
-        return cupy.cuda.malloc_async(nbytes)
-    return cupy.cuda.alloc(nbytes)
-
-
 def _scratch_array(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    return cupy.ndarray(shape, dtype, _scratch(math.prod(shape) * dtype.itemsize))
-
-
-def _pointer(array: cupy.ndarray | None) -> int:
-    return 0 if array is None else array.data.ptr
+    return cupy.ndarray(shape, dtype, scratch(math.prod(shape) * dtype.itemsize))
 
 
 @functools.lru_cache(maxsize=4096)

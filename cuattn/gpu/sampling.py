@@ -14,6 +14,7 @@ import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
+from cuattn.gpu.memory import pointer
 
 #: SampleParams of rawkernels/sampling/params.cuh, field by field.
 SAMPLE_PARAMS = np.dtype(
@@ -106,9 +107,9 @@ def apply_penalties(
             logits.data.ptr,
             out.data.ptr,
             tokens.data.ptr,
-            _pointer(dense),
+            pointer(dense),
             *([array.data.ptr for array in triples] or (0, 0, 0)),
-            _pointer(allowed),
+            pointer(allowed),
             _row_stride(logits),
             _row_stride(dense),
             _row_stride(allowed),
@@ -136,7 +137,7 @@ def speculative_sample(
     if rows:
         params = _PACK_SPECULATE(
             draft_tokens.data.ptr,
-            _pointer(parents),
+            pointer(parents),
             draft_probs.data.ptr,
             target_probs.data.ptr,
             tokens.data.ptr,
@@ -247,10 +248,10 @@ def _sample_params(
     values, indices = top or (None, None)
     return _PACK_SAMPLE(
         logits.data.ptr,
-        _pointer(tokens),
-        _pointer(filtered),
-        _pointer(values),
-        _pointer(indices),
+        pointer(tokens),
+        pointer(filtered),
+        pointer(values),
+        pointer(indices),
         _row_stride(logits),
         *_row_value(seed),
         *_row_value(offset),
@@ -268,10 +269,6 @@ def _sample_params(
 def _row_value(value: Any) -> tuple:
     """A RowValue: pointer and value."""
     return (value.data.ptr, 0) if isinstance(value, cupy.ndarray) else (0, value)
-
-
-def _pointer(array: cupy.ndarray | None) -> int:
-    return 0 if array is None else array.data.ptr
 
 
 def _row_stride(array: cupy.ndarray | None) -> int:
