@@ -69,7 +69,10 @@ def test_variants_fit_the_gpu(arch):
 
 
 def test_the_report_stays_short():
-    assert sum(1 for arch in DEFAULT_ARCHS for _ in tiles.variants(arch)) <= 450
+    """The forward pass in all its tiers stays under 300 rows; decoding and sampling come on top."""
+    rows = [v.source for arch in DEFAULT_ARCHS for v in tiles.variants(arch)]
+    assert sum(source.startswith("attention/forward_") for source in rows) < 300
+    assert len(rows) < 450
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)

@@ -37,7 +37,7 @@ def decode_tier(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def dirty_scratch(monkeypatch, rng):
     """Scratch memory is never what a kernel might hope for."""
-    scratch = decoding._scratch
+    scratch = decoding.scratch
 
     def dirty(nbytes):
         memory = scratch(nbytes)
@@ -46,7 +46,7 @@ def dirty_scratch(monkeypatch, rng):
             whole[...] = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
         return memory
 
-    monkeypatch.setattr(decoding, "_scratch", dirty)
+    monkeypatch.setattr(decoding, "scratch", dirty)
 
 
 class Caches:
