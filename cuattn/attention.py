@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -131,6 +134,10 @@ def flash_attention(
         softcap=softcap,
         dropout=dropout,
     )
+    if bias is not None:
+        check_score_array(name, "bias", bias, spec)
+    if mask is not None:
+        check_score_array(name, "mask", mask, spec)
     result, lse = _forward(
         name,
         xp,
@@ -374,22 +381,14 @@ def _forward(
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
-    """Check the optional arrays against `spec` and hand the call to the side the arrays live on."""
-    if bias is not None:
-        check_score_array(function, "bias", bias, spec)
-    if mask is not None:
-        check_score_array(function, "mask", mask, spec)
+    """Check what the functions share and hand the call to the side the arrays live on."""
     if alibi_slopes is not None:
         check_head_array(function, "alibi_slopes", alibi_slopes, spec, batched=True)
     if sinks is not None:
         check_head_array(function, "sinks", sinks, spec, batched=False)
     if out is not None:
         check_out(function, out, spec.out_shape, spec.dtype)
-    if xp is np:
-        from cuattn.reference.attention import forward
-    else:
-        from cuattn.gpu.attention import forward
-    return forward(
+    return _side(xp).forward(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),
@@ -403,6 +402,13 @@ def _forward(
         out=out,
         return_lse=return_lse,
     )
+
+
+@functools.cache
+def _side(xp: ModuleType) -> ModuleType:
+    """What computes on arrays of `xp`; imported at the first call, since CuPy may not be there."""
+    side = "reference" if xp is np else "gpu"
+    return importlib.import_module(f"cuattn.{side}.attention")
 
 
 def _check_given(function: str, **arrays: Any) -> None:
