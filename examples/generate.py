@@ -24,6 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# After a matrix product OpenBLAS's threads spin for 2^26 cycles, beside the threads of attention.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
+
 import llama
 import numpy as np
 
