@@ -5,6 +5,8 @@ Checks read only metadata, so they cost no device work and no synchronisation.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -97,6 +99,15 @@ def _as_array(function: str, name: str, array: Any) -> Any:
         f"{function}: {name} must be a NumPy or CuPy array (or have __cuda_array_interface__ or "
         f"__dlpack__), got {type(array).__module__}.{type(array).__qualname__}"
     )
+
+
+@functools.cache
+def side(xp: ModuleType, module: str) -> Any:
+    """The `module` of cuattn.reference or cuattn.gpu that computes on arrays of `xp`.
+
+    It is imported at the first call: CuPy may not be there.
+    """
+    return importlib.import_module(f"cuattn.{'reference' if xp is np else 'gpu'}.{module}")
 
 
 def contiguous_last_axis(xp: ModuleType, array: Any) -> Any:

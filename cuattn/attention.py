@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis, side
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -388,7 +385,7 @@ def _forward(
         check_head_array(function, "sinks", sinks, spec, batched=False)
     if out is not None:
         check_out(function, out, spec.out_shape, spec.dtype)
-    return _side(xp).forward(
+    return side(xp, "attention").forward(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),
@@ -402,13 +399,6 @@ def _forward(
         out=out,
         return_lse=return_lse,
     )
-
-
-@functools.cache
-def _side(xp: ModuleType) -> ModuleType:
-    """What computes on arrays of `xp`; imported at the first call, since CuPy may not be there."""
-    side = "reference" if xp is np else "gpu"
-    return importlib.import_module(f"cuattn.{side}.attention")
 
 
 def _check_given(function: str, **arrays: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis, side
 from cuattn._spec import attention_spec, check_cu_seqlens, check_head_array
 
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
@@ -379,11 +379,7 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
                 raise TypeError(f"{name}: {kind}[{i}] has dtype {part.dtype}, must be {dtype}")
     if first.ndim == 3 and first_lse.ndim == 3:  # one token a sequence
         outs, axes = [out[:, None] for out in outs], (0, 2, 1)
-    if xp is np:
-        from cuattn.reference.decoding import merge
-    else:
-        from cuattn.gpu.decoding import merge
-    out, lse = merge(outs, lses, axes)
+    out, lse = side(xp, "decoding").merge(outs, lses, axes)
     return out.reshape(first.shape), lse
 
 
@@ -425,11 +421,7 @@ def _decode(
         if not 1 <= num_splits <= 1024:
             raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
         num_splits = int(num_splits)
-    if xp is np:
-        from cuattn.reference.decoding import decode
-    else:
-        from cuattn.gpu.decoding import decode
-    return decode(
+    return side(xp, "decoding").decode(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),

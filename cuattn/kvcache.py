@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, contiguous_last_axis
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, contiguous_last_axis, side
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn.decoding import MAX_PAGE_SIZE
 
@@ -119,11 +119,7 @@ class PagedKVCache:
         self.hit_pages = self.missed_pages = 0
         self._shift = page_size.bit_length() - 1
         self._xp = np if xp is None else xp
-        if self._xp is np:
-            import cuattn.reference.kvcache as device
-        else:
-            import cuattn.gpu.kvcache as device
-        self._device: Any = device
+        self._device = side(self._xp, "kvcache")
         layout = (num_layers, num_pages, page_size, num_kv_heads)
         self._k = self._xp.empty((*layout, head_dim), self.dtype)
         self._v = self._xp.empty((*layout, head_dim_v), self.dtype)

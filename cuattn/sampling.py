@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuattn._arrays import as_arrays, check_out, contiguous_last_axis
+from cuattn._arrays import as_arrays, check_out, contiguous_last_axis, side
 from cuattn.reference import sampling as reference
 
 __all__ = [
@@ -67,9 +67,7 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     name = "sampling.softmax"
     xp, logits, shape = _logits(name, logits)
     temperature = _row_values(name, xp, "temperature", temperature, len(logits))
-    if xp is np:
-        return reference.softmax(logits, temperature).reshape(shape)
-    return _gpu().softmax(logits, temperature).reshape(shape)
+    return side(xp, "sampling").softmax(logits, temperature).reshape(shape)
 
 
 def greedy(logits: Any) -> Any:
@@ -91,7 +89,7 @@ def greedy(logits: Any) -> Any:
         An argument does not fit; the message names it.
     """
     xp, logits, shape = _logits("sampling.greedy", logits)
-    tokens = reference.greedy(logits) if xp is np else _gpu().greedy(logits)
+    tokens = side(xp, "sampling").greedy(logits)
     return tokens.reshape(shape[:-1])
 
 
@@ -120,7 +118,7 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     name = "sampling.top_k"
     xp, logits, shape = _logits(name, logits)
     k = _integer(name, "k", k, 1, logits.shape[1])
-    values, indices = (reference if xp is np else _gpu()).top_k(logits, k)
+    values, indices = side(xp, "sampling").top_k(logits, k)
     return values.reshape(*shape[:-1], k), indices.reshape(*shape[:-1], k)
 
 
@@ -174,8 +172,7 @@ def filter_logits(
     name = "sampling.filter_logits"
     xp, logits, shape = _logits(name, logits)
     filters = _filters(name, xp, logits, temperature, top_k, top_p, min_p, typical_p)
-    side = reference if xp is np else _gpu()
-    return side.filter_logits(logits, filters).reshape(shape)
+    return side(xp, "sampling").filter_logits(logits, filters).reshape(shape)
 
 
 def sample(
@@ -230,8 +227,7 @@ def sample(
     seed, offset = (
         _words(name, xp, n, v, len(logits)) for n, v in (("seed", seed), ("offset", offset))
     )
-    side = reference if xp is np else _gpu()
-    return side.sample(logits, filters, seed, offset).reshape(shape[:-1])
+    return side(xp, "sampling").sample(logits, filters, seed, offset).reshape(shape[:-1])
 
 
 def apply_penalties(
@@ -315,8 +311,11 @@ def apply_penalties(
         allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
     if out is not None:
         check_out(name, out, shape, rows.dtype)
-    side = reference if xp is np else _gpu()
-    result = side.apply_penalties(rows, tokens, factor, per, once, value, allowed).reshape(shape)
+    result = (
+        side(xp, "sampling")
+        .apply_penalties(rows, tokens, factor, per, once, value, allowed)
+        .reshape(shape)
+    )
     if out is None:
         return result
     out[...] = result
@@ -435,7 +434,7 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
     wanted = None
     if tokens is not None:
         wanted = _token_rows(name, "tokens", tokens.reshape(batch, -1), batch, xp)
-    chosen, values, indices = (reference if xp is np else _gpu()).logprobs(logits, wanted, top_n)
+    chosen, values, indices = side(xp, "sampling").logprobs(logits, wanted, top_n)
     if chosen is not None:
         chosen = chosen.reshape(tokens.shape)
     if values is not None:
@@ -475,13 +474,7 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"{name}: scores must be {logits.shape[:2]} as logits are, has shape {scores.shape}"
         )
-    return (reference if xp is np else _gpu()).beam_step(logits, scores.astype(np.float32))
-
-
-def _gpu() -> Any:
-    import cuattn.gpu.sampling
-
-    return cuattn.gpu.sampling
+    return side(xp, "sampling").beam_step(logits, scores.astype(np.float32))
 
 
 def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
@@ -675,7 +668,7 @@ def _speculative(
             )
         integers[parameter] = xp.ascontiguousarray(array, dtype=np.int32)
     seed, offset = (_words(name, xp, n, v, batch) for n, v in (("seed", seed), ("offset", offset)))
-    return (reference if xp is np else _gpu()).speculative_sample(
+    return side(xp, "sampling").speculative_sample(
         integers["draft_tokens"],
         xp.ascontiguousarray(draft_probs),
         xp.ascontiguousarray(target_probs),

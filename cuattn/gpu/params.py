@@ -53,14 +53,11 @@ def forward_shape(
     bias, mask, alibi_slopes : tuple, optional
         Their (shape, strides in bytes, dtype).
     """
-    slopes_batch = 0
-    if alibi_slopes is not None and len(alibi_slopes[0]) == 2:
-        slopes_batch = alibi_slopes[1][0] // alibi_slopes[2].itemsize
     return _SHAPE.pack(
         *(n for array in strides for n in _row_strides(spec, array)),
         *_broadcast_strides(bias),
         *_broadcast_strides(mask),
-        slopes_batch,
+        _batch_stride(alibi_slopes),
         spec.scale,
         spec.softcap,
         spec.batch,
@@ -173,9 +170,6 @@ def decode_shape(
     head_lanes : int
         Blocks that share out the key heads.
     """
-    slopes_batch = 0
-    if alibi_slopes is not None and len(alibi_slopes[0]) == 2:
-        slopes_batch = alibi_slopes[1][0] // alibi_slopes[2].itemsize
     q, out, k, v = strides
     itemsize = spec.dtype.itemsize
     group = spec.heads_q // spec.heads_kv
@@ -189,7 +183,7 @@ def decode_shape(
         *(stride // itemsize for stride in k[:-1]),
         *(stride // itemsize for stride in v[:-1]),
         table_stride,
-        slopes_batch,
+        _batch_stride(alibi_slopes),
         *lse_strides,
         spec.scale,
         spec.softcap,
@@ -219,6 +213,13 @@ def _row_strides(spec: AttentionSpec, strides: tuple[int, ...]) -> list[int]:
     """Element strides of batch, seq and head."""
     elements = [stride // spec.dtype.itemsize for stride in strides[:-1]]
     return [0, *elements] if spec.varlen else elements
+
+
+def _batch_stride(slopes: tuple | None) -> int:
+    """Element stride of alibi_slopes' batch; 0 where all sequences have the same."""
+    if slopes is None or len(slopes[0]) == 1:
+        return 0
+    return slopes[1][0] // slopes[2].itemsize
 
 
 def _broadcast_strides(layout: tuple | None) -> list[int]:
