@@ -1,0 +1,70 @@
+"""Which kernel serves a call, in which variant: pure functions, tested without a GPU.
+
+Each kernel has a Config, a function that chooses one for a call, and a function that enumerates
+every Config the choice can give, so that `variants` knows all that may ever be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cuattn.gpu.compiler import Variant
+from cuattn.gpu.tiles.attention import (
+    FORWARD_TIERS,
+    Sm90ForwardConfig,
+    forward,
+    forward_variants,
+    sm90_section,
+)
+from cuattn.gpu.tiles.decoding import (
+    CACHE_UPDATE,
+    DECODE_TIERS,
+    cache_write,
+    decode,
+    decode_head_lanes,
+    decode_slots,
+    decode_variants,
+    merge,
+)
+from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.tiles.sampling import (
+    MAX_LISTED,
+    filter_rows,
+    penalize,
+    sample,
+    sampling_variants,
+    speculate,
+)
+
+__all__ = [
+    "CACHE_UPDATE",
+    "DECODE_TIERS",
+    "FORWARD_TIERS",
+    "MAX_LISTED",
+    "SHARED_KIB",
+    "Launch",
+    "Sm90ForwardConfig",
+    "cache_write",
+    "capability",
+    "decode",
+    "decode_head_lanes",
+    "decode_slots",
+    "decode_variants",
+    "filter_rows",
+    "forward",
+    "forward_variants",
+    "merge",
+    "penalize",
+    "sample",
+    "sampling_variants",
+    "sm90_section",
+    "speculate",
+    "variants",
+]
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every variant that can be chosen on an architecture such as ``sm_90a``."""
+    yield from forward_variants(arch)
+    yield from decode_variants(arch)
+    yield from sampling_variants(arch)

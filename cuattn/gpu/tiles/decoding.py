@@ -1,0 +1,265 @@
+"""Which kernels serve decoding and the paged cache, in which variants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuattn._arrays import FLOAT_DTYPES
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
+
+RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
+
+
+#: Rows of a tile that decode_sm80.cu comes with, by head_dim.
+DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm80DecodeConfig(Config):
+    """decoding/decode_sm80.cu."""
+
+    dtype: str
+    head_dim: int  # the next of 64, 128 and 256, for both
+    warp_rows: int  # of a row tile, a warp's
+    warp_keys: int  # of a key tile, a slice's
+    warps_q: int  # that share a slice of the keys
+    warps_k: int  # slices
+    stages: int
+    blocks_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warp_rows * self.warps_q
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile."""
+        return self.warp_keys * self.warps_k
+
+    @property
+    def threads(self) -> int:
+        """One warp for each slice of the keys and part of the rows."""
+        return 32 * self.warps_q * self.warps_k
+
+    @property
+    def smem_bytes(self) -> int:
+        """The rings, then Q or O, then what is small."""
+        warps = self.warps_k * self.warps_q
+        rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
+        pages = self.stages * warps * self.warp_keys * 4
+        rows = max(self.rows * self.head_dim * 2, warps * 8 * self.head_dim * 4)
+        small = 64 * warps + 8 * self.rows + 68 * (warps + 1) + 120
+        return -(-(rings + rows + pages + small) // 128) * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SimtDecodeConfig(Config):
+    """decoding/decode_simt.cu."""
+
+    dtype: str
+    head_dim: int  # 256, or 128 for float32 where that is enough, for both
+    rows: int
+    blocks_per_sm: int
+    tile_keys: int
+
+    @property
+    def threads(self) -> int:
+        """Four warps, which take keys in turn."""
+        return 128
+
+
+def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> Launch:
+    """Choose the kernel of a decoding call: the fastest tier of `DECODE_TIERS` that serves it.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The call, with the cache's capacity as seqlen_k.
+    arch : str
+        The device's architecture.
+    multiprocessors : int
+        How many the device has.
+    aligned : bool
+        Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
+
+    Returns
+    -------
+    Launch
+        Its grid is (blocks that share out the key heads, groups of them).
+
+    Raises
+    ------
+    LookupError
+        No tier serves the call: only where `DECODE_TIERS` was cut down.
+    """
+    for choose in DECODE_TIERS.values():
+        variant = choose(spec, arch, aligned)
+        if variant is not None:
+            blocks = multiprocessors * variant.config.blocks_per_sm
+            lanes = decode_head_lanes(spec.heads_kv, blocks)
+            return Launch(variant, (lanes, blocks // lanes))
+    raise LookupError(f"none of the tiers {', '.join(DECODE_TIERS)} serves {spec} on {arch}")
+
+
+def decode_head_lanes(heads_kv: int, blocks: int) -> int:
+    """How many heads a group of blocks works on at the same time: the most that leave few of the
+    device's blocks without work."""
+    lanes = [n for n in range(1, min(heads_kv, blocks) + 1) if heads_kv % n == 0]
+    used = {n: blocks // n * n for n in lanes}
+    return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
+
+
+def decode_slots(
+    spec: AttentionSpec, launch: Launch, num_splits: int | str | None, unit: int
+) -> int:
+    """How many partial results a decoding launch may have to keep at most."""
+    config = launch.variant.config
+    if num_splits is None:
+        return 2 * launch.grid[0] * launch.grid[1]  # a block leaves at most two items incomplete
+    group = spec.heads_q // spec.heads_kv
+    if spec.varlen:
+        row_tiles = spec.seqlen_q * group // config.rows + spec.batch
+    else:
+        row_tiles = spec.batch * -(-spec.seqlen_q * group // config.rows)
+    # A sequence of several row tiles is not split.
+    units = num_splits if isinstance(num_splits, int) else -(-spec.seqlen_k // unit)
+    return spec.heads_kv * (row_tiles + spec.batch * max(units, 1))
+
+
+def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None:
+    """Choose a variant of decoding/decode_sm80.cu."""
+    dims = spec.head_dim, spec.head_dim_v
+    if capability(arch) < 80 or spec.dtype.itemsize != 2 or not aligned or any(d % 8 for d in dims):
+        return None
+    head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
+    group = spec.heads_q // spec.heads_kv
+    # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a
+    # small tile wastes least.
+    tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.varlen else spec.seqlen_q
+    rows = next(n for n in DECODE_ROWS[head_dim] if tokens * group <= n or n == 64)
+    return _sm80_decode_variant(spec.dtype.name, head_dim, rows, arch)
+
+
+def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Variant:
+    """The variant with the deepest rings that leave an architecture's shared memory and registers
+    room."""
+    shared = SHARED_KIB.get(capability(arch), 100) * 1024
+    warp_rows = min(rows, 32, 4096 // head_dim)
+    warp_keys = 32 if head_dim == 64 else 16
+    wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
+    for warps_k, stages, blocks in (
+        (8, 3, 1),
+        (4, 4, 1),
+        (4, 3, 2),
+        (4, 2, 2),
+        (2, 4, 2),
+        (4, 3, 1),
+        (4, 2, 1),
+        (2, 3, 1),
+        (2, 2, 1),
+        (1, 3, 1),
+    ):
+        config = Sm80DecodeConfig(
+            dtype, head_dim, warp_rows, warp_keys, rows // warp_rows, warps_k, stages, blocks
+        )
+        fits = blocks * (config.smem_bytes + RING_BLOCK_BYTES) <= shared
+        if fits and blocks * config.threads <= (256 if wide else 512):
+            return Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+    raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}")
+
+
+def simt_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant:
+    """Choose a variant of decoding/decode_simt.cu, which serves every call."""
+    small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
+    return _simt_decode_variant(spec.dtype.name, 128 if small else 256)
+
+
+def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
+    rows = 2 if dtype == "float64" else 4
+    config = SimtDecodeConfig(dtype, head_dim, rows, blocks_per_sm=4, tile_keys=64)
+    return Variant("decoding/decode_simt.cu", "decode_simt", config)
+
+
+#: The tiers of decoding, fastest first: each chooses a variant, or None for a call that it leaves
+#: to the next.
+DECODE_TIERS = {"sm80": sm80_decode, "simt": simt_decode}
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeConfig(Config):
+    """decoding/merge.cu."""
+
+    dtype: str
+    out_dtype: str
+
+    @property
+    def threads(self) -> int:
+        """Each has four columns of a row at a time."""
+        return 256
+
+
+def merge(dtype: str, out_dtype: str) -> Variant:
+    """Choose a variant of decoding/merge.cu."""
+    return Variant("decoding/merge.cu", "merge", MergeConfig(dtype, out_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheWriteConfig(Config):
+    """kvcache/write.cu."""
+
+    dtype: str
+    vec_bytes: int
+    loads: int
+    rope: bool  # keys may have to be rotated: that takes registers
+
+    @property
+    def threads(self) -> int:
+        """Each copies `loads` pieces."""
+        return 256
+
+
+def cache_write(dtype: str, itemsize: int, *, aligned: bool, rope: bool) -> Variant:
+    """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
+    packed = aligned and itemsize < 8
+    config = CacheWriteConfig(dtype, 16 if packed else itemsize, loads=4, rope=rope or not packed)
+    return Variant("kvcache/write.cu", "write", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheUpdateConfig(Config):
+    """kvcache/update.cu."""
+
+    @property
+    def threads(self) -> int:
+        """Each sets some numbers."""
+        return 256
+
+
+CACHE_UPDATE = Variant("kvcache/update.cu", "update", CacheUpdateConfig())
+
+
+def decode_variants(arch: str) -> Iterator[Variant]:
+    """Every variant of the kernels in decoding/ and kvcache/."""
+    if capability(arch) >= 80:
+        for dtype in ("float16", "bfloat16"):
+            for head_dim in (64, 128, 256):
+                for rows in DECODE_ROWS[head_dim]:
+                    yield _sm80_decode_variant(dtype, head_dim, rows, arch)
+    for dtype in FLOAT_DTYPES.values():
+        yield _simt_decode_variant(dtype, 256)
+    yield _simt_decode_variant("float32", 128)
+    for dtype, name in FLOAT_DTYPES.items():
+        yield merge(name, name)
+        if dtype.itemsize == 2:
+            yield merge("float32", name)
+        yield cache_write(name, dtype.itemsize, aligned=False, rope=True)
+        if dtype.itemsize < 8:
+            for rope in (False, True):
+                yield cache_write(name, dtype.itemsize, aligned=True, rope=rope)
+    yield CACHE_UPDATE
