@@ -31,8 +31,8 @@ def tier(request, monkeypatch):
     if request.param == "sm80" and compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
         pytest.skip("sm80 is this GPU's fastest tier")
     if request.param != "fastest":
-        one = {request.param: tiles.FORWARD_TIERS[request.param]}
-        monkeypatch.setattr(tiles, "FORWARD_TIERS", one)
+        one = {request.param: tiles.attention.FORWARD_TIERS[request.param]}
+        monkeypatch.setattr(tiles.attention, "FORWARD_TIERS", one)
     attention._plan.cache_clear()
     yield request.param
     attention._plan.cache_clear()

@@ -24,15 +24,17 @@ def poisoned_results(monkeypatch):
     monkeypatch.setattr(cupy, "empty", poisoned)
 
 
-@pytest.fixture(params=list(tiles.FORWARD_TIERS))
+@pytest.fixture(params=list(tiles.attention.FORWARD_TIERS))
 def tier(request, monkeypatch):
     """Each tier of the forward pass: calls reach it, and what it leaves goes to the tiers below
     it."""
     from cuattn.gpu import attention
 
-    names = list(tiles.FORWARD_TIERS)
-    below = {name: tiles.FORWARD_TIERS[name] for name in names[names.index(request.param) :]}
+    names = list(tiles.attention.FORWARD_TIERS)
+    below = {
+        name: tiles.attention.FORWARD_TIERS[name] for name in names[names.index(request.param) :]
+    }
     attention._plan.cache_clear()
-    monkeypatch.setattr(tiles, "FORWARD_TIERS", below)
+    monkeypatch.setattr(tiles.attention, "FORWARD_TIERS", below)
     yield request.param
     attention._plan.cache_clear()

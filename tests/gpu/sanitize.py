@@ -48,13 +48,13 @@ def main() -> None:
     """Run everything, tier by tier, and name what ran."""
     cupy.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
-    every_tier = dict(tiles.FORWARD_TIERS)
+    every_tier = dict(tiles.attention.FORWARD_TIERS)
     for tier, dtype in itertools.product(every_tier, (np.float16, np.float32, np.float64)):
         if tier != "simt" and dtype != np.float16:
             continue
         names = list(every_tier)
-        tiles.FORWARD_TIERS.clear()
-        tiles.FORWARD_TIERS.update((n, every_tier[n]) for n in names[names.index(tier) :])
+        tiles.attention.FORWARD_TIERS.clear()
+        tiles.attention.FORWARD_TIERS.update((n, every_tier[n]) for n in names[names.index(tier) :])
         attention._plan.cache_clear()
         forward(rng, np.dtype(dtype))
         cupy.cuda.Device().synchronize()

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.tiles.attention import (
-    FORWARD_TIERS,
     Sm90ForwardConfig,
     forward,
     forward_variants,
@@ -18,7 +17,6 @@ from cuattn.gpu.tiles.attention import (
 )
 from cuattn.gpu.tiles.decoding import (
     CACHE_UPDATE,
-    DECODE_TIERS,
     cache_write,
     decode,
     decode_head_lanes,
@@ -38,8 +36,6 @@ from cuattn.gpu.tiles.sampling import (
 
 __all__ = [
     "CACHE_UPDATE",
-    "DECODE_TIERS",
-    "FORWARD_TIERS",
     "MAX_LISTED",
     "SHARED_KIB",
     "Launch",
