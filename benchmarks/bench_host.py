@@ -6,6 +6,7 @@ compiles.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -23,25 +24,32 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.benchmark(timer=timing.clock)
 def bench_call(benchmark):
-    """One small float16 call with `out`, beside the launch of an empty kernel with arguments of the
-    same size."""
-    q, k, v = (cupy.random.standard_normal((1, 64, 2, 64)).astype(np.float16) for _ in "qkv")
-    out = cupy.empty_like(q)
+    """One small float16 call with `out`, on the same arrays and on others each time, beside the
+    launch of an empty kernel with arguments of the same size."""
+    # More arrays than there are remembered pointers.
+    q, k, v, out = cupy.random.standard_normal((4, 2000, 1, 64, 2, 64)).astype(np.float16)
+    sets = list(zip(q, k, v, out, strict=True))
+    others = itertools.cycle(sets)
     code = """
     struct Arguments { char bytes[312]; };
     extern "C" __global__ void empty(const Arguments arguments) {}
     """
     empty = cupy.RawKernel(code, "empty")
 
-    def call(q, k, v) -> None:
+    def call(q, k, v, out) -> None:
         cuattn.flash_attention(q, k, v, causal=True, out=out)
+
+    def call_others(launches: int) -> None:
+        for arrays in itertools.islice(others, launches):
+            call(*arrays)
 
     def launch(arguments) -> None:
         empty((2,), (128,), (arguments,))
 
     benchmark.group = "host"
     contestants = [
-        timing.Contestant("call", timing.rotate(call, [(q, k, v)]), timing.by_issue),
+        timing.Contestant("call", timing.rotate(call, sets[:1]), timing.by_issue),
+        timing.Contestant("new pointers", call_others, timing.by_issue),
         timing.Contestant(
             "bare launch", timing.rotate(launch, [(np.zeros(1, "V312")[0],)]), timing.by_issue
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import sm90, tensormap, tiles
@@ -43,6 +44,22 @@ def test_maps_of_varlen_calls_end_where_sequences_do():
             offset = sum(c * s for c, s in zip(coordinates[1:], m.strides, strict=True)) % 2**64
             if inside:
                 assert offset == (begin + row) * m.strides[0] + m.strides[1]
+
+
+def test_scales_of_scores():
+    """Their product is what the contract says, with a tanh in between or not."""
+    shapes = [(2, 300, 8, 64)] * 3
+
+    def scales(**options):
+        planned, config = plan(*shapes, **options)
+        spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
+        with_bias = sm90.plan(spec, config, 132, ((64,) * 4,) * 3, has_bias=True)
+        assert with_bias.scales[:2] == planned.scales[:2]
+        assert with_bias.scales[2] == pytest.approx(np.log2(np.e))
+        return planned.scales
+
+    assert scales() == pytest.approx((0.0, 0.125, 0.125 * np.log2(np.e)))
+    assert scales(scale=0.5, softcap=20.0) == pytest.approx((0.025, 20.0, 20.0 * np.log2(np.e)))
 
 
 def test_addressable():

@@ -154,7 +154,8 @@ def _plan(
     config, grid, plan = launch.variant.config, launch.grid, None
     if isinstance(config, tiles.Sm90ForwardConfig):
         blocks = min(grid[0], cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-        grid, plan = (blocks,), sm90.plan(spec, config, blocks, strides)
+        grid = (blocks,)
+        plan = sm90.plan(spec, config, blocks, strides, has_bias=bias is not None)
     return Plan(
         kernel=compiler.kernel(launch.variant, device),
         grid=grid,

@@ -4,6 +4,7 @@ tiles are dealt out."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import struct
 
@@ -13,9 +14,9 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu import tensormap, tiles
 
 #: Sm90Params of rawkernels/attention/work_sm90.cuh after its three tensor maps.
-_SCHEDULE = struct.Struct("2Q i 44x")
+_REST = struct.Struct("2Q i 3f 32x")
 #: The same bytes as CuPy passes them.
-ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _SCHEDULE.size))
+ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _REST.size))
 
 TAKEN_BYTES = 16  # Sm90Params::Taken
 FAR_ROWS = 1 << 30  # kFarRows
@@ -40,6 +41,7 @@ class Plan:
     dtype: np.dtype
     maps: tuple[Map, ...]  # of q, k, v
     section: int
+    scales: tuple[float, float, float]  # cap_scale, score_scale, scale_log2
     scratch_bytes: int
 
     def argument(self, pointers: tuple[int, ...], scratch: int) -> np.void:
@@ -49,8 +51,8 @@ class Plan:
             tensormap.encode(pointer, self.dtype, m.shape, m.strides, m.box)
             for pointer, m in zip(pointers, self.maps, strict=False)
         ]
-        schedule = _SCHEDULE.pack(scratch, random.getrandbits(64), self.section)
-        return np.frombuffer(b"".join((*encoded, schedule)), ARGUMENT)[0]
+        rest = _REST.pack(scratch, random.getrandbits(64), self.section, *self.scales)
+        return np.frombuffer(b"".join((*encoded, rest)), ARGUMENT)[0]
 
 
 def plan(
@@ -58,6 +60,8 @@ def plan(
     config: tiles.Sm90ForwardConfig,
     blocks: int,
     strides: tuple[tuple[int, ...], ...],
+    *,
+    has_bias: bool = False,
 ) -> Plan:
     """Plan launches on `blocks` blocks; `strides` are those of q, k and v, in bytes."""
     shapes = (
@@ -70,8 +74,16 @@ def plan(
         dtype=spec.dtype,
         maps=tuple(map(_map, [spec] * 3, shapes, strides, rows)),
         section=tiles.sm90_section(spec, config, blocks),
+        scales=_scales(spec, has_bias),
         scratch_bytes=TAKEN_BYTES if spec.varlen else 0,
     )
+
+
+def _scales(spec: AttentionSpec, has_bias: bool) -> tuple[float, float, float]:
+    """What scores are multiplied by: before a tanh, after it, and before exp2."""
+    cap_scale = spec.scale / spec.softcap if spec.softcap else 0.0
+    score_scale = spec.softcap or spec.scale
+    return cap_scale, score_scale, (1.0 if has_bias else score_scale) / math.log(2.0)
 
 
 def _map(

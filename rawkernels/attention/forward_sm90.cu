@@ -4,10 +4,10 @@
 //   q (batch, seqlen_q, heads_q, head_dim), k and v with heads_kv heads, out, or varlen (total,
 //   heads, head_dim); float16 or bfloat16; strides of 16 bytes; scale > 0.
 //   One block an SM, walking over tiles of 64 * Config::warpgroups queries of one head
-//   (attention/work_sm90.cuh). Warpgroup 0 produces (attention/produce_sm90.cuh): warp 0 finds
-//   tiles and brings K and V, block after block of keys, through a ring of stages; warp 1 brings
-//   queries; the others guard (kGuards). Warpgroups 1 and on consume: 64 queries each, scores and
-//   O in registers.
+//   (attention/work_sm90.cuh). Warpgroup 0 produces (attention/produce_sm90.cuh): warp 0 brings K
+//   and V, block after block of keys, through a ring of stages; warp 1 finds tiles and brings their
+//   queries; the others guard (kGuards). Warpgroups 1 and on consume: 64 queries each, scores
+//   (attention/score_sm90.cuh) and O in registers.
 //   701 TFLOP/s at head_dim 128, seqlen 16384 on an H200 (2026-11-21), where cuBLAS reached 682.
 //
 // A consumer never drains: while P V of one block runs, so does Q K^T of the next, be it of the
@@ -15,10 +15,10 @@
 // and of the other consumers.
 #include "attention/layout_sm90.cuh"
 #include "attention/produce_sm90.cuh"
+#include "attention/score_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/score.cuh"
 #include "tile/softmax.cuh"
 
 // S = Q K^T for 64 queries and a block of keys: issued, not waited for.
@@ -46,51 +46,16 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
   ptx::wgmma_commit_group();
 }
 
-// What remains to be multiplied to scores before the softmax: for softcap * tanh(scale * q·k /
-// softcap), the softcap.
-__device__ __forceinline__ float score_scale(const ForwardParams& params) {
-  return static_cast<float>(Config::score && params.softcap != 0.0 ? params.softcap : params.scale);
-}
-
-// Softcap and ALiBi, but for a factor of score_scale. `distance` is that from the lane's first
-// query to its first key. The tanh is an instruction with an error of 2^-11, which is what rounding
-// scores to 16 bits costs.
-__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], const ForwardParams& params,
-                                            float slope, float distance) {
-  if (params.softcap != 0.0) {
-    const float scale = static_cast<float>(params.scale / params.softcap);
-#pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) s[i] = ptx::tanh(s[i] * scale);
-  }
-  if (slope != 0.0f) {
-    const float scaled_slope = slope * ptx::rcp(score_scale(params));
-#pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i)
-      s[i] = fmaf(-scaled_slope,
-                  fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
-  }
-}
-
-// Sets scores that a query must not see to -inf.
-__device__ __forceinline__ void mask_scores(float (&s)[kTileN / 2], const ForwardParams& params,
-                                            const Tile& tile, int row, int column) {
-#pragma unroll
-  for (int i = 0; i < kTileN / 2; ++i) {
-    const int query = row + 8 * (i / 2 % 2), key = i / 4 * 8 + i % 2;
-    if (key >= tile.end_key(params, query) - column ||
-        (Config::bound_left && key < tile.first_key(params, query) - column))
-      s[i] = tile::negative_infinity();
-  }
-}
-
 // Gives the values that the guards have replaced by 0 to the queries that see their keys. `o` has
 // this lane's part of O, rows from `query` and columns from `column` on. Rarely called.
 __device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& params,
                                                  const Tile& tile, int block, int query,
                                                  int column) {
   const T* v = static_cast<const T*>(params.v) + tile.value_offset(params, block * kTileN) + column;
+#pragma unroll 1
   for (int key = block * kTileN; key < min((block + 1) * kTileN, tile.keys.length);
        ++key, v += params.v_stride.seq)
+#pragma unroll 1
     for (int i = 0; i < kHeadDimV / 2; ++i) {
       const int j = i / 4 * 8 + i % 2;
       if (column + j >= params.head_dim_v) break;
@@ -155,7 +120,8 @@ __device__ __noinline__ void write_nothing(const ForwardParams& params, const Ti
   }
 }
 
-__device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params, int consumer) {
+__device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
+                                        const Sm90Params& sm90, int consumer) {
   // Consumers take turns in issuing products, so that one's exponentials run beside another's
   // products.
   const int turn = 1 + consumer, next_turn = 1 + (consumer + 1) % kWarpgroups;
@@ -165,7 +131,9 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
 
   const int lane_row = 64 * consumer + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int lane_column = threadIdx.x % 4 * 2;
-  const float scale_log2 = Config::elementwise ? tile::kLog2e : score_scale(params) * tile::kLog2e;
+  const int warp_row = lane_row - threadIdx.x % 32 / 4;
+  ScoreRows& rows = reinterpret_cast<ScoreRows*>(&smem + 1)[threadIdx.x / 32 - 4];
+  const float scale_log2 = sm90.scale_log2;
   Ring<kStages> ring_k, ring_v;
   Ring<kSlots> ring_q;
   Ring<TileQueue::kSize> ring;
@@ -187,9 +155,10 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     for (; tile.row >= 0 && tile.empty(); tile = read_tile(smem, ring)) {
       write_nothing(params, tile, tile.row + lane_row);
     }
-    if (Config::score && !Config::elementwise && params.alibi_slopes != nullptr && tile.row >= 0)
-      slope = static_cast<const float*>(
-          params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
+    if (Config::score && params.alibi_slopes != nullptr && tile.row >= 0)
+      slope = ptx::rcp(sm90.score_scale) *
+              static_cast<const float*>(
+                  params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
     hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
     guarded = tile.guarded(params);
     return tile;
@@ -198,6 +167,9 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   if (tile.row < 0) return;
   int block = tile.block_end - 1;
 
+  const auto copy_rows_of_block = [&] {
+    copy_score_rows(rows, params, tile, tile.row + warp_row, block * kTileN);
+  };
   // What becomes of the products of Q and K, before and while exponentials are taken.
   const auto receive_scores = [&] {
     ptx::wgmma_keep(s);
@@ -208,14 +180,12 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       ring_q.advance();
     }
     const int row = tile.row + lane_row, column = block * kTileN + lane_column;
-    if constexpr (Config::elementwise) {
-      const tile::ScoreTerms<T> terms(params, tile.batch, tile.head, tile.queries.length,
-                                      tile.keys.length);
-      terms.apply(s, params, row, column);
-    } else if constexpr (Config::score) {
-      bend_scores(s, params, slope, static_cast<float>(row + tile.diagonal() - column));
-    }
-    if (hidden.has(block)) mask_scores(s, params, tile, row, column);
+    if constexpr (Config::score)
+      bend_scores(s, sm90.cap_scale, slope, static_cast<float>(row + tile.diagonal() - column));
+    if constexpr (Config::elementwise) add_score_rows(s, rows, params, sm90.score_scale);
+    if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
+    if (Config::bound_left && block < hidden.before)
+      hide_earlier_keys(s, params, tile, row, column);
   };
   const auto await_values = [&] {
     ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
@@ -238,6 +208,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   };
 
   // The first scores, with nothing beside them.
+  if (Config::elementwise) copy_rows_of_block();
   ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
   ptx::mbarrier_wait(smem.full_k[0], 0);
   ptx::wgmma_keep(s);
@@ -264,6 +235,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
     }
     --block;
+    if (Config::elementwise) copy_rows_of_block();
     ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
     await_values();
     wait_turn();
@@ -340,14 +312,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      load_keys_and_values(smem, params, sm90);
+      load_keys_and_values(smem, sm90);
     } else if (warp == 1) {
-      load_queries(smem, sm90);
+      load_queries(smem, params, sm90);
     } else if (kGuards > 0) {
       guard_values(smem, params, warp - 2);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(smem, params, warpgroup - 1);
+    consume(smem, params, sm90, warpgroup - 1);
   }
 }

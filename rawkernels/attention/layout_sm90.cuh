@@ -43,7 +43,20 @@ struct Smem {
   TileQueue queue;
 };
 
-static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
+// Bias and mask of a consumer warp's 16 queries and a block of keys. Pitches are odd multiples of
+// 16 bytes, of 32 for float32, so that what eight rows' quads read side by side lies in all banks.
+struct ScoreRows {
+  static constexpr int kBiasPitch = 16 * (kTileN / 8 | 1);  // of 16-bit numbers
+  static constexpr int kFloatPitch = 16 * (kTileN / 4 | 2);
+  static constexpr int kMaskPitch = 16 * (kTileN / 16 | 1);
+
+  alignas(16) unsigned char bias[16 * kFloatPitch];
+  alignas(16) unsigned char mask[16 * kMaskPitch];
+};
+constexpr int kScoreRows = Config::elementwise ? 4 * kWarpgroups : 0;  // they follow Smem
+
+static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) <= Config::smem_bytes,
+              "Config::smem_bytes must hold Smem and what follows it");
 static_assert(Config::threads == 128 * (kWarpgroups + 1),
               "one warpgroup produces, the others consume");
 static_assert(kWarpgroups == 2 || kWarpgroups == 3,

@@ -27,8 +27,20 @@ __device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap&
   __syncwarp();
 }
 
-__device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardParams& params,
-                                                     const Sm90Params& sm90) {
+// The next tile that the finding warp has put into the queue.
+__device__ __forceinline__ Tile read_tile(Smem& smem, Ring<TileQueue::kSize>& ring) {
+  ptx::mbarrier_wait(smem.queue.full[ring.index], ring.parity);
+  Tile tile = smem.queue.tiles[ring.index];
+  int (&words)[sizeof(Tile) / 4] = reinterpret_cast<int (&)[sizeof(Tile) / 4]>(tile);
+#pragma unroll
+  for (int& word : words)
+    word = __shfl_sync(~0u, word, 0);  // the compiler is to know that it is the warp's
+  arrive_warp(smem.queue.empty[ring.index]);
+  ring.advance();
+  return tile;
+}
+
+__device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Params& sm90) {
   Ring<kStages> ring_k, ring_v;
   Ring<TileQueue::kSize> ring;
   int pending = -1;  // the block whose keys have been asked for, and whose values have not
@@ -40,17 +52,7 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardPa
                                  head, ptx::kEvictLast);
     ring_v.advance();
   };
-  WalkOf<Config::varlen>::Type walk(params, sm90);
-  while (true) {
-    const Tile tile = walk.next();
-    ptx::mbarrier_wait(smem.queue.empty[ring.index], ring.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      smem.queue.tiles[ring.index] = tile;
-      ptx::mbarrier_arrive(smem.queue.full[ring.index]);
-    }
-    __syncwarp();
-    ring.advance();
-    if (tile.row < 0) break;
+  for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], sm90.k, smem.full_k[ring_k.index],
                                    smem.empty_k[ring_k.index], ring_k.parity, tile.keys,
@@ -66,23 +68,22 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const ForwardPa
   if (pending >= 0) load_values();
 }
 
-// The next tile that the finding warp has put into the queue.
-__device__ __forceinline__ Tile read_tile(Smem& smem, Ring<TileQueue::kSize>& ring) {
-  ptx::mbarrier_wait(smem.queue.full[ring.index], ring.parity);
-  Tile tile = smem.queue.tiles[ring.index];
-  int (&words)[sizeof(Tile) / 4] = reinterpret_cast<int (&)[sizeof(Tile) / 4]>(tile);
-#pragma unroll
-  for (int& word : words)
-    word = __shfl_sync(~0u, word, 0);  // the compiler is to know that it is the warp's
-  arrive_warp(smem.queue.empty[ring.index]);
-  ring.advance();
-  return tile;
-}
-
-__device__ __forceinline__ void load_queries(Smem& smem, const Sm90Params& sm90) {
+// Finds tiles for all, and loads their queries.
+__device__ __forceinline__ void load_queries(Smem& smem, const ForwardParams& params,
+                                             const Sm90Params& sm90) {
   Ring<kSlots> slots;
   Ring<TileQueue::kSize> ring;
-  for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
+  WalkOf<Config::varlen>::Type walk(params, sm90);
+  while (true) {
+    const Tile tile = walk.next();
+    ptx::mbarrier_wait(smem.queue.empty[ring.index], ring.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      smem.queue.tiles[ring.index] = tile;
+      ptx::mbarrier_arrive(smem.queue.full[ring.index]);
+    }
+    __syncwarp();
+    ring.advance();
+    if (tile.row < 0) break;
     if (tile.empty()) continue;
     for (int consumer = 0; consumer < kWarpgroups; ++consumer)
       load<kPanelsK, kPanelBytesQ>(smem.q[slots.index][consumer], sm90.q,
@@ -141,7 +142,8 @@ __device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& pa
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
       if (guarded.has(block)) {
-        smem.cleaned_v[ring_v.index][guard] = clean_values(smem.v[ring_v.index], guard);
+        const bool cleaned = clean_values(smem.v[ring_v.index], guard);
+        if (threadIdx.x % 32 == 0) smem.cleaned_v[ring_v.index][guard] = cleaned;
         arrive_warp(smem.checked_v[ring_v.index]);
       }
       arrive_warp(smem.empty_v[ring_v.index]);  // keeps the guards in step with the ring

@@ -20,6 +20,10 @@ struct Sm90Params {
   }* taken;
   unsigned long long ticket;  // a random number of this launch's own
   int section;                // heads that are worked on together; 0: all tiles cost the same
+  // Scores are softcap * tanh(cap_scale * q·k), or scale * q·k where cap_scale is 0. The last
+  // factor waits: kernels keep scores over score_scale, unless there is a bias, and exp(x) is
+  // exp2(x * log2(e)).
+  float cap_scale, score_scale, scale_log2;
 };
 
 // Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch

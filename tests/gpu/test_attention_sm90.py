@@ -71,6 +71,47 @@ def test_rows_that_see_nothing_amid_others(head_dim, rng):
     formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
 
 
+#: How bias and mask may lie in memory: (shape of the array, what of it is given). Rows of 336
+#: elements start at multiples of 16 bytes in any type, rows of 324 at multiples of 4.
+SCORE_LAYOUTS = {
+    "aligned": ((2, 3, 201, 336), np.s_[:]),
+    "words": ((2, 3, 201, 324), np.s_[:]),
+    "odd": ((2, 3, 201, 323), np.s_[:]),
+    "part of a row": ((2, 3, 201, 336), np.s_[..., :331]),
+    "from a key on": ((2, 3, 201, 336), np.s_[..., 5:]),
+    "every other key": ((2, 3, 201, 660), np.s_[..., ::2]),
+    "backward": ((2, 3, 201, 336), np.s_[:, :, ::-1, ::-1]),
+    "one for all heads": ((2, 1, 201, 336), np.s_[:]),
+    "one for all queries": ((3, 1, 336), np.s_[:]),
+    "one for all keys": ((2, 1, 201, 1), np.s_[:]),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("layout", SCORE_LAYOUTS)
+@pytest.mark.parametrize("given", ["bias", "float32 bias", "mask", "bias and mask"])
+def test_bias_and_mask_may_lie_anyhow(head_dim, layout, given, rng):
+    shape, part = SCORE_LAYOUTS[layout]
+    whole = {}
+    if "bias" in given:
+        bias = rng.standard_normal(shape) * 3
+        whole["bias"] = bias.astype(np.float32 if "float32" in given else BFLOAT16)
+    if "mask" in given:
+        whole["mask"] = rng.random(shape) < 0.7
+    host = {name: array[part] for name, array in whole.items()}
+    device = {name: cupy.asarray(array)[part] for name, array in whole.items()}
+    keys = next(iter(host.values())).shape[-1]
+    keys = 336 if keys == 1 else keys
+    q, k, v = (normal(rng, 2, n, 3, head_dim) for n in (201, keys, keys))
+    arrays = [cupy.asarray(a) for a in (q, k, v)]
+    for options in ({}, {"causal": True, "softcap": 20.0}):
+        exact, exact_lse = formulas.attention(q, k, v, **host, **options)
+        plain, plain_lse = formulas.attention(q, k, v, **host, **options, precision=BFLOAT16)
+        out, lse = cuattn.flash_attention(*arrays, **device, **options, return_lse=True)
+        formulas.assert_accurate(out.get(), exact, plain)
+        formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
+
+
 def test_varlen_maps_stay_within_small_allocations(rng):
     """Arrays with nothing mapped before or after them, which a map must not touch."""
     for total in (1, 60, 500, 5000):

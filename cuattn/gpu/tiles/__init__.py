@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.tiles.attention import (
     Sm90ForwardConfig,
+    blocks_of_keys,
     forward,
     forward_variants,
     sm90_section,
@@ -40,6 +41,7 @@ __all__ = [
     "SHARED_KIB",
     "Launch",
     "Sm90ForwardConfig",
+    "blocks_of_keys",
     "cache_write",
     "capability",
     "decode",

@@ -152,10 +152,12 @@ class Sm90ForwardConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Panels of 64 columns, and a KiB of barriers."""
+        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask."""
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         queries = self.q_slots * self.tile_m * panels * 128
-        return queries + self.stages * self.tile_n * (panels + panels_v) * 128 + 1024
+        keys = self.stages * self.tile_n * (panels + panels_v) * 128
+        rows = 16 * (self.tile_n // 4 | 2) + 16 * (self.tile_n // 16 | 1)
+        return queries + keys + 1024 + (self.tile_m * rows if self.elementwise else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,35 +169,41 @@ class Sm90Tile:
     warpgroups: int
     q_slots: int = 2  # of queries: with two, one tile's products run into the next's
     speed: float = 1.0
-    varlen: bool = True  # False: its producing warps have too few registers for that
 
 
 #: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups
-#: hide each other's exponentials best, two waste fewer rows of short sequences. Where keys, values
-#: and queries fill shared memory, tile_n comes first.
+#: hide each other's exponentials best, two waste fewer rows of short sequences; varlen calls, whose
+#: lengths are unknown here, get the first. Where keys, values and queries fill shared memory,
+#: tile_n comes first.
 SM90_TILES = {
     (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
-    (96, 96): (Sm90Tile(112, 3, varlen=False), Sm90Tile(128, 2, speed=0.9)),
-    (128, 128): (Sm90Tile(80, 3, varlen=False), Sm90Tile(128, 2, speed=0.95)),
+    (96, 96): (Sm90Tile(112, 3), Sm90Tile(128, 2, speed=0.9)),
+    (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
     (64, 256): (Sm90Tile(96, 2),),
     (192, 128): (Sm90Tile(128, 2, q_slots=1),),
     (192, 192): (Sm90Tile(112, 2, q_slots=1),),
     (256, 256): (Sm90Tile(80, 2, q_slots=1),),
 }
-#: The tile of calls with softcap or alibi_slopes, and of those with bias or mask: registers are
-#: what these take.
+#: The tile of calls with softcap or alibi_slopes: registers are what these take.
 SM90_SCORE_TILES = {
-    (64, 64): Sm90Tile(128, 2),
-    (96, 96): Sm90Tile(128, 2),
-    (128, 128): Sm90Tile(128, 2),
+    (64, 64): Sm90Tile(128, 3),
+    (96, 96): Sm90Tile(112, 3),
+    (128, 128): Sm90Tile(80, 3),
     (64, 256): Sm90Tile(80, 2),
     (192, 128): Sm90Tile(112, 2, q_slots=1),
     (192, 192): Sm90Tile(96, 2, q_slots=1),
     (256, 256): Sm90Tile(80, 2, q_slots=1),
 }
-SM90_ELEMENTWISE_TILE = Sm90Tile(64, 2, q_slots=1)
-#: What a varlen call's lengths, unknown here, are taken for.
-SM90_VARLEN_LENGTH = 1024
+#: The tile of calls with bias or mask, which take their share of shared memory.
+SM90_ELEMENTWISE_TILES = {
+    (64, 64): Sm90Tile(128, 2),
+    (96, 96): Sm90Tile(112, 2, q_slots=1),
+    (128, 128): Sm90Tile(112, 2, q_slots=1),
+    (64, 256): Sm90Tile(80, 2),
+    (192, 128): Sm90Tile(80, 2, q_slots=1),
+    (192, 192): Sm90Tile(80, 2, q_slots=1),
+    (256, 256): Sm90Tile(48, 2, q_slots=1),
+}
 
 #: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
 #: bounds more.
@@ -275,8 +283,8 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
     return min(range(1, most + 1), key=busiest)
 
 
-def _sm90_costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
-    """What each tile of a head costs, in blocks of keys: those it sees, and about one more."""
+def blocks_of_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """Count the blocks of keys that each tile of one head's queries is multiplied with."""
     first_row = np.arange(0, spec.seqlen_q, config.tile_m)
     last_row = np.minimum(first_row + config.tile_m, spec.seqlen_q) - 1
     diagonal = spec.seqlen_k - spec.seqlen_q
@@ -284,7 +292,12 @@ def _sm90_costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
     left = spec.seqlen_k + spec.seqlen_q if spec.window_left is None else spec.window_left
     end = np.clip(last_row + diagonal + right + 1, 0, spec.seqlen_k)
     begin = np.clip(first_row + diagonal - left, 0, end)
-    return 1.0 + -(-end // config.tile_n) - begin // config.tile_n
+    return -(-end // config.tile_n) - begin // config.tile_n
+
+
+def _sm90_costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """What each tile of a head costs, in blocks of keys: those it sees, and about one more."""
+    return 1.0 + blocks_of_keys(spec, config)
 
 
 SECTION_BYTES = 40 << 20  # of Hopper's 50 MB of L2
@@ -296,9 +309,9 @@ def _sm90_configs(
     dtype: str, dims: tuple[int, int], varlen: bool, score: bool, elementwise: bool
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
-    tiles = [tile for tile in SM90_TILES[dims] if tile.varlen or not varlen]
+    tiles = SM90_TILES[dims][: 1 if varlen else None]
     if score:
-        tiles = [SM90_ELEMENTWISE_TILE if elementwise else SM90_SCORE_TILES[dims]]
+        tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
     for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
         for tile in tiles:
             yield Sm90ForwardConfig(
@@ -317,9 +330,6 @@ def _sm90_configs(
 
 def _sm90_time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
     """What a head costs, in an unnamed unit: a choice that the batch has no say in."""
-    if spec.varlen:
-        length = SM90_VARLEN_LENGTH
-        spec = dataclasses.replace(spec, seqlen_q=length, seqlen_k=length, varlen=False)
     speed = {
         (tile.tile_n, tile.warpgroups): tile.speed
         for tile in SM90_TILES[config.head_dim, config.head_dim_v]

@@ -1,0 +1,132 @@
+"""Forward attention with every option, beside the plain call of the same length.
+
+``pytest benchmarks/bench_options.py --benchmark-json=benchmarks/results/NAME.json``
+
+A call that sees fewer keys, or whose sequences end within a tile, is judged by the products it
+computes: whole tiles of queries times whole blocks of keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from benchmarks import timing
+from cuattn._spec import attention_spec
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+
+TOKENS, FEATURES = 16384, 2048
+DTYPE = np.dtype(ml_dtypes.bfloat16)
+WINDOW = (1023, 0)
+GROUP = 8  # query heads of a key head
+SHORTEST, LONGEST = 128, 8192  # of varlen
+
+
+def normal(*shape: int, dtype: np.dtype = DTYPE) -> Any:
+    """Random numbers; a slice of the first axis at a time, as float32 takes twice the room."""
+    array = cupy.empty(shape, dtype)
+    for part in array:
+        part[...] = cupy.random.standard_normal(shape[1:], dtype=np.float32)
+    return array
+
+
+def mixed_lengths(rng: np.random.Generator) -> list[int]:
+    """Lengths from SHORTEST to LONGEST, evenly spread over their logarithms; 2 * TOKENS in all."""
+    lengths: list[int] = []
+    while sum(lengths) + LONGEST < 2 * TOKENS:
+        lengths.append(int(np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST)))))
+    return [*lengths, 2 * TOKENS - sum(lengths)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call to be timed, and the floating-point operations of the tiles that it computes."""
+
+    name: str
+    run: Callable[[], Any]
+    flops: float
+
+
+def fixed(name: str, q: Any, k: Any, v: Any, **options: Any) -> Call:
+    """A call of :func:`cuattn.flash_attention`."""
+    spec = attention_spec(
+        "flash_attention",
+        *(array.shape for array in (q, k, v)),
+        *[q.dtype] * 3,
+        **{key: options[key] for key in options.keys() & {"causal", "window", "softcap"}},
+    )
+    arrays = options.keys() & {"bias", "mask", "alibi_slopes"}
+    flops = q.shape[0] * computed(spec, bool(arrays), bool(arrays - {"alibi_slopes"}))
+    return Call(name, lambda: cuattn.flash_attention(q, k, v, **options), flops)
+
+
+def varlen(name: str, lengths: list[int], heads: int, head_dim: int, **options: Any) -> Call:
+    """A call of :func:`cuattn.flash_attention_varlen`."""
+    total = sum(lengths)
+    q, k, v = (normal(total, heads, head_dim) for _ in "qkv")
+    ends = cupy.asarray(np.cumsum([0, *lengths]), dtype=np.int32)
+    spec = attention_spec(
+        "flash_attention_varlen", *[q.shape] * 3, *[DTYPE] * 3, sequences=len(lengths), **options
+    )
+    flops = sum(computed(spec, False, False, seqlen) for seqlen in lengths)
+    run = lambda: cuattn.flash_attention_varlen(q, k, v, ends, **options)  # noqa: E731
+    return Call(name, run, flops)
+
+
+def computed(spec: Any, has_score: bool, elementwise: bool, seqlen: int | None = None) -> float:
+    """Floating-point operations of one sequence, of `seqlen` where the call is varlen."""
+    from cuattn.gpu import compiler, tiles
+
+    arch = compiler.device_arch(cupy.cuda.Device().id)
+    launch = tiles.forward(spec, arch, has_score=has_score, elementwise=elementwise, aligned=True)
+    config = launch.variant.config
+    if seqlen is not None:
+        spec = dataclasses.replace(spec, seqlen_q=seqlen, seqlen_k=seqlen)
+    scores = tiles.blocks_of_keys(spec, config).sum() * config.tile_m * config.tile_n
+    return 2.0 * spec.heads_q * scores * (spec.head_dim + spec.head_dim_v)
+
+
+def calls(seqlen: int, head_dim: int) -> Iterator[Call]:
+    """The plain call, and one for each option."""
+    batch, heads = TOKENS // seqlen, FEATURES // head_dim
+    q, k, v = (normal(batch, seqlen, heads, head_dim) for _ in "qkv")
+    shared = [normal(batch, seqlen, heads // GROUP, head_dim) for _ in "kv"]
+    slopes = cupy.asarray(np.exp2(-8.0 * np.arange(1, heads + 1) / heads), dtype=np.float32)
+    mask = cupy.random.random((batch, 1, seqlen, seqlen), dtype=np.float32) < 0.9
+    lengths = mixed_lengths(np.random.default_rng(0))
+    yield fixed("plain", q, k, v)
+    yield fixed("causal", q, k, v, causal=True)
+    yield fixed("window", q, k, v, window=WINDOW)
+    yield fixed("softcap", q, k, v, softcap=30.0)
+    yield fixed("ALiBi", q, k, v, alibi_slopes=slopes)
+    yield fixed("GQA", q, *shared)
+    yield varlen("varlen", lengths, heads, head_dim)
+    yield varlen("varlen causal", lengths, heads, head_dim, causal=True)
+    yield fixed("mask", q, k, v, mask=mask)
+    yield fixed("bias", q, k, v, bias=normal(heads, seqlen, seqlen))
+    yield fixed("bias float32", q, k, v, bias=normal(1, seqlen, seqlen, dtype=np.float32))
+
+
+@pytest.mark.parametrize("seqlen", [8192, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def bench_options(benchmark, head_dim, seqlen):
+    contestants, flops = [], {}
+    for call in calls(seqlen, head_dim):
+        contestants.append(timing.Contestant(call.name, timing.rotate(call.run, [()])))
+        flops[call.name] = call.flops
+    benchmark.group = "attention options"
+    seconds = timing.race(benchmark, contestants)
+    tflops = {name: flops[name] / s * 1e-12 for name, s in seconds.items()}
+    relative = {name: speed / tflops["plain"] for name, speed in tflops.items()}
+    benchmark.extra_info |= {"tflops_of_tiles": tflops, "of_plain": relative}
+    shown = ", ".join(f"{name} {tflops[name]:.0f} ({relative[name]:.2f})" for name in tflops)
+    print(f"\n{benchmark.param}: {shown} TFLOP/s of the tiles computed (of the plain call's)")
