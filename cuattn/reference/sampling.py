@@ -57,18 +57,22 @@ def kept(logits: np.ndarray, filters: Filters) -> np.ndarray:
     logits = logits.astype(np.float64)
     finite = np.isfinite(logits) & ~_bad(logits)[:, None]
     temperature = np.where(filters.temperature == 0, 1.0, filters.temperature.astype(np.float64))
-    order = _descending(logits)
-    scaled = np.take_along_axis(np.where(finite, logits, -np.inf), order, axis=1)
+    scaled = np.where(finite, logits, -np.inf)
     with np.errstate(invalid="ignore"):  # an empty row: -inf - -inf
-        scaled = (scaled - scaled[:, :1]) / temperature[:, None]  # descending from 0
+        scaled = (scaled - scaled.max(axis=1, keepdims=True)) / temperature[:, None]
+    with np.errstate(divide="ignore"):
+        likely = scaled >= np.log(filters.min_p.astype(np.float64))[:, None]
+    count = np.where(filters.temperature == 0, 1, filters.top_k)
+    if min(*filters.top_p, *filters.typical_p) >= 1 and count.min() >= logits.shape[1]:
+        return finite & likely  # no filter goes by rank, and ranking is most of the work
+
+    order = _descending(logits)
+    scaled = np.take_along_axis(scaled, order, axis=1)  # descending from 0
     mass = np.exp(scaled)
     mass[~np.isfinite(scaled)] = 0
-
-    count = np.where(filters.temperature == 0, 1, filters.top_k)
     keep = np.isfinite(scaled) & (np.arange(logits.shape[1]) < count[:, None])
     keep &= _first_mass(mass * keep, filters.top_p)
-    with np.errstate(divide="ignore"):
-        keep &= scaled >= np.log(filters.min_p.astype(np.float64))[:, None]
+    keep &= np.take_along_axis(likely, order, axis=1)
 
     typical = filters.typical_p < 1
     if typical.any():
@@ -101,6 +105,8 @@ def sample(
     logits: np.ndarray, filters: Filters, seed: np.ndarray, offset: np.ndarray
 ) -> np.ndarray:
     """One token a row: the kept one with the largest logit / temperature + Gumbel noise."""
+    if not filters.temperature.any():
+        return greedy(logits)
     keep = kept(logits, filters)
     temperature = np.where(filters.temperature == 0, 1.0, filters.temperature.astype(np.float64))
     scaled = np.where(keep, logits.astype(np.float64) / temperature[:, None], -np.inf)
