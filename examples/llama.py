@@ -236,14 +236,15 @@ class Llama:
             )
             x += heads.reshape(len(ids), -1).astype(x.dtype, copy=False) @ layer.attn_output
 
-            gate, up = xp.split(self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up, 2, axis=1)
+            gate_up = self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up
+            gate, up = gate_up[:, : len(layer.ffn_down)], gate_up[:, len(layer.ffn_down) :]
             x += (gate / (1 + xp.exp(-gate)) * up) @ layer.ffn_down
         last = [np.arange(stop - n, stop) for stop, n in zip(stops, wanted, strict=True)]
         return self.rms_norm(x[xp.asarray(np.concatenate(last))], self.output_norm) @ self.output
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """`x` scaled to a mean square of one, times `weight`."""
-        mean_square = (x * x).mean(axis=1, keepdims=True)
+        mean_square = (x * x).sum(axis=1, keepdims=True) / x.shape[1]
         return x * (1 / self.xp.sqrt(mean_square + self.eps)) * weight
 
 

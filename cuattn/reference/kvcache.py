@@ -14,6 +14,8 @@ class Batch:
     seq_lens : int32 (batch,)
     cu_new : int32 (batch + 1,)
         Cumulative numbers of the tokens that the last ``extend`` made room for.
+    new_sequence, new_position : integers (cu_new[-1],)
+        To which sequence each of those tokens belongs, and where in it.
     """
 
     def __init__(self, batch: int, width: int) -> None:
@@ -33,6 +35,10 @@ class Batch:
         self.page_table[positions, columns] = pages
         self.seq_lens[:] = seq_lens
         self.cu_new[:] = cu_new
+        counts = cu_new[1:] - cu_new[:-1]
+        self.new_sequence = np.repeat(np.arange(counts.size), counts)
+        first = self.seq_lens - cu_new[1:]  # as if all new tokens were of this sequence
+        self.new_position = np.arange(cu_new[-1]) + first[self.new_sequence]
 
 
 def copy_pages(k_pages: np.ndarray, v_pages: np.ndarray, source: list[int], target: list[int]):
@@ -64,16 +70,12 @@ def write(
     rope, interleaved
         As in :meth:`cuattn.PagedKVCache.write`.
     """
-    page_size = k_pages.shape[1]
-    counts = np.diff(batch.cu_new)
-    sequence = np.repeat(np.arange(counts.size), counts)
-    from_end = batch.cu_new[1:][sequence] - np.arange(sequence.size)
-    position = batch.seq_lens[sequence] - from_end
-    page = batch.page_table[sequence, position // page_size]
+    position, page_size = batch.new_position, k_pages.shape[1]
+    page = batch.page_table[batch.new_sequence, position // page_size]
+    slot = position % page_size
     if rope is not None:
         k = rotate(k, *(table[position][:, None] for table in rope), interleaved)
-    k_pages[page, position % page_size] = k
-    v_pages[page, position % page_size] = v
+    k_pages[page, slot], v_pages[page, slot] = k, v
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
