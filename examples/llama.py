@@ -216,7 +216,8 @@ class Llama:
         cache.extend(sequences, counts, tokens=ids)
         page_table, seq_lens = cache.page_table(sequences), cache.seq_lens(sequences)
         cu_seqlens = xp.asarray(np.append(0, stops), xp.int32)
-        positions = xp.arange(len(ids)) + xp.repeat(seq_lens - cu_seqlens[1:], counts)
+        owners = xp.asarray(np.repeat(np.arange(len(counts)), counts))
+        positions = xp.arange(len(ids)) + (seq_lens - cu_seqlens[1:])[owners]
         angles = xp.multiply.outer(positions.astype(xp.float32), self.frequencies)
         rotation = xp.exp(1j * angles)[:, None]
 
