@@ -1,9 +1,10 @@
 """Decoding: one token a sequence over long caches, contiguous and in pages, by CUDA-graph replay.
 
-``pytest benchmarks/bench_decoding.py --benchmark-json=benchmarks/results/NAME.json``
+``pytest benchmarks/bench_decoding.py --benchmark-json=benchmarks/results/NAME.json``; two minutes.
 
 Bytes count K and V once. Caches take turns past L2; a captured call costs no host time, as in a
-serving loop.
+serving loop. FlashAttention-3, as a JAX call, cannot be captured here: it takes part where its
+kernels take longer than its launches.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 8192), (128, 2048), (8, 65536)]
+HEADS = [(32, 8, 128), (64, 8, 128), (32, 32, 64)]  # of queries, of keys, head_dim
 MIXED = {
     "16 to 16384": np.linspace(16, 16384, 64).astype(np.int32),
     "one long": np.array([131072] + 31 * [1024], np.int32),
@@ -41,28 +43,44 @@ def draw(*shape: int) -> Any:
 
 
 def captured(name: str, calls: list[Callable[[], Any]]) -> timing.Contestant:
-    """A contestant whose every launch is a replay of all these calls."""
+    """A contestant whose every launch is a replay of all these calls; the result is the last
+    one's."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         calls[0]()  # compiles
         stream.synchronize()
         stream.begin_capture()
         for call in calls:
-            call()
+            result = call()
         graph = stream.end_capture()
 
-    def run(replays: int) -> None:
+    def run(replays: int) -> Any:
         for _ in range(replays):
             graph.launch()
+        return result
 
     return timing.Contestant(name, run)
 
 
-def report(benchmark: Any, contestants: list, calls: int, nbytes: int, copy: float) -> None:
-    """Race, and write down microseconds a call and the part of the copy ceiling that K and V are
-    read at.
+def report(
+    benchmark: Any,
+    ours: list[timing.Contestant],
+    others: list[timing.Contestant],
+    *,
+    calls: int,
+    nbytes: int,
+    copy: float,
+) -> None:
+    """Compare results, race, and write down microseconds a call and the part of the copy ceiling
+    that `nbytes` a call are moved at.
     """
-    seconds = timing.race(benchmark, contestants)
+    if others:
+        out = ours[0].run(1).astype(np.float32)
+    for peer in others:  # a figure next to a wrong result would be worth nothing
+        theirs = peers.to_cupy(peer.run(1)).reshape(out.shape)
+        difference = float(cupy.linalg.norm(out - theirs) / cupy.linalg.norm(theirs))
+        assert difference < 2e-2, f"cuattn and {peer.name} differ by {difference:.1e}"
+    seconds = timing.race(benchmark, [*ours, *others], rounds=7, turn=10e-3)
     each = {name: s / calls for name, s in seconds.items()}
     benchmark.group = "decoding"
     benchmark.extra_info |= {
@@ -71,12 +89,14 @@ def report(benchmark: Any, contestants: list, calls: int, nbytes: int, copy: flo
         "copy_tb_per_s": copy * 1e-12,
     }
     shown = (f"{name} {s * 1e6:.1f} us ({nbytes / s / copy:.0%})" for name, s in each.items())
-    print(f"\n{benchmark.param}: {', '.join(shown)}")
+    print(f"\n{benchmark.name}: {', '.join(shown)}")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 128), (32, 32, 64)], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}/{h[1]} of {h[2]}")
 def bench_decode(benchmark, ceilings, heads, shape):
+    """Uniform lengths: a contiguous cache, pages of 16 and of 64, and peers on contiguous
+    caches."""
     (heads_q, heads_kv, dim), (batch, length) = heads, shape
     nbytes = 2 * batch * length * heads_kv * dim * 2
     count = timing.sets_past_l2(nbytes)
@@ -86,9 +106,7 @@ def bench_decode(benchmark, ceilings, heads, shape):
     ]
     lens = cupy.full(batch, length, np.int32)
     out = cupy.empty_like(sets[0][0])
-    contestants = [
-        captured("cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets])
-    ]
+    ours = [captured("cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets])]
     for page_size in (16, 64):
         order = cupy.random.permutation(batch * length // page_size).astype(np.int32)
         table = order.reshape(batch, -1)
@@ -97,15 +115,14 @@ def bench_decode(benchmark, ceilings, heads, shape):
             pages = (a.reshape(-1, page_size, heads_kv, dim) for a in (k, v))
             return cuattn.paged_attention(q, *pages, table, lens, out=out)
 
-        contestants.append(
-            captured(f"pages of {page_size}", [lambda s=s, call=call: call(*s) for s in sets])
-        )
-    contestants += peers.decode(sets)
-    report(benchmark, contestants, count, nbytes, ceilings["copy"])
+        ours.append(captured(f"pages of {page_size}", [lambda s=s, f=call: f(*s) for s in sets]))
+    others = list(peers.decode(sets))
+    report(benchmark, ours, others, calls=count, nbytes=nbytes, copy=ceilings["copy"])
 
 
 @pytest.mark.parametrize("kind", MIXED)
 def bench_mixed_lengths(benchmark, ceilings, kind):
+    """Pages of 16, and peers on the same sequences one after the other."""
     lens, page_size, heads, dim = MIXED[kind], 16, 8, 128
     pages = -(-lens // page_size)
     table = np.zeros((len(lens), pages.max()), np.int32)
@@ -116,7 +133,16 @@ def bench_mixed_lengths(benchmark, ceilings, kind):
     arrays = (q, k, v, cupy.asarray(table), cupy.asarray(lens))
     out = cupy.empty_like(q)
     run = captured("cuattn", [lambda: cuattn.paged_attention(*arrays, out=out)])
-    report(benchmark, [run], 1, 4 * int(lens.sum()) * heads * dim, ceilings["copy"])
+    rows = np.concatenate(
+        [
+            (pages_of[: -(-n // page_size), None] * page_size + np.arange(page_size)).ravel()[:n]
+            for pages_of, n in zip(table, lens, strict=True)
+        ]
+    )
+    flat = [a.reshape(-1, heads, dim)[cupy.asarray(rows)] for a in (k, v)]
+    others = list(peers.decode_varlen(q[:, 0], *flat, lens))
+    nbytes = 4 * int(lens.sum()) * heads * dim
+    report(benchmark, [run], others, calls=1, nbytes=nbytes, copy=ceilings["copy"])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
@@ -127,11 +153,13 @@ def bench_several_tokens(benchmark, ceilings, tokens):
     k, v = (draw(batch, length, heads, dim) for _ in "kv")
     lens, out = cupy.full(batch, length, np.int32), cupy.empty_like(q)
     run = captured("cuattn", [lambda: cuattn.flash_decode(q, k, v, lens, out=out)])
-    report(benchmark, [run], 1, 2 * k.nbytes, ceilings["copy"])
+    report(benchmark, [run], [], calls=1, nbytes=2 * k.nbytes, copy=ceilings["copy"])
 
 
 def bench_shared_prefix(benchmark, ceilings):
-    """64 sequences that share 32768 tokens, with the prefix read once and with each reading it."""
+    """64 sequences that share 32768 tokens: with the prefix read once, from the pages and from an
+    array, and with each reading it.
+    """
     batch, shared, own, page_size, heads, dim = 64, 32768, 128, 16, 8, 128
     first, rest = shared // page_size, own // page_size
     table = np.concatenate(
@@ -143,12 +171,24 @@ def bench_shared_prefix(benchmark, ceilings):
     ).astype(np.int32)
     k, v = (draw(int(table.max()) + 1, page_size, heads, dim) for _ in "kv")
     q = draw(batch, 1, 4 * heads, dim)
-    arrays = (q, k, v, cupy.asarray(table), cupy.full(batch, shared + own, np.int32))
-    contestants = [
-        captured(name, [lambda prefix=prefix: cuattn.paged_attention(*arrays, prefix=prefix)])
-        for name, prefix in (("cuattn", shared), ("without prefix", None))
-    ]
-    report(benchmark, contestants, 1, 2 * k.nbytes, ceilings["copy"])
+    whole = (cupy.asarray(table), cupy.full(batch, shared + own, np.int32))
+    rest_alone = (cupy.asarray(table[:, first:]), cupy.full(batch, own, np.int32))
+    arrays = tuple(a[:first].reshape(shared, heads, dim) for a in (k, v))
+    results, ours = [], []
+    for name, table_and_lens, prefix in (
+        ("cuattn", whole, shared),
+        ("prefix in an array", rest_alone, arrays),
+        ("without prefix", whole, None),
+    ):
+
+        def call(table_and_lens=table_and_lens, prefix=prefix):
+            return cuattn.paged_attention(q, k, v, *table_and_lens, prefix=prefix)
+
+        results.append(call().astype(np.float32))
+        ours.append(captured(name, [call]))
+    for result in results[:-1]:
+        assert float(abs(result - results[-1]).max()) < 2e-2 * float(abs(result).max())
+    report(benchmark, ours, [], calls=1, nbytes=2 * k.nbytes, copy=ceilings["copy"])
 
 
 @pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
@@ -166,4 +206,5 @@ def bench_write(benchmark, ceilings, shape, rope):
     k, v = (draw(layers, batch * new, heads, dim) for _ in "kv")
     calls = [lambda i=i: cache.write(i, ids, k[i], v[i], rope=tables) for i in range(layers)]
     nbytes = 2 * (k[0].nbytes + v[0].nbytes)
-    report(benchmark, [captured("cuattn", calls)], layers, nbytes, ceilings["copy"])
+    run = captured("cuattn", calls)
+    report(benchmark, [run], [], calls=layers, nbytes=nbytes, copy=ceilings["copy"])

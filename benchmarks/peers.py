@@ -19,6 +19,8 @@ from benchmarks import timing
 
 #: Distributions whose versions belong beside a figure.
 DISTRIBUTIONS = ("torch", "jax", "dew-flash-attn-cu13")
+#: Bytes whose reading takes longer than the launch of a JAX call.
+CAPTURE_FREE = 512 << 20
 
 
 def versions() -> dict[str, str]:
@@ -54,7 +56,7 @@ def attention_forward(
         return
     if torch:
         yield timing.Contestant("cuDNN", _torch_sdpa("CUDNN_ATTENTION", sets, causal=causal))
-    if importlib.util.find_spec("dew_flash_attn") and importlib.util.find_spec("jax"):
+    if _has_fa3():
         run = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
         yield timing.Contestant("FA-3", run, timing.by_host)
 
@@ -80,8 +82,8 @@ def attention_forward_cpu(
 
 
 def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:
-    """Every peer that computes attention of one query to contiguous caches; a launch is a graph
-    replay of all sets.
+    """Every peer that computes attention of one query to contiguous caches; a launch uses all sets
+    in turn.
 
     Parameters
     ----------
@@ -89,7 +91,36 @@ def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:
         As in `attention_forward`, with one query and all keys valid.
     """
     if importlib.util.find_spec("torch"):
-        yield timing.Contestant("cuDNN", _torch_sdpa_graph("CUDNN_ATTENTION", sets))
+        for name, backend in (("cuDNN", "CUDNN_ATTENTION"), ("FA-2", "FLASH_ATTENTION")):
+            yield timing.Contestant(name, _torch_sdpa_graph(backend, sets))
+    if _has_fa3() and sum(k.nbytes + v.nbytes for _, k, v in sets) / len(sets) >= CAPTURE_FREE:
+        once = timing.rotate(_jax_flash_mha(causal=False), [tuple(map(_to_jax, s)) for s in sets])
+        yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
+
+
+def decode_varlen(q: Any, k: Any, v: Any, lens: np.ndarray) -> Iterator[timing.Contestant]:
+    """Every peer that computes attention of one query, q (batch, heads, head_dim), to each of
+    sequences of these lengths that lie one after the other: k, v (total, heads_kv, head_dim)."""
+    if _has_fa3():
+        import dew_flash_attn
+        import jax
+
+        arrays = [_to_jax(a) for a in (q, k, v)]
+        starts = [
+            jax.numpy.asarray(np.concatenate([[0], np.cumsum(n)]).astype(np.int32))
+            for n in (np.ones_like(lens), lens)
+        ]
+        attend = jax.jit(
+            lambda q, k, v, starts_q, starts_k: dew_flash_attn.flash_mha_varlen(
+                q, k, v, starts_q, 1, key_cu_seqlens=starts_k, key_max_seqlen=int(lens.max())
+            )
+        )
+        run = timing.rotate(attend, [(*arrays, *starts)])
+        yield timing.Contestant("FA-3", run, timing.by_host)
+
+
+def _has_fa3() -> bool:
+    return bool(importlib.util.find_spec("dew_flash_attn") and importlib.util.find_spec("jax"))
 
 
 def to_cupy(array: Any) -> Any:
@@ -139,13 +170,14 @@ def _torch_sdpa_graph(backend: str, sets: list[tuple]) -> Callable[[int], Any]:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             for arrays in tensors:
-                attend(*arrays, enable_gqa=True)
+                result = attend(*arrays, enable_gqa=True)
 
-    def run(replays: int) -> None:
+    def run(replays: int) -> Any:
         stream = cupy.cuda.get_current_stream()
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             for _ in range(replays):
                 graph.replay()
+        return result
 
     return run
 

@@ -146,6 +146,8 @@ class PagedKVCache:
         self._hashed = np.zeros(8, np.int64)  # pages with a digest
         self._digests: dict[int, list[bytes]] = {}
         self._row_of: dict[int, int] = {}
+        self._last_ids: list[int] | None = None  # that rows were asked for, until one is removed
+        self._last_rows = np.zeros(0, np.intp)
         self._spare_rows = list(range(7, -1, -1))
         self._next_id = 0
 
@@ -403,6 +405,7 @@ class PagedKVCache:
         self._hash_written_pages()
         self._release(row, 0)
         del self._digests[row], self._row_of[id]
+        self._last_ids = None
         for array in (self._length, self._written, self._known, self._hashed, self._new):
             array[row] = 0
         self._spare_rows.append(int(row))
@@ -548,6 +551,11 @@ class PagedKVCache:
     # rows and batches
 
     def _rows(self, function: str, ids: Sequence[int]) -> np.ndarray:
+        """The rows of these sequences: not to be changed, since a step asks for the same ones again
+        and again."""
+        ids = list(ids)
+        if ids == self._last_ids:
+            return self._last_rows
         row_of = self._row_of
         try:
             rows = [row_of[id] for id in ids]
@@ -558,7 +566,8 @@ class PagedKVCache:
             ) from None
         if len(set(rows)) != len(rows):
             raise ValueError(f"PagedKVCache.{function}: ids has a sequence more than once")
-        return np.array(rows, np.intp)
+        self._last_ids, self._last_rows = ids, np.array(rows, np.intp)
+        return self._last_rows
 
     def _new_row(self) -> int:
         if not self._spare_rows:

@@ -329,6 +329,23 @@ def test_batch_arrays_are_updated_in_place():
     assert lens.tolist() == [9, 6]
 
 
+def test_ids_may_change_between_calls():
+    """A cache remembers the ids that it was asked for last."""
+    cache = new_cache()
+    a, b, c = (filled(cache, range(i, i + 5))[0] for i in (0, 10, 20))
+    ids = [a, b]
+    cache.extend(ids, [1, 2])
+    assert cache.seq_lens(ids).tolist() == [6, 7]
+    ids[1] = c
+    assert cache.seq_lens(ids).tolist() == [6, 5]
+    assert cache.seq_lens((a, c)).tolist() == [6, 5]
+    cache.remove(c)
+    with pytest.raises(KeyError, match=f"{c} is not the id"):
+        cache.seq_lens(ids)
+    d = cache.add_sequence()  # where c was
+    assert cache.seq_lens([a, d]).tolist() == [6, 0]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

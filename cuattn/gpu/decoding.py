@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, tiles
+from cuattn.gpu import compiler, shared_prefix, tiles
 from cuattn.gpu.memory import pointer, scratch
 from cuattn.gpu.params import DECODE_ARGUMENT, MERGE_PARAMS, decode_pointers, decode_shape
 
@@ -86,8 +86,12 @@ def decode(
     if page_table is not None and page_table.strides[1] != page_table.itemsize:
         page_table = cupy.ascontiguousarray(page_table)
     # Where positions count, a shared prefix is read with the rest: its queries are at as many
-    # positions as sequences.
-    if isinstance(prefix, int) and (spec.window_left is not None or alibi_slopes is not None):
+    # positions as sequences. So it is where that is faster, unless the batch must not matter.
+    if isinstance(prefix, int) and (
+        spec.window_left is not None
+        or alibi_slopes is not None
+        or (num_splits is None and not _cascade_pays(spec, prefix, device))
+    ):
         prefix = None
 
     target = out
@@ -98,9 +102,19 @@ def decode(
         lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
     elif prefix is not None:
         lse = _cascade(
-            q, k, v, spec, seq_lens, page_table, cu_seqlens_q, prefix, sinks, num_splits, target
+            q,
+            k,
+            v,
+            target,
+            spec,
+            seq_lens=seq_lens,
+            page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
+            prefix=prefix,
+            sinks=sinks,
+            num_splits=num_splits,
+            return_lse=return_lse,
         )
-        lse = lse if return_lse else None
     else:
         lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
         _launch(
@@ -123,32 +137,37 @@ def decode(
     return target, lse
 
 
+@functools.lru_cache(maxsize=4096)
+def _cascade_pays(spec: AttentionSpec, length: int, device: int) -> bool:
+    return tiles.cascade_pays(spec, length, compiler.device_arch(device))
+
+
 def _cascade(
     q: cupy.ndarray,
     k: cupy.ndarray,
     v: cupy.ndarray,
+    out: cupy.ndarray,
     spec: AttentionSpec,
+    *,
     seq_lens: cupy.ndarray,
     page_table: cupy.ndarray,
     cu_seqlens_q: cupy.ndarray | None,
     prefix: int | tuple[cupy.ndarray, cupy.ndarray],
     sinks: cupy.ndarray | None,
     num_splits: int | str | None,
-    out: cupy.ndarray,
-) -> cupy.ndarray:
+    return_lse: bool,
+) -> cupy.ndarray | None:
     """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's
     own, merged; returns lse.
     """
-    rows = q.reshape(1, -1, *q.shape[-2:])
-    total = rows.shape[1]
+    rows = q.reshape(-1, *q.shape[-2:])
+    total = rows.shape[0]
     if isinstance(prefix, int):
-        first_key, length = prefix, prefix
-        prefix_k, prefix_v, prefix_table = k, v, page_table[:1]
+        first_key, length, pages = prefix, prefix, k.shape[:2]
+        shared_k, shared_v, shared_table = k, v, page_table[:1]
     else:
-        first_key, length = 0, prefix[0].shape[0]
-        prefix_k, prefix_v, prefix_table = prefix[0][None], prefix[1][None], None
-    outs = _scratch_array((2, total, *spec.out_shape[-2:]), spec.acc_dtype)
-    lses = _scratch_array((2, spec.heads_q, total), spec.acc_dtype)
+        first_key, length, pages = 0, prefix[0].shape[0], None
+        (shared_k, shared_v), shared_table = prefix, None
     shared = dataclasses.replace(
         spec,
         batch=1,
@@ -158,22 +177,37 @@ def _cascade(
         window_right=None,
         varlen=False,
     )
-    _launch(
-        rows,
-        prefix_k,
-        prefix_v,
-        outs[0][None],
-        lses[0],
-        shared,
-        page_table=prefix_table,
-        num_splits=num_splits,
-    )
+    plan = None
+    if num_splits is None:
+        plan = shared_prefix.plan(
+            shared,
+            q.device.id,
+            (rows.strides, shared_k.strides, shared_v.strides),
+            pages,
+            (rows.data.ptr | shared_k.data.ptr | shared_v.data.ptr) % 16 == 0,
+        )
+    parts = 1 if plan is None else plan.parts
+    outs = _scratch_array((parts + 1, total, *spec.out_shape[-2:]), spec.acc_dtype)
+    lses = _scratch_array((parts + 1, spec.heads_q, total), spec.acc_dtype)
+    if plan is not None:
+        shared_prefix.launch(plan, rows, shared_k, shared_v, shared_table, outs, lses)
+    else:
+        _launch(
+            rows[None],
+            shared_k if pages else shared_k[None],
+            shared_v if pages else shared_v[None],
+            outs[:1],
+            lses[0],
+            shared,
+            page_table=shared_table,
+            num_splits=num_splits,
+        )
     _launch(
         q,
         k,
         v,
-        outs[1].reshape(spec.out_shape),
-        lses[1],
+        outs[parts].reshape(spec.out_shape),
+        lses[parts],
         spec,
         seq_lens=seq_lens,
         page_table=page_table,
@@ -183,11 +217,14 @@ def _cascade(
         first_key=first_key,
         lse_strides=(0 if spec.varlen else spec.seqlen_q, total),
     )
-    merged = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
-    lse = cupy.empty((spec.heads_q, total), spec.acc_dtype)
+    allocate = cupy.empty if return_lse else _scratch_array
+    lse = allocate((spec.heads_q, total), spec.acc_dtype)
+    merged = out if out.flags.c_contiguous else _scratch_array(out.shape, out.dtype)
     _merge(list(outs), list(lses), merged.reshape(total, *spec.out_shape[-2:]), lse, (1, 0))
     if merged is not out:
         out[...] = merged
+    if not return_lse:
+        return None
     if spec.varlen:
         return lse
     return lse.reshape(spec.heads_q, spec.batch, spec.seqlen_q).transpose(1, 0, 2)

@@ -14,7 +14,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu import tensormap, tiles
 
 #: Sm90Params of rawkernels/attention/work_sm90.cuh after its three tensor maps.
-_REST = struct.Struct("2Q i 3f 32x")
+_REST = struct.Struct("2Q i 3f Q 2i 16x")
 #: The same bytes as CuPy passes them.
 ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _REST.size))
 
@@ -23,6 +23,7 @@ FAR_ROWS = 1 << 30  # kFarRows
 ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
+_UNPAGED_SHIFT = 30  # all keys lie in one page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,25 @@ class Plan:
     section: int
     scales: tuple[float, float, float]  # cap_scale, score_scale, scale_log2
     scratch_bytes: int
+    page_shift: int = 0  # of a prefix, as in Sm90Params
+    box_shift: int = 0
 
-    def argument(self, pointers: tuple[int, ...], scratch: int) -> np.void:
+    def argument(self, pointers: tuple[int, ...], scratch: int, page_table: int = 0) -> np.void:
         """Pack the argument of one launch; `scratch` is the address of `scratch_bytes`, for the
         launch's duration."""
         encoded = [
             tensormap.encode(pointer, self.dtype, m.shape, m.strides, m.box)
             for pointer, m in zip(pointers, self.maps, strict=False)
         ]
-        rest = _REST.pack(scratch, random.getrandbits(64), self.section, *self.scales)
+        rest = _REST.pack(
+            scratch,
+            random.getrandbits(64),
+            self.section,
+            *self.scales,
+            page_table,
+            self.page_shift,
+            self.box_shift,
+        )
         return np.frombuffer(b"".join((*encoded, rest)), ARGUMENT)[0]
 
 
@@ -84,6 +95,54 @@ def _scales(spec: AttentionSpec, has_bias: bool) -> tuple[float, float, float]:
     cap_scale = spec.scale / spec.softcap if spec.softcap else 0.0
     score_scale = spec.softcap or spec.scale
     return cap_scale, score_scale, (1.0 if has_bias else score_scale) / math.log(2.0)
+
+
+def prefix_plan(
+    spec: AttentionSpec,
+    config: tiles.Sm90ForwardConfig,
+    strides: tuple[tuple[int, ...], ...],
+    pages: tuple[int, int] | None,
+) -> Plan:
+    """Plan launches of a variant with `prefix`.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        One sequence of all queries, and of the prefix's keys.
+    config : Sm90ForwardConfig
+        The variant.
+    strides : tuple
+        Of q (token, head, head_dim) and of k and v, (page, slot, head, head_dim) or without the
+        pages' axis, in bytes.
+    pages : (int, int), optional
+        How many pages k and v have, and their size; None where keys lie one after the other.
+    """
+    count, size = pages or (1, spec.seqlen_k)
+    group = spec.heads_q // spec.heads_kv
+    token, head = strides[0][:2]
+    queries = Map(
+        (spec.head_dim, group, spec.seqlen_q, spec.heads_kv),
+        (head, token, group * head),
+        (_PANEL_COLUMNS, group, _WARPGROUP_ROWS // group, 1),
+    )
+    box_rows = config.tile_n if pages is None else min(size, config.tile_n)
+    keys_and_values = (
+        Map(
+            (head_dim, size, spec.heads_kv, count),
+            (*array[-3:-1], array[0] if pages else size * array[-3]),
+            (_PANEL_COLUMNS, box_rows, 1, 1),
+        )
+        for head_dim, array in zip((spec.head_dim, spec.head_dim_v), strides[1:], strict=True)
+    )
+    return Plan(
+        dtype=spec.dtype,
+        maps=(queries, *keys_and_values),
+        section=0,
+        scales=_scales(spec, has_bias=False),
+        scratch_bytes=0,
+        page_shift=_UNPAGED_SHIFT if pages is None else size.bit_length() - 1,
+        box_shift=box_rows.bit_length() - 1,
+    )
 
 
 def _map(

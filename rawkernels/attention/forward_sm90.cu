@@ -14,6 +14,7 @@
 // same tile or of the next one, and the next block's exponentials hide behind the products of this
 // and of the other consumers.
 #include "attention/layout_sm90.cuh"
+#include "attention/prefix_sm90.cuh"
 #include "attention/produce_sm90.cuh"
 #include "attention/score_sm90.cuh"
 #include "ptx/bar.cuh"
@@ -85,20 +86,28 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
       max = larger;
     }
     const float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
-    const bool exists = row + 8 * i < tile.queries.length;
-    T* const out = static_cast<T*>(params.out) + tile.out_offset(params, row + 8 * i) +
-                   (odd ? 6 : 0) + lane % 4 * 2;
+    const bool exists = tile.exists(params, row + 8 * i);
+    const long long offset = tile.out_offset(params, row + 8 * i) + lane % 4 * 2;
+    if constexpr (Config::prefix) {
+      float* const out = static_cast<float*>(params.out) + offset;
 #pragma unroll
-    for (int step = 0; step < kHeadDimV / 16; ++step) {
-      const float (&d)[kHeadDimV / 2] = o;
-      const unsigned low =
-          tile::pack<T>(o[8 * step + 2 * i] * inverse, o[8 * step + 2 * i + 1] * inverse);
-      const unsigned high =
-          tile::pack<T>(o[8 * step + 2 * i + 4] * inverse, o[8 * step + 2 * i + 5] * inverse);
-      const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
-      if (exists && 16 * step + (odd ? 8 : 0) < params.head_dim_v)
-        *reinterpret_cast<uint2*>(out + 16 * step) =
-            odd ? make_uint2(other, high) : make_uint2(low, other);
+      for (int j = 0; j < kHeadDimV / 8; ++j)
+        if (exists && 8 * j < params.head_dim_v)
+          *reinterpret_cast<float2*>(out + 8 * j) =
+              make_float2(o[4 * j + 2 * i] * inverse, o[4 * j + 2 * i + 1] * inverse);
+    } else {
+      T* const out = static_cast<T*>(params.out) + offset + (odd ? 6 : 0);
+#pragma unroll
+      for (int step = 0; step < kHeadDimV / 16; ++step) {
+        const unsigned low =
+            tile::pack<T>(o[8 * step + 2 * i] * inverse, o[8 * step + 2 * i + 1] * inverse);
+        const unsigned high =
+            tile::pack<T>(o[8 * step + 2 * i + 4] * inverse, o[8 * step + 2 * i + 5] * inverse);
+        const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+        if (exists && 16 * step + (odd ? 8 : 0) < params.head_dim_v)
+          *reinterpret_cast<uint2*>(out + 16 * step) =
+              odd ? make_uint2(other, high) : make_uint2(low, other);
+      }
     }
     if (exists && params.lse != nullptr && lane % 4 == 0)
       static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] =
@@ -303,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     }
     for (int i = 0; i < TileQueue::kSize; ++i) {
       ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kGuards);
+      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kGuards + Config::prefix);
     }
     ptx::fence_mbarrier_init();
   }
@@ -311,7 +320,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) {
+    if constexpr (Config::prefix) {
+      produce_prefix(smem, params, sm90, warp);
+    } else if (warp == 0) {
       load_keys_and_values(smem, sm90);
     } else if (warp == 1) {
       load_queries(smem, params, sm90);

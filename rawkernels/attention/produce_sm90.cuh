@@ -27,6 +27,18 @@ __device__ __forceinline__ void load(unsigned char* place, const ptx::TensorMap&
   __syncwarp();
 }
 
+// For all warps that work on it: called by the warp that has found it.
+__device__ __forceinline__ void put_tile(Smem& smem, Ring<TileQueue::kSize>& ring,
+                                         const Tile& tile) {
+  ptx::mbarrier_wait(smem.queue.empty[ring.index], ring.parity ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    smem.queue.tiles[ring.index] = tile;
+    ptx::mbarrier_arrive(smem.queue.full[ring.index]);
+  }
+  __syncwarp();
+  ring.advance();
+}
+
 // The next tile that the finding warp has put into the queue.
 __device__ __forceinline__ Tile read_tile(Smem& smem, Ring<TileQueue::kSize>& ring) {
   ptx::mbarrier_wait(smem.queue.full[ring.index], ring.parity);
@@ -76,13 +88,7 @@ __device__ __forceinline__ void load_queries(Smem& smem, const ForwardParams& pa
   WalkOf<Config::varlen>::Type walk(params, sm90);
   while (true) {
     const Tile tile = walk.next();
-    ptx::mbarrier_wait(smem.queue.empty[ring.index], ring.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      smem.queue.tiles[ring.index] = tile;
-      ptx::mbarrier_arrive(smem.queue.full[ring.index]);
-    }
-    __syncwarp();
-    ring.advance();
+    put_tile(smem, ring, tile);
     if (tile.row < 0) break;
     if (tile.empty()) continue;
     for (int consumer = 0; consumer < kWarpgroups; ++consumer)

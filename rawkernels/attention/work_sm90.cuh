@@ -24,6 +24,10 @@ struct Sm90Params {
   // factor waits: kernels keep scores over score_scale, unless there is a bias, and exp(x) is
   // exp2(x * log2(e)).
   float cap_scale, score_scale, scale_log2;
+  // Config::prefix: key j lies in slot j % 2^page_shift of page page_table[j >> page_shift] (null:
+  // of page 0). One copy brings 2^box_shift keys.
+  const int* page_table;
+  int page_shift, box_shift;
 };
 
 // Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch
@@ -32,6 +36,17 @@ struct Sm90Params {
 // too, and at kFarRows the last axis, whose stride is 2^34 less a row's, has gone round the address
 // space and kFarRows rows back.
 constexpr int kFarRows = 1 << 30;
+
+// With Config::prefix there is one sequence, whose keys are cut into params.batch parts: a tile's
+// `batch` is its part, and each part has a result of its own. A warpgroup's 64 rows are as many
+// tokens, all with the whole group of query heads that share a key head, as fit: head after head
+// and token after token, and the rest idle.
+__device__ __forceinline__ int group_of(const ForwardParams& params) {
+  return params.heads_q / params.heads_kv;
+}
+__device__ __forceinline__ int tokens_of_64_rows(const ForwardParams& params) {
+  return 64 / group_of(params);
+}
 
 struct Sequence {
   int length, shift, outer;
@@ -96,14 +111,42 @@ struct Tile {
            (first + key) * params.v_stride.seq;
   }
 
+  // With Config::prefix, the token and the head of a row, whose number goes on from one warpgroup
+  // to the next.
+  struct Packed {
+    int token, head;
+    bool exists;
+  };
+  __device__ __forceinline__ Packed packed(const ForwardParams& params, int row) const {
+    const int group = group_of(params), tokens = tokens_of_64_rows(params);
+    const int index = row % 64, token = index / group;
+    Packed packed = {row / 64 * tokens + token, head_kv * group + index - token * group};
+    packed.exists = token < tokens && packed.token < queries.length;
+    return packed;
+  }
+
+  __device__ __forceinline__ bool exists(const ForwardParams& params, int query) const {
+    return Config::prefix ? packed(params, query).exists : query < queries.length;
+  }
+
   // Of a query, in rows of out and lse.
   __device__ __forceinline__ long long out_offset(const ForwardParams& params, int query) const {
+    if constexpr (Config::prefix) {
+      const Packed at = packed(params, query);
+      return batch * params.out_stride.batch + at.token * params.out_stride.seq +
+             at.head * params.out_stride.head;
+    }
     const int first = Config::varlen ? queries.outer - queries.length : 0;
     return batch * (Config::varlen ? 0 : params.out_stride.batch) + head * params.out_stride.head +
            (first + query) * params.out_stride.seq;
   }
 
   __device__ __forceinline__ long long lse_offset(const ForwardParams& params, int query) const {
+    if constexpr (Config::prefix) {
+      const Packed at = packed(params, query);
+      return (static_cast<long long>(batch) * params.heads_q + at.head) * params.seqlen_q +
+             at.token;
+    }
     const int first = Config::varlen ? queries.outer - queries.length : 0;
     return (static_cast<long long>(Config::varlen ? 0 : batch) * params.heads_q + head) *
                params.seqlen_q +
@@ -111,6 +154,12 @@ struct Tile {
   }
 
   __device__ __forceinline__ void find_blocks(const ForwardParams& params) {
+    if constexpr (Config::prefix) {
+      const int blocks = (keys.length + Config::tile_n - 1) / Config::tile_n;
+      block_begin = static_cast<long long>(blocks) * batch / params.batch;
+      block_end = static_cast<long long>(blocks) * (batch + 1) / params.batch;
+      return;
+    }
     const int end = max(0, end_key(params, min(row + kTileM, queries.length) - 1));
     const int first = max(0, first_key(params, row));
     block_end = (end + Config::tile_n - 1) / Config::tile_n;
@@ -130,8 +179,8 @@ struct FixedWalk {
 
   __device__ __forceinline__ FixedWalk(const ForwardParams& params, const Sm90Params& sm90)
       : params(params),
-        heads(params.heads_q * params.batch),
-        tiles_m((params.seqlen_q + kTileM - 1) / kTileM) {
+        heads(walked_heads() * params.batch),
+        tiles_m((rows() + kTileM - 1) / kTileM) {
     even = sm90.section == 0;
     section = even ? heads : sm90.section;
   }
@@ -155,14 +204,24 @@ struct FixedWalk {
 
   __device__ __forceinline__ Tile tile(int head_of_batch, int m) const {
     Tile tile;
-    tile.batch = head_of_batch / params.heads_q;
-    tile.head = head_of_batch % params.heads_q;
-    tile.head_kv = tile.head / (params.heads_q / params.heads_kv);
+    tile.batch = head_of_batch / walked_heads();
+    tile.head = head_of_batch % walked_heads();
+    tile.head_kv = Config::prefix ? tile.head : tile.head / (params.heads_q / params.heads_kv);
     tile.row = m * kTileM;
     tile.queries = {params.seqlen_q, 0, tile.batch};
     tile.keys = {params.seqlen_k, 0, tile.batch};
     tile.find_blocks(params);
     return tile;
+  }
+
+ private:
+  __device__ __forceinline__ int walked_heads() const {
+    return Config::prefix ? params.heads_kv : params.heads_q;
+  }
+  __device__ __forceinline__ int rows() const {
+    if (!Config::prefix) return params.seqlen_q;
+    const int tokens = tokens_of_64_rows(params);
+    return (params.seqlen_q + tokens - 1) / tokens * 64;
   }
 };
 

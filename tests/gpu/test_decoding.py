@@ -15,7 +15,7 @@ from tests import formulas
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import decoding, tiles  # noqa: E402
+from cuattn.gpu import decoding, shared_prefix, tiles  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -229,7 +229,10 @@ def test_runs_repeat_bit_for_bit(rng, decode_tier):
 
 @pytest.mark.parametrize("kind", ["pages", "arrays"])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_shared_prefix(rng, decode_tier, kind, varlen):
+def test_shared_prefix(rng, monkeypatch, decode_tier, kind, varlen):
+    """By the decoding kernels: tests/gpu/test_shared_prefix.py is about the other."""
+    monkeypatch.setattr(decoding, "_cascade_pays", lambda *call: True)
+    monkeypatch.setattr(shared_prefix, "plan", lambda *call: None)
     shared, page_size = 128, 16
     caches = Caches(rng, [150, 129, 300], 300, 2, 128, 128, BFLOAT16, page_size)
     pages = shared // page_size

@@ -19,11 +19,13 @@ from cuattn.gpu.tiles.attention import (
 from cuattn.gpu.tiles.decoding import (
     CACHE_UPDATE,
     cache_write,
+    cascade_pays,
     decode,
     decode_head_lanes,
     decode_slots,
     decode_variants,
     merge,
+    prefix,
 )
 from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 from cuattn.gpu.tiles.sampling import (
@@ -44,6 +46,7 @@ __all__ = [
     "blocks_of_keys",
     "cache_write",
     "capability",
+    "cascade_pays",
     "decode",
     "decode_head_lanes",
     "decode_slots",
@@ -53,6 +56,7 @@ __all__ = [
     "forward_variants",
     "merge",
     "penalize",
+    "prefix",
     "sample",
     "sampling_variants",
     "sm90_section",

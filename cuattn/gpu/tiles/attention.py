@@ -138,6 +138,7 @@ class Sm90ForwardConfig(Config):
     varlen: bool
     score: bool  # softcap, alibi_slopes or what is elementwise
     elementwise: bool  # bias or mask
+    prefix: bool = False  # of all queries: rows pack query heads, keys lie in pages, in parts
     stages: int = 2
 
     @property

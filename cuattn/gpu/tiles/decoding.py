@@ -10,6 +10,7 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.tiles.attention import Sm90ForwardConfig
 from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
@@ -191,6 +192,101 @@ def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
 DECODE_TIERS = {"sm80": sm80_decode, "simt": simt_decode}
 
 
+#: What a prefix that lies in the pages must be for it to be read once for all sequences: so many
+#: bytes, when each sequence reads it (largely from L2), take as long as two more launches. With and
+#: without a variant of `prefix`; measured on an H200 with 4 to 64 sequences.
+CASCADE_BYTES = {True: 96 << 20, False: 256 << 20}
+
+
+def cascade_pays(spec: AttentionSpec, length: int, arch: str) -> bool:
+    """Whether the first `length` keys, which all sequences of a call share in their pages, should
+    be read once for all of them."""
+    row_bytes = spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    fast = arch == "sm_90a" and spec.dtype.itemsize == 2
+    return spec.batch * length * row_bytes >= CASCADE_BYTES[fast]
+
+
+#: Keys of a tile of attention/forward_sm90.cu for a shared prefix, by head_dim: whole pages, or
+#: part of one.
+PREFIX_TILE_KEYS = {64: 128, 128: 128, 256: 64}
+MIN_PREFIX_ROWS = 9  # packed
+MIN_PREFIX_PAGE = 8  # rows of the copy engine's swizzle
+MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
+
+
+def prefix(
+    spec: AttentionSpec, arch: str, *, multiprocessors: int, page_size: int | None
+) -> Launch | None:
+    """Choose a variant of attention/forward_sm90.cu for a prefix that all queries share.
+
+    It is faster than the decoding kernel where that would need a larger tile than its smallest: on
+    an H200, 32 query heads on 8, head_dim 128, 32768 keys, 55 µs beside 50 for 2 sequences, 56
+    beside 60 for 4, 92 beside 253 for 64.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        One sequence of all queries, and of the prefix's keys.
+    arch : str
+        The device's architecture.
+    multiprocessors : int
+        How many the device has.
+    page_size : int, optional
+        None where keys lie one after the other.
+
+    Returns
+    -------
+    Launch, optional
+        Its grid is (tiles of queries and key heads, parts of the keys).
+    """
+    group = spec.heads_q // spec.heads_kv
+    if (
+        arch != "sm_90a"
+        or spec.dtype.itemsize != 2
+        or spec.head_dim_v % 8
+        or group > 64
+        or spec.seqlen_q * group < MIN_PREFIX_ROWS
+        or not 0 < spec.seqlen_k < 1 << 29
+        or (page_size is not None and page_size < MIN_PREFIX_PAGE)
+        or spec.softcap != 0.0
+        or spec.scale <= 0.0
+    ):
+        return None
+    head_dim = next(n for n in PREFIX_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
+    variant = _prefix_variant(spec.dtype.name, head_dim)
+    config = variant.config
+    tokens = 64 // group * config.warpgroups
+    tiles = spec.heads_kv * -(-spec.seqlen_q // tokens)
+    blocks = -(-spec.seqlen_k // config.tile_n)
+
+    def time(parts: int) -> float:
+        """In what a tile's block of keys takes: about two more for each tile, and what writing and
+        merging a part costs, at 5 TFLOP/s a multiprocessor and 3 TB/s."""
+        waves = -(-tiles * parts // multiprocessors)
+        return waves * (-(-blocks // parts) + 2) + 3.4 / config.tile_n * tiles * parts
+
+    parts = min(range(1, min(blocks, MAX_PREFIX_PARTS) + 1), key=time)
+    return Launch(variant, (tiles, parts))
+
+
+def _prefix_variant(dtype: str, head_dim: int) -> Variant:
+    config = Sm90ForwardConfig(
+        dtype,
+        head_dim,
+        head_dim,
+        tile_n=PREFIX_TILE_KEYS[head_dim],
+        warpgroups=2,
+        q_slots=1 if head_dim == 256 else 2,
+        bound_left=False,
+        bound_right=False,
+        varlen=False,
+        score=False,
+        elementwise=False,
+        prefix=True,
+    )
+    return Variant("attention/forward_sm90.cu", "forward_sm90", config)
+
+
 @dataclasses.dataclass(frozen=True)
 class MergeConfig(Config):
     """decoding/merge.cu."""
@@ -245,12 +341,16 @@ CACHE_UPDATE = Variant("kvcache/update.cu", "update", CacheUpdateConfig())
 
 
 def decode_variants(arch: str) -> Iterator[Variant]:
-    """Every variant of the kernels in decoding/ and kvcache/."""
+    """Every variant of the kernels in decoding/ and kvcache/, and of attention/ for prefixes."""
     if capability(arch) >= 80:
         for dtype in ("float16", "bfloat16"):
             for head_dim in (64, 128, 256):
                 for rows in DECODE_ROWS[head_dim]:
                     yield _sm80_decode_variant(dtype, head_dim, rows, arch)
+    if arch == "sm_90a":
+        for dtype in ("float16", "bfloat16"):
+            for head_dim in PREFIX_TILE_KEYS:
+                yield _prefix_variant(dtype, head_dim)
     for dtype in FLOAT_DTYPES.values():
         yield _simt_decode_variant(dtype, 256)
     yield _simt_decode_variant("float32", 128)
