@@ -65,6 +65,9 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
             if device is not None:
                 return cupy, list(named.values())
 
+    if {type(array) for array in named.values()} <= {np.ndarray, type(None)}:
+        return np, list(named.values())
+
     arrays = {name: _as_array(function, name, array) for name, array in named.items()}
     sides = {
         name: "CPU" if isinstance(array, np.ndarray) else f"GPU {array.device.id}"

@@ -613,7 +613,7 @@ class PagedKVCache:
                 self._device.Batch(rows.size, width), np.full(rows.size, -1, np.intp)
             )
             self._batches[rows.size] = state
-        if state.version == self._version and np.array_equal(state.rows, rows):
+        if state.version == self._version and (state.rows == rows).all():
             return state.batch
 
         moved = np.flatnonzero(state.rows != rows)

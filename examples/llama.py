@@ -246,7 +246,7 @@ class Llama:
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """`x` scaled to a mean square of one, times `weight`."""
         mean_square = (x * x).sum(axis=1, keepdims=True) / x.shape[1]
-        return x * (1 / self.xp.sqrt(mean_square + self.eps)) * weight
+        return x / self.xp.sqrt(mean_square + self.eps) * weight
 
 
 def rotate(x: Any, rotation: Any) -> Any:

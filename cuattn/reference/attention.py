@@ -9,10 +9,10 @@ their number.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ BLOCK_LENGTH = 128  # of their pieces
 SERIAL_PRODUCTS = 2**24
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sequence:
+class _Sequence(NamedTuple):
     """One sequence of the batch: views of the call's arrays, k and v in the accumulator's dtype."""
 
     q: np.ndarray  # (seqlen_q, heads_q, head_dim)
@@ -59,8 +58,7 @@ class _Sequence:
         return self.k.shape[2] - self.q.shape[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tile:
+class _Tile(NamedTuple):
     """Queries that a thread works on at a time: some positions of the query heads of some key
     heads."""
 
@@ -335,18 +333,20 @@ def _matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         np.matmul(blocks, b[:, None], out=target)
         if done < num_rows:
             np.matmul(a[:, done:], b, out=out[:, done:])
+    elif max(inner, num_columns) <= BLOCK_LENGTH:
+        np.matmul(a, b, out=out)
     elif num_columns > inner:
         count, done = _pieces(num_columns, BLOCK_LENGTH)
-        blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_LENGTH).swapaxes(1, 2)
-        target = out[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH).swapaxes(1, 2)
-        np.matmul(a[:, None], blocks, out=target)
+        blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_LENGTH).transpose(2, 0, 1, 3)
+        target = out[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH)
+        np.matmul(a, blocks, out=target.transpose(2, 0, 1, 3))
         if done < num_columns:
             np.matmul(a, b[:, :, done:], out=out[:, :, done:])
     else:
         count, done = _pieces(inner, BLOCK_LENGTH)
-        left = a[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH).swapaxes(1, 2)
-        right = b[:, :done].reshape(stack, count, BLOCK_LENGTH, num_columns)
-        np.add.reduce(left @ right, axis=1, out=out)
+        left = a[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH).transpose(2, 0, 1, 3)
+        right = b[:, :done].reshape(stack, count, BLOCK_LENGTH, num_columns).swapaxes(0, 1)
+        np.add.reduce(left @ right, axis=0, out=out)
         if done < inner:
             out += a[:, :, done:] @ b[:, done:]
 

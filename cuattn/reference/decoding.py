@@ -5,6 +5,7 @@ flash_attention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,14 +72,11 @@ def decode(
         if alibi_slopes is not None and alibi_slopes.ndim == 2:
             slopes = alibi_slopes[b]
         target = result[queries]
-        one = dataclasses.replace(
-            spec, batch=1, seqlen_q=target.shape[0], seqlen_k=keys.shape[0], varlen=False
-        )
         _, sequence_lse = forward(
             q[queries][None],
             keys[None],
             values[None],
-            one,
+            _of_one(spec, len(target), len(keys)),
             alibi_slopes=slopes,
             sinks=sinks,
             out=target[None],
@@ -87,6 +85,12 @@ def decode(
         if lse is not None:
             lse[rows] = sequence_lse[0]
     return result, lse
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_one(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> AttentionSpec:
+    """The call of one sequence."""
+    return dataclasses.replace(spec, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, varlen=False)
 
 
 def _run(pages: np.ndarray, num_pages: int) -> slice | np.ndarray:

@@ -29,8 +29,10 @@ class Filters(NamedTuple):
 
 def greedy(logits: np.ndarray) -> np.ndarray:
     """Index of the largest logit, the first of equals."""
-    logits = logits.astype(np.float64)
-    return _tokens(np.argmax(logits, axis=-1), logits)
+    logits = logits.astype(np.float32, copy=False)
+    best = np.argmax(logits, axis=-1)  # a NaN counts as the largest
+    largest = np.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+    return np.where(np.isfinite(largest), best, -1).astype(np.int32)
 
 
 def softmax(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:
