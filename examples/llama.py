@@ -166,9 +166,26 @@ class Llama:
         self.heads = parameter("attention.head_count")
         self.heads_kv = parameter("attention.head_count_kv", self.heads)
         self.head_dim = parameter("embedding_length") // self.heads
-        self.eps = parameter("attention.layer_norm_rms_epsilon")
         exponents = np.arange(0, self.head_dim, 2) / self.head_dim
         self.frequencies = xp.asarray(parameter("rope.freq_base", 1e4) ** -exponents, xp.float32)
+
+        # A GPU does each of these at once, and not operation by operation.
+        fuse = getattr(xp, "fuse", lambda function: function)
+        size, eps = parameter("embedding_length"), parameter("attention.layer_norm_rms_epsilon")
+
+        @fuse
+        def sum_of_squares(x: Any) -> Any:
+            return xp.sum(x * x, axis=1)
+
+        @fuse
+        def scale(x: Any, squares: Any, weight: Any) -> Any:
+            return x / xp.sqrt(squares / size + eps) * weight
+
+        @fuse
+        def swiglu(gate: Any, up: Any) -> Any:
+            return gate / (1 + xp.exp(-gate)) * up
+
+        self.sum_of_squares, self.scale, self.swiglu = sum_of_squares, scale, swiglu
 
     def cache(self, num_tokens: int, dtype: Any = np.float32) -> cuattn.PagedKVCache:
         """A cache for so many tokens, of all texts together."""
@@ -210,7 +227,7 @@ class Llama:
         MemoryError
             The cache has not enough pages left; nothing has changed.
         """
-        xp = self.xp
+        xp, heads_kv = self.xp, self.heads_kv
         counts = [len(tokens) for tokens in new]
         ids, stops = np.concatenate(new), np.cumsum(counts)
         cache.extend(sequences, counts, tokens=ids)
@@ -225,30 +242,27 @@ class Llama:
         for i, layer in enumerate(self.layers):
             qkv = self.rms_norm(x, layer.attn_norm) @ layer.attn_qkv
             qkv = qkv.reshape(len(ids), -1, self.head_dim)
-            qk = rotate(qkv[:, : -self.heads_kv], rotation).astype(cache.dtype, copy=False)
-            v = qkv[:, -self.heads_kv :].astype(cache.dtype, copy=False)
-            cache.write(i, sequences, qk[:, self.heads :], v)
+            rotate(qkv[:, :-heads_kv], rotation)
+            qkv = qkv.astype(cache.dtype, copy=False)
+            q, k, v = qkv[:, : self.heads], qkv[:, self.heads : -heads_kv], qkv[:, -heads_kv:]
+            cache.write(i, sequences, k, v)
             heads = cuattn.paged_attention(
-                qk[:, : self.heads],
-                *cache.pages(i),
-                page_table,
-                seq_lens,
-                cu_seqlens_q=cu_seqlens,
+                q, *cache.pages(i), page_table, seq_lens, cu_seqlens_q=cu_seqlens
             )
             x += heads.reshape(len(ids), -1).astype(x.dtype, copy=False) @ layer.attn_output
 
             gate_up = self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up
-            gate, up = gate_up[:, : len(layer.ffn_down)], gate_up[:, len(layer.ffn_down) :]
-            x += (gate / (1 + xp.exp(-gate)) * up) @ layer.ffn_down
+            half = len(layer.ffn_down)
+            x += self.swiglu(gate_up[:, :half], gate_up[:, half:]) @ layer.ffn_down
         last = [np.arange(stop - n, stop) for stop, n in zip(stops, wanted, strict=True)]
         return self.rms_norm(x[xp.asarray(np.concatenate(last))], self.output_norm) @ self.output
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """`x` scaled to a mean square of one, times `weight`."""
-        mean_square = (x * x).sum(axis=1, keepdims=True) / x.shape[1]
-        return x / self.xp.sqrt(mean_square + self.eps) * weight
+        return self.scale(x, self.sum_of_squares(x)[:, None], weight)
 
 
-def rotate(x: Any, rotation: Any) -> Any:
+def rotate(x: Any, rotation: Any) -> None:
     """Turn each pair of neighbours in `x` by an angle: as complex numbers, that is a product."""
-    return (x.view(rotation.dtype) * rotation).view(x.dtype)
+    pairs = x.view(rotation.dtype)
+    pairs *= rotation
