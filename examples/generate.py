@@ -73,14 +73,14 @@ def main() -> None:
             chat = [*system, {"role": "user", "content": prompt}]
             ids = tokenizer.encode_chat(chat) if arguments.chat else tokenizer.encode(prompt)
             texts.append(Text(ids, arguments.max_new_tokens, seed + i))
-        write(engine, tokenizer, texts, arguments.show_ids)
+        write(engine, tokenizer, arguments.prompt, texts, arguments.show_ids)
         return
     messages = system
     note("> ", end="")
     for line in sys.stdin:
         messages.append({"role": "user", "content": line.strip()})
         text = Text(tokenizer.encode_chat(messages), arguments.max_new_tokens, seed)
-        write(engine, tokenizer, [text], arguments.show_ids)
+        write(engine, tokenizer, [line], [text], arguments.show_ids)
         reply = tokenizer.utf8(text.reply).decode(errors="replace")
         messages.append({"role": "assistant", "content": reply})
         note("> ", end="")
@@ -149,18 +149,27 @@ def array_module(device: str) -> ModuleType:
 
 
 def write(
-    engine: Engine, tokenizer: llama.Tokenizer, texts: list[Text], show_ids: bool = False
+    engine: Engine,
+    tokenizer: llama.Tokenizer,
+    prompts: list[str],
+    texts: list[Text],
+    show_ids: bool = False,
 ) -> None:
-    """Print one text as it comes, or several, each with its prompt, as they end."""
+    """Print one text as it comes, or several, each under its prompt, as they end."""
     for text in texts:
         engine.add(text)
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
     while engine.waiting or engine.running:
-        for text, new in engine.step():
+        try:
+            written = engine.step()
+        except MemoryError as error:
+            sys.exit(f"{error}; --cache-tokens makes room for more")
+        for text, new in written:
             if len(texts) == 1:
                 print(utf8.decode(tokenizer.utf8(new)), end="", flush=True)
             elif text not in engine.running:
-                print(tokenizer.utf8(text.ids).decode(errors="replace"), end="\n\n", flush=True)
+                reply = tokenizer.utf8(text.reply).decode(errors="replace")
+                print(f"> {prompts[texts.index(text)]}\n{reply}\n", flush=True)
     if len(texts) == 1:
         print(utf8.decode(b"", final=True))
     if show_ids:

@@ -63,7 +63,7 @@ def generate_text(*arguments: object, stdin: str = "") -> tuple[str, list[list[i
 def test_quickstart():
     run = run_example("examples/quickstart.py")
     assert run.returncode == 0, run.stderr
-    assert "(1, 1024, 8, 64)" in run.stdout
+    assert "(2, 512, 8, 64)" in run.stdout
 
 
 # ---------------------------------------------------------------------- a small random model
