@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -132,21 +132,73 @@ def cpu(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def provenance(records: list[dict[str, Any]]) -> str:
+def decoding(records: list[dict[str, Any]], heads: Iterable[int] = (32, 8, 128)) -> str:
+    """Decoding with these heads in µs (per cent of the copy ceiling) as Markdown: a row for each
+    batch and length of the caches, a column for each contestant."""
+    cells = {tuple(r["shape"]): r for r in records if tuple(r.get("heads") or ()) == tuple(heads)}
+    names = list(dict.fromkeys(name for r in cells.values() for name in r["microseconds"]))
+    lines = [
+        "| sequences × keys | " + " | ".join(names) + " |",
+        "|" + " --- |" * (1 + len(names)),
+    ]
+    for (batch, length), r in cells.items():
+        line = [
+            f"{r['microseconds'][name]:.1f} ({r['of_copy'][name]:.0%})"
+            if name in r["of_copy"]
+            else ""
+            for name in names
+        ]
+        lines.append(f"| {batch} × {length} | " + " | ".join(line) + " |")
+    return "\n".join(lines)
+
+
+def sampling(records: list[dict[str, Any]], vocab: int = 128256) -> str:
+    """Samplers on float32 logits in µs as Markdown, peaked / flat: a row for each operation, a
+    column for each batch; the last row is what reading the logits once takes at the copy's rate."""
+    chosen = [r for r in records if r["vocab"] == vocab and r.get("dtype", "float32") == "float32"]
+    batches = sorted({r["batch"] for r in chosen})
+    lines = [
+        "| µs for a batch of | " + " | ".join(map(str, batches)) + " |",
+        "|" + " --- |" * (1 + len(batches)),
+    ]
+    for operation in dict.fromkeys(r["operation"] for r in chosen):
+        cells = {b: [] for b in batches}
+        for r in sorted(chosen, key=lambda r: -r["std"]):
+            if r["operation"] == operation:
+                cells[r["batch"]].append(f"{r['microseconds']['cuattn']:.1f}")
+        lines.append(f"| {operation} | " + " | ".join(map(" / ".join, cells.values())) + " |")
+    reads = {r["batch"]: f"{r['read_microseconds']:.1f}" for r in chosen}
+    lines.append("| one read | " + " | ".join(reads[b] for b in batches) + " |")
+    return "\n".join(lines)
+
+
+def provenance(records: list[dict[str, Any]], what: str) -> str:
     """On what, with what and when the figures were taken; one sentence for each run."""
     runs = {}
     for r in records:
         m = r["machine"]
-        peers = ", ".join(
-            f"{name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
+        peers = "".join(
+            f", {name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
+        )
+        matmul = f"cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³) and " * (
+            "matmul_tflops" in r
         )
         runs[(r["date"], r["commit"])] = (
-            f"{r['dtype']}, 16384 tokens, heads · head_dim = 2048; {m['gpu']}, "
-            f"driver {m['driver']}, NVRTC {m['nvrtc']}, CuPy {m['cupy']}, {peers}; {r['date']}, "
-            f"commit {r['commit'][:10]}. In the same process cuBLAS reached "
-            f"{r['matmul_tflops']:.0f} TFLOP/s (8192³) and a copy {r['copy_tb_per_s']:.2f} TB/s."
+            f"{what}; {m['gpu']}, driver {m['driver']}, NVRTC {m['nvrtc']}, CuPy {m['cupy']}"
+            f"{peers}; {r['date']}, commit {r['commit'][:10]}. In the same process "
+            f"{matmul}a copy {r['copy_tb_per_s']:.2f} TB/s."
         )
     return " ".join(runs.values())
+
+
+def section(
+    title: str,
+    draw: Callable[[list[dict[str, Any]]], str],
+    records: list[dict[str, Any]],
+    what: str,
+) -> list[str]:
+    """A title, a table and where its figures come from; nothing without records."""
+    return ["", title, "", draw(records), "", provenance(records, what)] if records else []
 
 
 def plot(records: list[dict[str, Any]], file: pathlib.Path) -> None:
@@ -222,12 +274,13 @@ def main(argv: list[str] | None = None) -> None:
             "no recorded figures: run "
             "pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
         )
-    comparisons, sources = comparison(records), [provenance(records)]
+    what = "bfloat16, 16384 tokens, heads · head_dim = 2048"
+    comparisons, sources = comparison(records), [provenance(records, what)]
     for tier in ("sm80", "simt"):
         others = load(files, f"attention forward, {tier} tier")
         records = beside(records, tier, others)
         comparisons += comparison(others, f"The {tier} tier")
-        if others and (source := provenance(others)) != sources[0]:
+        if others and (source := provenance(others, what)) != sources[0]:
             sources.append(f"cuattn {tier}: {source}")
     text = "\n".join(
         [
@@ -238,6 +291,20 @@ def main(argv: list[str] | None = None) -> None:
             *cpu(load(files, "attention forward on the CPU")),
             "",
             *sources,
+            *section(
+                "Decoding: µs (per cent of a copy's rate, counting K and V once), one query token "
+                "a sequence over contiguous caches and over pages, replays of a captured graph.",
+                decoding,
+                load(files, "decoding"),
+                "bfloat16, 32 query heads over 8 of 128",
+            ),
+            *section(
+                "Sampling: µs from logits to tokens, on peaked / flat logits (standard deviation 4 "
+                "/ 1).",
+                sampling,
+                load(files, "sampling"),
+                "float32, vocabulary of 128256",
+            ),
         ]
     )
     if not arguments.write:

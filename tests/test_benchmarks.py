@@ -108,6 +108,52 @@ def test_a_line_on_the_cpu():
     assert "full 64: cuattn 1, torch 2; causal 64: cuattn 3, torch 4 (CPU Y, 2 cores;" in line
 
 
+def test_decoding_has_a_row_for_each_shape():
+    records = [
+        {
+            "heads": [32, 8, 128],
+            "shape": [1, 64],
+            "microseconds": {"cuattn": 2.0, "cuDNN": 4.0},
+            "of_copy": {"cuattn": 1.0, "cuDNN": 0.5},
+        },
+        {
+            "heads": [32, 8, 128],
+            "shape": [2, 64],
+            "microseconds": {"cuattn": 3.0},
+            "of_copy": {"cuattn": 0.75},
+        },
+        {"tokens": 4, "microseconds": {"cuattn": 9.0}, "of_copy": {"cuattn": 0.1}},
+    ]
+    assert report.decoding(records).splitlines() == [
+        "| sequences × keys | cuattn | cuDNN |",
+        "| --- | --- | --- |",
+        "| 1 × 64 | 2.0 (100%) | 4.0 (50%) |",
+        "| 2 × 64 | 3.0 (75%) |  |",
+    ]
+
+
+def test_sampling_has_peaked_and_flat_in_a_cell():
+    records = [
+        {
+            "operation": "greedy",
+            "vocab": vocab,
+            "batch": batch,
+            "std": std,
+            "microseconds": {"cuattn": batch + std},
+            "read_microseconds": batch / 2,
+        }
+        for vocab in (8, 128256)
+        for batch in (4, 2)
+        for std in (1.0, 4.0)
+    ]
+    assert report.sampling(records).splitlines() == [
+        "| µs for a batch of | 2 | 4 |",
+        "| --- | --- | --- |",
+        "| greedy | 6.0 / 3.0 | 8.0 / 5.0 |",
+        "| one read | 1.0 | 2.0 |",
+    ]
+
+
 def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
     speeds = {(64, 512, False): {"cuattn": 1.0, "FA-3": 2.0}, (64, 1024, False): {"cuattn": 1.0}}
     file = recorded(tmp_path, "run", "2026-01-01", speeds)
