@@ -125,7 +125,10 @@ def test_pages_hold_what_a_contiguous_cache_holds(data):
     lens = data.draw(st.lists(st.integers(0, capacity), min_size=1, max_size=4))
     seqlen_q, batch = data.draw(st.integers(1, 4)), len(lens)
     k, v = caches(rng, lens, capacity, 2, 8, 4, np.float32)
-    table = rng.permutation(batch * max_pages + 3)[: batch * max_pages].reshape(batch, max_pages)
+    table = rng.permutation(batch * max_pages + 3)[: batch * max_pages]
+    if data.draw(st.booleans()):  # pages that follow each other are read where they lie
+        table.sort()
+    table = table.reshape(batch, max_pages)
     k_pages, v_pages = (paged(rng, a, page_size, table) for a in (k, v))
     table = table.astype(np.int32)
     for b, n in enumerate(lens):  # what lies past a sequence's last page is nobody's business
@@ -136,6 +139,14 @@ def test_pages_hold_what_a_contiguous_cache_holds(data):
         want = flash_decode(q, k, v, lens, return_lse=True, **options)
         got = paged_attention(q, k_pages, v_pages, table, lens, return_lse=True, **options)
         assert all(map(np.array_equal, want, got))
+
+
+@pytest.mark.parametrize("table", [[0, 1, 6], [6, 7, 8], [-1, 0, 1], [2, 1, -3]])
+def test_pages_that_are_not_there(rng, table):
+    pages = rng.standard_normal((6, 4, 2, 8))
+    q, lens = rng.standard_normal((1, 4, 8)), np.array([12], np.int32)
+    with pytest.raises(IndexError, match=r"page_table has .*, must be below 6"):
+        paged_attention(q, pages, pages, np.array([table], np.int32), lens)
 
 
 def test_mixed_decode_and_prefill(rng):

@@ -53,13 +53,24 @@ def decode(
     result = np.empty(spec.out_shape, spec.dtype) if out is None else out
     lse = np.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
     slopes = alibi_slopes
+    room = None
     for b in range(spec.batch):
         length = min(max(int(seq_lens[b]), 0), spec.seqlen_k)
         if page_table is None:
             keys, values = k[b, :length], v[b, :length]
         else:
-            pages = _run(page_table[b, : -(-length // k.shape[1])], len(k))
-            keys, values = (a[pages].reshape(-1, *a.shape[2:])[:length] for a in (k, v))
+            pages = page_table[b, : -(-length // k.shape[1])]
+            if _follow(pages, len(k)):
+                first = pages[0] if length else 0
+                parts = [array[first : first + pages.size] for array in (k, v)]
+            else:
+                if room is None:
+                    longest = min(int(seq_lens.max()), spec.seqlen_k)
+                    room = _room(k, v, -(-longest // k.shape[1]))
+                parts = [part[: pages.size] for part in room]
+                for part, array in zip(parts, (k, v), strict=True):
+                    np.take(array, pages, axis=0, out=part, mode="clip")  # "raise" copies twice
+            keys, values = (part.reshape(-1, *part.shape[2:])[:length] for part in parts)
         if isinstance(prefix, tuple):
             keys, values = (
                 np.concatenate(pair) for pair in zip(prefix, (keys, values), strict=True)
@@ -93,12 +104,23 @@ def _of_one(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> AttentionSpec:
     return dataclasses.replace(spec, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, varlen=False)
 
 
-def _run(pages: np.ndarray, num_pages: int) -> slice | np.ndarray:
-    """Where some pages are: a slice if each follows the one before, which spares a copy of them."""
-    count = pages.size
-    if count and 0 <= pages[0] <= num_pages - count and (pages[1:] == pages[:-1] + 1).all():
-        return slice(pages[0], pages[0] + count)
-    return pages
+def _follow(pages: np.ndarray, num_pages: int) -> bool:
+    """Whether each page is the one after that before it: they need not be copied together."""
+    if pages.size and not (0 <= pages.min() and pages.max() < num_pages):
+        raise IndexError(f"paged_attention: page_table has {pages}, must be below {num_pages}")
+    return bool((pages[1:] == pages[:-1] + 1).all())
+
+
+def _room(k: np.ndarray, v: np.ndarray, count: int) -> list[np.ndarray]:
+    """Room for copies of so many pages of keys and of values.
+
+    It is one array, for all sequences: of two, malloc gives the memory back to the system each
+    time, and to get it again takes longer than to fill it.
+    """
+    sizes = [count * array[0].size for array in (k, v)]
+    room = np.empty(sum(sizes), k.dtype)
+    parts = room[: sizes[0]], room[sizes[0] :]
+    return [part.reshape(count, *a.shape[1:]) for part, a in zip(parts, (k, v), strict=True)]
 
 
 def merge(
