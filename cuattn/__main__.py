@@ -36,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
 
         show_config()
         return 0
+    try:
+        import cuda.bindings.nvrtc  # noqa: F401
+    except ImportError as error:
+        parser.exit(1, f"compile: {error}; pip install cuattn[cuda13] brings the compiler\n")
     from cuattn.gpu.report import compile_report
 
     return compile_report(arguments.arch, arguments.jobs)

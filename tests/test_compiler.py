@@ -239,3 +239,11 @@ def test_command_fills_the_kernel_cache(variant, monkeypatch, tmp_path):
     arch = compiler.device_arch(cupy.cuda.Device().id)
     assert main(["compile", "--arch", arch, "--jobs", "1"]) == 0
     assert list(cache.glob("*.cubin"))
+
+
+def test_command_without_the_compiler_says_what_brings_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(SystemExit) as exit:
+        main(["compile"])
+    assert exit.value.code == 1
+    assert "pip install cuattn[cuda13]" in capsys.readouterr().err
