@@ -11,6 +11,7 @@ using Acc = decoding::Accumulator<T>::type;
 using Out = Config::out_dtype;
 
 constexpr int kMaxParts = 32;
+constexpr int kBatch = 8;  // parts on their way at a time
 
 struct MergeParams {
   const void* outs[kMaxParts];
@@ -29,6 +30,18 @@ struct alignas(4 * sizeof(Number) < 16 ? 4 * sizeof(Number) : 16) Pack {
   Number x[4];
 };
 
+// Columns from `column` on of a part's row.
+__device__ __forceinline__ Pack<T> load(const MergeParams& params, int part, long long from,
+                                        int column) {
+  const T* source = static_cast<const T*>(params.outs[part]) + from;
+  if (params.packed) return *reinterpret_cast<const Pack<T>*>(source);
+  Pack<T> values = {};
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    if (column + e < params.head_dim_v) values.x[e] = source[e];
+  return values;
+}
+
 extern "C" __global__ void __launch_bounds__(Config::threads)
     merge(const __grid_constant__ MergeParams params) {
   const int vecs = (params.head_dim_v + 3) / 4;
@@ -43,26 +56,35 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         x * params.out_stride[0] + y * params.out_stride[1] + z * params.out_stride[2] + column;
     const long long lse_at =
         x * params.lse_stride[0] + y * params.lse_stride[1] + z * params.lse_stride[2];
+    const auto lse_of = [&](int part) {
+      return static_cast<const Acc*>(params.lses[min(part, params.parts - 1)])[lse_at];
+    };
     Acc max_lse = decoding::minus_infinity<Acc>();
-    for (int part = 0; part < params.parts; ++part)
-      max_lse = fmax(max_lse, static_cast<const Acc*>(params.lses[part])[lse_at]);
+    for (int first = 0; first < params.parts; first += kBatch) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) max_lse = fmax(max_lse, lse_of(first + i));
+    }
     const Acc shift = max_lse == decoding::minus_infinity<Acc>() ? 0 : max_lse;
     Acc sum = 0, o[4] = {};
-    for (int part = 0; part < params.parts; ++part) {
-      const Acc weight = exp(static_cast<const Acc*>(params.lses[part])[lse_at] - shift);
-      if (weight == 0) continue;  // a part that has seen nothing may hold anything
-      sum += weight;
-      const T* source = static_cast<const T*>(params.outs[part]) + from;
-      Pack<T> values = {};
-      if (params.packed) {
-        values = *reinterpret_cast<const Pack<T>*>(source);
-      } else {
+    for (int first = 0; first < params.parts; first += kBatch) {
+      Acc weight[kBatch];
+      Pack<T> values[kBatch];
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (column + e < params.head_dim_v) values.x[e] = source[e];
+      for (int i = 0; i < kBatch; ++i) {
+        weight[i] = lse_of(first + i);
+        values[i] = load(params, min(first + i, params.parts - 1), from, column);
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) o[e] = fma(weight, static_cast<Acc>(values.x[e]), o[e]);
+      for (int i = 0; i < kBatch; ++i) {
+        weight[i] = first + i < params.parts ? exp(weight[i] - shift) : 0;
+        sum += weight[i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          // A part that has seen nothing may hold anything.
+          const Acc value = weight[i] == 0 ? 0 : static_cast<Acc>(values[i].x[e]);
+          o[e] = fma(weight[i], value, o[e]);
+        }
+      }
     }
     const Acc inverse = sum == 0 ? 0 : 1 / sum;
     Pack<Out> result;
