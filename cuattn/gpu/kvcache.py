@@ -104,13 +104,13 @@ def write(
     params["total"], params["heads"], params["head_dim"] = k.shape
     params["head_dim_v"], params["interleaved"] = v.shape[-1], interleaved
     params["page_shift"] = k_pages.shape[1].bit_length() - 1
-    pieces = k.shape[1] * (k.shape[2] + v.shape[2]) * k.itemsize // config.vec_bytes
-    lanes_shift = min(max((pieces - 1).bit_length(), 5), config.threads.bit_length() - 1)
+    pieces = k.shape[1] * max(k.shape[2], v.shape[2]) * k.itemsize // config.vec_bytes
+    lanes_shift = min((pieces - 1).bit_length(), config.threads.bit_length() - 1)
     params["lanes_shift"] = lanes_shift
-    tokens = (config.threads >> lanes_shift) * config.loads
+    tokens = config.threads >> lanes_shift
     with cupy.cuda.Device(k.device.id) as device:
         compiler.kernel(variant, device.id)(
-            (-(-k.shape[0] // tokens),),
+            (-(-k.shape[0] // tokens), -(-pieces >> lanes_shift)),
             (config.threads,),
             (params.view((np.void, CACHE_WRITE_PARAMS.itemsize))[()],),
         )

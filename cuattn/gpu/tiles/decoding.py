@@ -311,19 +311,18 @@ class CacheWriteConfig(Config):
 
     dtype: str
     vec_bytes: int
-    loads: int
     rope: bool  # keys may have to be rotated: that takes registers
 
     @property
     def threads(self) -> int:
-        """Each copies `loads` pieces."""
-        return 256
+        """Each copies a piece of a token's keys and one of its values."""
+        return 64
 
 
 def cache_write(dtype: str, itemsize: int, *, aligned: bool, rope: bool) -> Variant:
     """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
     packed = aligned and itemsize < 8
-    config = CacheWriteConfig(dtype, 16 if packed else itemsize, loads=4, rope=rope or not packed)
+    config = CacheWriteConfig(dtype, 16 if packed else itemsize, rope=rope or not packed)
     return Variant("kvcache/write.cu", "write", config)
 
 
