@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import timing
+from benchmarks import peers, timing
 from cuattn import sampling
 
 cupy = pytest.importorskip("cupy")
@@ -52,16 +52,16 @@ def _torch_peers(operation, sets):
         import torch
     except ImportError:
         return
-    peers = {
+    functions = {
         "greedy": lambda x: torch.argmax(x, -1),
         "top_k": lambda x: torch.multinomial(torch.softmax(torch.topk(x, 50).values, -1), 1),
         "select": lambda x: torch.topk(x, 50),
         "softmax": lambda x: torch.softmax(x, -1),
     }
-    if operation not in peers:
+    if operation not in functions:
         return
     tensors = [torch.from_dlpack(array) for array in sets]
-    function = peers[operation]
+    function = functions[operation]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for tensor in tensors[:2]:
@@ -72,7 +72,7 @@ def _torch_peers(operation, sets):
         kept = [function(tensor) for tensor in tensors]
 
     def run(launches: int):
-        with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+        with torch.cuda.stream(peers.torch_stream()):
             for _ in range(launches):
                 graph.replay()
         return kept

@@ -132,6 +132,15 @@ def to_cupy(array: Any) -> Any:
     return cupy.from_dlpack(array.astype(np.float32))
 
 
+def torch_stream() -> Any:
+    """CuPy's current stream, for torch. (It takes a null pointer to mean one of its own.)"""
+    import cupy
+    import torch
+
+    pointer = cupy.cuda.get_current_stream().ptr
+    return torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+
+
 def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
     """torch's scaled_dot_product_attention on one of its back ends."""
     import torch
@@ -155,7 +164,6 @@ def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[i
 
 def _torch_sdpa_graph(backend: str, sets: list[tuple]) -> Callable[[int], Any]:
     """torch's scaled_dot_product_attention on all sets, captured in one CUDA graph."""
-    import cupy
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -173,8 +181,7 @@ def _torch_sdpa_graph(backend: str, sets: list[tuple]) -> Callable[[int], Any]:
                 result = attend(*arrays, enable_gqa=True)
 
     def run(replays: int) -> Any:
-        stream = cupy.cuda.get_current_stream()
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        with torch.cuda.stream(torch_stream()):
             for _ in range(replays):
                 graph.replay()
         return result
