@@ -71,7 +71,9 @@ def sample(logits: cupy.ndarray, filters: tuple, seed: Any, offset: Any) -> cupy
     ):
         return _draw(logits, filters, seed, offset)
     tokens = cupy.empty(len(logits), np.int32)
-    _filter(logits, filters, seed, offset, tokens=tokens)
+    few_or_all = isinstance(top_k, int) and (top_k <= tiles.MAX_RANKED or top_k >= logits.shape[1])
+    one_pass = few_or_all and isinstance(typical_p, float) and typical_p == 1
+    (_stream if one_pass else _filter)(logits, filters, seed, offset, tokens=tokens)
     return tokens
 
 
@@ -81,7 +83,7 @@ def top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndarray]:
         return _sorted_top_k(logits, k)
     values = cupy.empty((len(logits), k), logits.dtype)
     indices = cupy.empty((len(logits), k), np.int32)
-    _filter(logits, _OFF, top=(values, indices))
+    (_stream if k <= tiles.MAX_RANKED else _filter)(logits, _OFF, top=(values, indices))
     return values, indices
 
 
@@ -221,6 +223,16 @@ def _draw(logits: cupy.ndarray, filters: tuple, seed: Any, offset: Any) -> cupy.
             launch = tiles.sample(logits.dtype.name, len(logits), _arch())
             _launch(launch, _sample_params(logits, filters, seed, offset, tokens=tokens))
     return tokens
+
+
+def _stream(
+    logits: cupy.ndarray, filters: tuple, seed: Any = 0, offset: Any = 0, **outputs: Any
+) -> None:
+    if not len(logits):
+        return
+    with logits.device:
+        launch = tiles.stream(logits.dtype.name, len(logits), _arch())
+        _launch(launch, _sample_params(logits, filters, seed, offset, **outputs))
 
 
 def _filter(

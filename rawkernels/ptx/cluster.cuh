@@ -9,10 +9,19 @@ __device__ __forceinline__ int cluster_ctarank() {
   return rank;
 }
 
+// The two halves of a barrier: work between them need not wait.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // All threads of the cluster wait for each other and see what was written before.
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Where a variable in shared memory is in the block of another rank; read and written like any

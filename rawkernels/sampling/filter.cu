@@ -23,9 +23,6 @@ struct Smem {
 
 extern __shared__ float resident_row[];
 
-// Clamped to [0, 1]; NaN is 0.
-__device__ __forceinline__ float unit(float share) { return fminf(fmaxf(share, 0.0f), 1.0f); }
-
 // The smallest logit whose probability is at least min_p times that of `high`, as float64 decides
 // it.
 __device__ __forceinline__ float min_p_logit(float high, float temperature, float min_p) {

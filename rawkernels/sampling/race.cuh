@@ -128,9 +128,8 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
   return best;
 }
 
-// The best draw of the cluster, known to the first thread of its first block; token -1 for a bad
-// row.
-__device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& smem) {
+// The best draw of the block, and whether the row is bad, known to its first thread.
+__device__ __forceinline__ void best_of_block(Draw& best, bool& bad, RaceSmem& smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   bad = __any_sync(0xffffffffu, bad);
 #pragma unroll
@@ -150,6 +149,14 @@ __device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& s
       if (beats(smem.best[w], best)) best = smem.best[w];
       bad |= smem.bad[w];
     }
+  }
+}
+
+// The best draw of the cluster, known to the first thread of its first block; token -1 for a bad
+// row.
+__device__ __forceinline__ Draw best_of_cluster(Draw best, bool bad, RaceSmem& smem) {
+  best_of_block(best, bad, smem);
+  if (threadIdx.x == 0) {
     smem.block_best = best;
     smem.block_bad = bad;
   }

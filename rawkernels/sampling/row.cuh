@@ -26,6 +26,19 @@ __device__ __forceinline__ Segment own_segment(int vocab) {
   return {begin, min(begin + part, vocab)};
 }
 
+// The two halves of sync_cluster, for a first meeting before blocks write to each other.
+__device__ __forceinline__ void arrive_cluster() {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Config::cluster > 1) ptx::cluster_arrive();
+#endif
+}
+
+__device__ __forceinline__ void wait_cluster() {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Config::cluster > 1) ptx::cluster_wait();
+#endif
+}
+
 __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) {
@@ -57,6 +70,22 @@ __device__ __forceinline__ unsigned ordered(float x) {
 __device__ __forceinline__ float from_ordered(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
+
+// In the order of ranks: by descending score, equals by ascending index.
+__device__ __forceinline__ unsigned long long rank_key(float score, int i) {
+  return static_cast<unsigned long long>(ordered(score)) << 32 | (0xffffffffu - unsigned(i));
+}
+
+__device__ __forceinline__ float key_score(unsigned long long key) {
+  return from_ordered(unsigned(key >> 32));
+}
+
+__device__ __forceinline__ int key_index(unsigned long long key) {
+  return int(0xffffffffu - unsigned(key));
+}
+
+// Clamped to [0, 1]; NaN is 0.
+__device__ __forceinline__ float unit(float share) { return fminf(fmaxf(share, 0.0f), 1.0f); }
 
 // What log2(p) grows by for each unit of a logit. Finite, since 0 times it must be 0.
 __device__ __forceinline__ float log2_per_logit(float temperature) {

@@ -54,10 +54,6 @@ __device__ __forceinline__ void sweep(Row logit, Segment segment, F f) {
   for (; i < segment.end; i += Config::threads) f(i, logit(i));
 }
 
-__device__ __forceinline__ unsigned long long rank_key(float score, int i) {
-  return static_cast<unsigned long long>(ordered(score)) << 32 | (0xffffffffu - unsigned(i));
-}
-
 // Exclusive prefix sum over the block, and the sum of all.
 __device__ __forceinline__ unsigned prefix(unsigned value, unsigned* weights, unsigned& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

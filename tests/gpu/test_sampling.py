@@ -126,6 +126,63 @@ def test_degenerate_rows_harm_no_other(rng, rows, parameters):
     assert np.isnan(found[[0, 3]]).all() and (found[1] == -np.inf).all()
 
 
+def odd_rows(rng, vocab):
+    """Rows that are not what a glance at a part of them promises."""
+    ramp = np.linspace(-20, 20, vocab, dtype=np.float32)
+    noise = rng.standard_normal(vocab, dtype=np.float32)
+    spikes = noise.copy()
+    spikes[rng.permutation(vocab)[:30]] = 1e4
+    few, masked, hidden = (noise.copy() for _ in range(3))
+    few[: vocab - 20], masked[: vocab - 90] = -1e4, -np.inf
+    hidden[:] = -np.inf
+    hidden[130:135] = 1
+    late = 0.1 * noise
+    late[-vocab // 20 :] += 30
+    rows = [
+        ramp,
+        ramp[::-1],
+        np.full(vocab, -3.0),
+        rng.integers(0, 3, vocab),
+        4 * noise.astype(ml_dtypes.bfloat16),
+        spikes,
+        few,
+        masked,
+        hidden,
+        late,
+        np.where(noise > 0, 0.0, -0.0),
+    ]
+    return np.stack([np.asarray(row, np.float32) for row in rows])
+
+
+@pytest.mark.parametrize("vocab", [1000, 5000, 128256])
+@pytest.mark.parametrize("copies", [1, 12])
+def test_rows_in_any_order(rng, vocab, copies):
+    logits = odd_rows(rng, vocab)
+    seed = np.arange(len(logits))
+    on_gpu, seeds = cupy.asarray(np.tile(logits, (copies, 1))), np.tile(seed, copies)
+    for parameters in [
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_k": 256, "temperature": 3.0},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": 200, "top_p": 0.4, "min_p": 0.01},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "temperature": 9.0},
+        {"top_p": 1e-6},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"min_p": 1e-9, "top_p": 0.999},
+    ]:
+        expected = sampling.sample(logits, seed=seed, **parameters)
+        tokens = sampling.sample(on_gpu, seed=seeds, **parameters).get()
+        assert np.array_equal(tokens, np.tile(expected, copies)), parameters
+    for k in (1, 50, 256):
+        values, indices = sampling.top_k(on_gpu, k)
+        expected = sampling.top_k(logits, k)
+        assert np.array_equal(indices.get(), np.tile(expected[1], (copies, 1)))
+        assert np.array_equal(values.get(), np.tile(expected[0], (copies, 1)))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e6, 1e37])
 def test_logits_of_any_size(rng, scale):
     logits = logits_of(rng, 4, 9001, std=1.0) * np.float32(scale)
@@ -138,7 +195,7 @@ def test_logits_of_any_size(rng, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("vocab", "k"), [(2, 1), (50, 50), (128256, 50), (32768, 512), (5000, 2000)]
+    ("vocab", "k"), [(2, 1), (50, 50), (300, 256), (128256, 50), (32768, 512), (5000, 2000)]
 )
 def test_top_k_values_and_indices(rng, dtype, vocab, k):
     logits = logits_of(rng, 5, vocab, dtype)

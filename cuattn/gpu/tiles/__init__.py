@@ -30,16 +30,19 @@ from cuattn.gpu.tiles.decoding import (
 from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 from cuattn.gpu.tiles.sampling import (
     MAX_LISTED,
+    MAX_RANKED,
     filter_rows,
     penalize,
     sample,
     sampling_variants,
     speculate,
+    stream,
 )
 
 __all__ = [
     "CACHE_UPDATE",
     "MAX_LISTED",
+    "MAX_RANKED",
     "SHARED_KIB",
     "Launch",
     "Sm90ForwardConfig",
@@ -61,6 +64,7 @@ __all__ = [
     "sampling_variants",
     "sm90_section",
     "speculate",
+    "stream",
     "variants",
 ]
 

@@ -12,12 +12,13 @@ LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule
 WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
 ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part of a row
+MAX_RANKED = 256  # the k of the largest that sampling/stream.cu finds
 MAX_LISTED = 448  # kList of rawkernels/sampling/select.cuh; 512 threads would spill
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig(Config):
-    """sampling/sample.cu and sampling/speculate.cu."""
+    """sampling/sample.cu, sampling/stream.cu and sampling/speculate.cu."""
 
     dtype: str
     cluster: int
@@ -68,6 +69,12 @@ def sample(dtype: str, rows: int, arch: str) -> Launch:
     return Launch(_sample_variant(dtype, cluster, arch), (rows * cluster,))
 
 
+def stream(dtype: str, rows: int, arch: str) -> Launch:
+    """Choose the kernel of what one reading of the rows tells."""
+    cluster = CLUSTER if rows < WHOLE_ROWS and capability(arch) >= 90 else 1
+    return Launch(_stream_variant(dtype, cluster), (rows * cluster,))
+
+
 def filter_rows(dtype: str, rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
     """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
     groups = (vocab + 127) // 128
@@ -95,6 +102,7 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
     for dtype in LOGIT_DTYPES:
         for cluster in (1, CLUSTER) if hopper else (1,):
             yield _sample_variant(dtype, cluster, arch)
+            yield _stream_variant(dtype, cluster)
         for resident in (False, True) if hopper else (False,):
             yield _filter_variant(dtype, arch, resident=resident)
         yield penalize(dtype, 1, 1).variant
@@ -105,6 +113,11 @@ def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
     blocks = 4 if capability(arch) <= 90 else 3  # newer ones would spill with four
     config = SampleConfig(dtype, cluster, blocks, unroll=4, threads_per_block=256)
     return Variant("sampling/sample.cu", "sample", config)
+
+
+def _stream_variant(dtype: str, cluster: int) -> Variant:
+    config = SampleConfig(dtype, cluster, blocks_per_sm=4, unroll=4, threads_per_block=MAX_RANKED)
+    return Variant("sampling/stream.cu", "stream", config)
 
 
 def _row_bytes(arch: str) -> int:

@@ -1,0 +1,183 @@
+// A list of the few tokens of a row that can matter, found while the row is read once.
+//
+// All blocks of a cluster look at the same survey of the row first, so they agree on which tokens
+// to list; afterwards each of them knows the whole list, and they draw the same conclusions from
+// it.
+#pragma once
+
+#include "ptx/prefetch.cuh"
+#include "sampling/row.cuh"
+
+using Key = unsigned long long;  // a rank_key; 0 is none
+
+constexpr int kUnroll = Config::unroll;  // groups that a warp has in flight
+constexpr int kTile = 4 * kUnroll;       // tokens of a thread in them
+constexpr int kSurvey = Config::threads * kTile;
+constexpr int kList = 2048;
+constexpr int kShare = kList / Config::cluster;  // of the list, for one block
+constexpr int kEach = kList / Config::threads;   // of the list, for one thread
+
+struct ListSmem {
+  Key keys[kList];             // place p of rank r at p * cluster + r
+  int found[Config::cluster];  // by each block, whether or not there was a place
+  int bad[Config::cluster];    // a NaN or +inf was met
+};
+
+// Token j of a thread in the groups from `base` on.
+__device__ __forceinline__ int tile_index(int base, int j) {
+  return base + 32 * j + int(threadIdx.x % 32);
+}
+
+// f(base, logits) for each tile of the segment; beyond its end a logit is -inf.
+template <class Load, class F>
+__device__ __forceinline__ void for_each_tile(Load load, Segment segment, F f) {
+  for (int base = segment.begin + int(threadIdx.x / 32) * kGroup * kUnroll; base < segment.end;
+       base += Config::threads * kTile) {
+    float x[kTile];
+    if (base + kGroup * kUnroll <= segment.end) {
+#pragma unroll
+      for (int j = 0; j < kTile; ++j) x[j] = load(tile_index(base, j));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTile; ++j) {
+        const int i = tile_index(base, j);
+        x[j] = i < segment.end ? load(i) : -kInfinity;
+      }
+    }
+    f(base, x);
+    __syncwarp();  // lanes that went their own way would go on alone, each with its own loads
+  }
+}
+
+// x[j], without a trip to memory.
+__device__ __forceinline__ float pick(const float (&x)[kTile], int j) {
+  float left[kTile];
+#pragma unroll
+  for (int k = 0; k < kTile; ++k) left[k] = x[k];
+#pragma unroll
+  for (int step = 1; step < kTile; step *= 2) {
+#pragma unroll
+    for (int k = 0; k < kTile; k += 2 * step) left[k] = j & step ? left[k + step] : left[k];
+  }
+  return left[0];
+}
+
+// Groups spread evenly over the row, kUnroll for each warp: the first index of one of them. Beyond
+// the row if it has fewer.
+__device__ __forceinline__ int survey_base(int vocab, int group) {
+  constexpr int kGroups = kWarps * kUnroll;
+  const int groups = (vocab + kGroup - 1) / kGroup;
+  const int wanted = int(threadIdx.x / 32) * kUnroll + group;
+  return (groups <= kGroups ? wanted : wanted * groups / kGroups) * kGroup;
+}
+
+template <class Load>
+__device__ __forceinline__ void read_survey(Load load, int vocab, float (&x)[kTile]) {
+#pragma unroll
+  for (int group = 0; group < kUnroll; ++group) {
+    const int base = survey_base(vocab, group);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = tile_index(base, j);
+      x[4 * group + j] = i < vocab ? load(i) : -kInfinity;
+    }
+  }
+}
+
+// The segment is asked for ahead: where the row is spread over a cluster, there is not much of it
+// and little else to hide the latency of memory.
+template <class T>
+__device__ __forceinline__ void prefetch(const T* logits, Segment segment) {
+  if constexpr (Config::cluster > 1) {
+    constexpr int kLine = 128 / sizeof(T);
+    for (int i = segment.begin + threadIdx.x * kLine; i < segment.end; i += Config::threads * kLine)
+      ptx::prefetch_l2(logits + i);
+  }
+}
+
+__device__ __forceinline__ void clear_list(ListSmem& smem) {
+  if (threadIdx.x == 0) smem.found[rank_in_cluster()] = smem.bad[rank_in_cluster()] = 0;
+  __syncthreads();
+}
+
+__device__ __forceinline__ void add_to_list(Key key, ListSmem& smem) {
+  const int rank = rank_in_cluster();
+  const int place = atomicAdd(&smem.found[rank], 1);
+  if (place < kShare) smem.keys[place * Config::cluster + rank] = key;
+}
+
+// Gives each block what all of them listed.
+__device__ __forceinline__ void share_list(ListSmem& smem) {
+  if constexpr (Config::cluster > 1) {
+    __syncthreads();
+    const int rank = rank_in_cluster();
+    const int to = threadIdx.x % Config::cluster;
+    const int listed = min(smem.found[rank], kShare);
+    if (to != rank) {
+      for (int p = threadIdx.x / Config::cluster; p < listed;
+           p += Config::threads / Config::cluster) {
+        Key* const place = &smem.keys[p * Config::cluster + rank];
+        *of_rank(place, to) = *place;
+      }
+      if (threadIdx.x < Config::cluster) {
+        *of_rank(&smem.found[rank], to) = smem.found[rank];
+        *of_rank(&smem.bad[rank], to) = smem.bad[rank];
+      }
+    }
+  }
+  sync_cluster();
+}
+
+// What became of a list.
+struct Listed {
+  int total;        // tokens found, listed or not
+  int places;       // of the list, up to the last that a block filled
+  bool whole, bad;  // all that were found are listed; the row has a NaN or +inf
+
+  __device__ __forceinline__ explicit Listed(const ListSmem& smem) {
+    int most = 0, bad_blocks = 0;
+    total = 0;
+#pragma unroll
+    for (int rank = 0; rank < Config::cluster; ++rank) {
+      most = max(most, smem.found[rank]);
+      total += smem.found[rank];
+      bad_blocks |= smem.bad[rank];
+    }
+    bad = bad_blocks != 0;
+    whole = most <= kShare;
+    places = min(most, kShare) * Config::cluster;
+  }
+};
+
+// A thread's part of a list.
+__device__ __forceinline__ void read_list(const ListSmem& smem, Key (&keys)[kEach]) {
+  const int end = min(smem.found[threadIdx.x % Config::cluster], kShare) * Config::cluster;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int place = threadIdx.x + e * Config::threads;
+    keys[e] = place < end ? smem.keys[place] : 0;
+  }
+}
+
+// A key that at least `least` of the block's keys reach and, if there is one, at most `most`; they
+// differ from each other unless they are 0. It is from `low`, which is returned where fewer reach
+// it, up to `high`. No thread has more than `used` keys.
+template <int n>
+__device__ __forceinline__ Key reached_by(const Key (&keys)[n], int used, int least, int most,
+                                          Key low, Key high) {
+  while (low + 1 < high) {
+    const Key middle = low + (high - low) / 2;
+    int count = 0;
+#pragma unroll
+    for (int e = 0; e < n; ++e) {
+      if (e < used) count += __syncthreads_count(keys[e] >= middle);
+    }
+    if (count < least) {
+      high = middle;
+    } else {
+      low = middle;
+      if (count <= most) break;
+    }
+  }
+  return low;
+}

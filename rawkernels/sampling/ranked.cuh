@@ -1,0 +1,124 @@
+// The k largest of a row, in one pass: a survey of the row says which logit some hundreds of its
+// tokens reach, those are listed as the row is read, and the rest is done with the list.
+#pragma once
+
+#include "sampling/listing.cuh"
+
+constexpr int kMaxRanked = Config::threads;  // one for each thread, and a block's share of the list
+static_assert(kMaxRanked <= kShare, "the k largest may all be in one block's segment");
+
+struct RankedSmem {
+  unsigned top;
+  int kept;
+  Key unsorted[kMaxRanked], sorted[kMaxRanked];
+};
+
+// Above every key of the block.
+__device__ __forceinline__ Key above(Key largest, unsigned* top) {
+  const unsigned high =
+      reduce_warp(unsigned(largest >> 32), [](unsigned a, unsigned b) { return max(a, b); });
+  if (threadIdx.x == 0) *top = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) atomicMax(top, high);
+  __syncthreads();
+  return static_cast<Key>(*top + 1ull) << 32;
+}
+
+// A key that somewhat more than k tokens of the row reach, by all probability.
+template <class Load>
+__device__ __forceinline__ Key survey_key(Load load, int vocab, int k, Key lowest, unsigned* top) {
+  float x[kTile];
+  read_survey(load, vocab, x);
+  float best = -kInfinity;
+  int place = -1;
+#pragma unroll
+  for (int j = 0; j < kTile; ++j) {
+    place = x[j] > best ? j : place;
+    best = x[j] > best ? x[j] : best;
+  }
+  const int where = tile_index(survey_base(vocab, place / 4), place % 4);
+  const Key largest[1] = {place < 0 ? 0 : rank_key(best + 0.0f, where)};
+  const float expected = k * fminf(1.0f, float(kSurvey) / float(vocab));  // in the survey
+  // Beyond four standard deviations: one row in a million has to be read again.
+  const int wanted = min(int(expected + 4.0f * sqrtf(expected) + 4.0f), Config::threads * 3 / 4);
+  return reached_by(largest, 1, wanted, wanted + wanted / 4, lowest, above(largest[0], top));
+}
+
+// Lists the tokens whose keys reach `bar`.
+template <class Load>
+__device__ __forceinline__ void list_reaching(Load load, Segment segment, Key bar, ListSmem& smem) {
+  const float least = key_score(bar);
+  clear_list(smem);
+  for_each_tile(load, segment, [&](int base, const float (&x)[kTile]) {
+    unsigned near = 0;
+#pragma unroll
+    for (int j = 0; j < kTile; ++j) {
+      if (!(x[j] < least)) near |= 1u << j;  // so is a NaN
+    }
+    for (; near != 0; near &= near - 1) {
+      const int j = __ffs(near) - 1;
+      const int i = tile_index(base, j);
+      if (i >= segment.end) continue;
+      const float value = pick(x, j) + 0.0f;  // -0 becomes 0: they are equal
+      if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
+      const Key key = rank_key(value, i);
+      if (key >= bar) add_to_list(key, smem);
+    }
+  });
+  share_list(smem);
+}
+
+// The keys of the k largest of the tokens that reach `lowest`, fewer if there are fewer, in
+// descending order: one for each of the first threads of the cluster's first block, 0 for the
+// others. In other blocks all get 0. Sets `bad` if the row has a NaN or +inf.
+template <class Load>
+__device__ __forceinline__ Key kth_largest(Load load, Segment segment, int vocab, int k, Key lowest,
+                                           ListSmem& list, RankedSmem& smem, bool& bad) {
+  Key bar = survey_key(load, vocab, k, lowest, &smem.top);
+  wait_cluster();
+  Key least = lowest,
+      beyond = ~0ull;  // k tokens reach the one, if so many there are; not the other
+  list_reaching(load, segment, bar, list);
+  Key keys[kEach];
+  for (;;) {
+    const Listed listed(list);
+    if (listed.bad || (listed.whole && (listed.total >= k || bar == lowest))) break;
+    if (listed.total < k) {
+      beyond = bar;
+    } else {
+      read_list(list, keys);
+      least = reached_by(keys, kEach, k, 2 * k, bar, beyond);
+    }
+    bar = least + (beyond - least) / 2;
+    sync_cluster();  // the list is no longer looked at
+    list_reaching(load, segment, bar, list);
+  }
+  const Listed listed(list);
+  bad = listed.bad;
+  if (rank_in_cluster() != 0 || bad) return 0;
+
+  read_list(list, keys);
+  Key largest = 0;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) largest = max(largest, keys[e]);
+  const int used = (listed.places + Config::threads - 1) / Config::threads;
+  const Key high = above(largest, &smem.top);
+  const Key cut = listed.total <= k ? 1 : reached_by(keys, used, k, k, bar, high);
+  if (threadIdx.x == 0) smem.kept = 0;
+  smem.sorted[threadIdx.x] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    if (keys[e] >= cut) smem.unsorted[atomicAdd(&smem.kept, 1)] = keys[e];
+  }
+  __syncthreads();
+  if (threadIdx.x < smem.kept) {
+    const Key own = smem.unsorted[threadIdx.x];
+    int rank = 0;
+#pragma unroll 8
+    for (int other = 0; other < smem.kept; ++other) rank += smem.unsorted[other] > own;
+    smem.sorted[rank] = own;
+  }
+  __syncthreads();
+  return smem.sorted[threadIdx.x];
+}
