@@ -21,10 +21,11 @@ def plan(*shapes, **options):
 
 def test_maps_of_fixed_lengths():
     planned, config = plan((2, 300, 8, 128), (2, 500, 4, 128), (2, 500, 4, 64))
-    q, k, v = planned.maps
-    assert q == sm90.Map((128, 300, 8, 2), (2048, 256, 614400), (64, 64, 1, 1))
-    assert k == sm90.Map((128, 500, 4, 2), (1024, 256, 512000), (64, config.tile_n, 1, 1))
-    assert v == sm90.Map((64, 500, 4, 2), (512, 128, 256000), (64, config.tile_n, 1, 1))
+    q, k, v, bias, mask = planned.maps
+    assert bias is mask is None
+    assert q == sm90.Map(BFLOAT16, (128, 300, 8, 2), (2048, 256, 614400), (64, 64, 1, 1))
+    assert k == sm90.Map(BFLOAT16, (128, 500, 4, 2), (1024, 256, 512000), (64, config.tile_n, 1, 1))
+    assert v == sm90.Map(BFLOAT16, (64, 500, 4, 2), (512, 128, 256000), (64, config.tile_n, 1, 1))
     assert planned.scratch_bytes == 0
 
 
@@ -34,7 +35,7 @@ def test_maps_of_varlen_calls_end_where_sequences_do():
     planned, _ = plan((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
     assert planned.scratch_bytes > 0
     far = sm90.FAR_ROWS
-    for m in planned.maps:
+    for m in planned.maps[:3]:
         assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in m.strides)
         begin, length = 123, 456
         for row in (0, 1, length - 1, length, length + 63):
@@ -46,6 +47,33 @@ def test_maps_of_varlen_calls_end_where_sequences_do():
                 assert offset == (begin + row) * m.strides[0] + m.strides[1]
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32), np.dtype(bool)])
+def test_maps_of_bias_and_mask(dtype):
+    """What the copy engine can address has a map; the rest is left to the kernel."""
+    shape = (2, 304, 8, 128)
+    spec = attention_spec("flash_attention", *[shape] * 3, *[BFLOAT16] * 3)
+    config = tiles.forward(spec, "sm_90a", has_score=True, aligned=True).variant.config
+    strides = (np.empty(shape, BFLOAT16).strides,) * 3
+
+    def mapped(array, **options):
+        layout = (array.shape, array.strides, array.dtype)
+        return sm90.plan(spec, config, 132, strides, None, layout, **options).maps[4]
+
+    size, n = dtype.itemsize, 304
+    whole = np.empty((2, 8, n, n), dtype)
+    box = (config.tile_n, 64, 1, 1)
+    rows, heads, batch = size * n, size * n * n, size * n * n * 8
+    assert mapped(whole) == sm90.Map(dtype, (n, n, 8, 2), (rows, heads, batch), box, False)
+    assert mapped(whole[:1, 0]) == sm90.Map(dtype, (n, n, 1, 1), (rows, 16, 16), box, False)
+    assert mapped(whole[..., :301]).shape == (301, n, 8, 2)
+    assert mapped(whole, score_aligned=False) is None
+    assert mapped(whole[:, :, :1]) is None  # all queries share a row
+    assert mapped(whole[..., :1]) is None
+    assert mapped(whole[..., ::2]) is None
+    assert mapped(whole[..., ::-1, :]) is None
+    assert mapped(np.empty((2, 8, n, n - 1), dtype)) is None
+
+
 def test_scales_of_scores():
     """Their product is what the contract says, with a tanh in between or not."""
     shapes = [(2, 300, 8, 64)] * 3
@@ -53,7 +81,8 @@ def test_scales_of_scores():
     def scales(**options):
         planned, config = plan(*shapes, **options)
         spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
-        with_bias = sm90.plan(spec, config, 132, ((64,) * 4,) * 3, has_bias=True)
+        bias = (300, 300), (600, 2), BFLOAT16
+        with_bias = sm90.plan(spec, config, 132, ((64,) * 4,) * 3, bias)
         assert with_bias.scales[:2] == planned.scales[:2]
         assert with_bias.scales[2] == pytest.approx(np.log2(np.e))
         return planned.scales

@@ -89,6 +89,7 @@ def forward(
             _layout(mask),
             _layout(alibi_slopes),
             (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
+            (pointer(bias) | pointer(mask)) % 16 == 0,
         )
         params = forward_pointers(
             *pointers,
@@ -103,7 +104,8 @@ def forward(
         arguments = [np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]]
         if plan.sm90 is not None:
             workspace = scratch(plan.sm90.scratch_bytes)
-            arguments.append(plan.sm90.argument(pointers, workspace.ptr))
+            mapped = (*pointers[:3], pointer(bias), pointer(mask))
+            arguments.append(plan.sm90.argument(mapped, workspace.ptr))
         plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
     if out is not None and target is not out:
         out[...] = target
@@ -140,6 +142,7 @@ def _plan(
     mask: tuple | None,
     alibi_slopes: tuple | None,
     aligned: bool,
+    score_aligned: bool,
 ) -> Plan:
     """Choose and compile the kernel of a call, and pack what stays the same between calls like
     it."""
@@ -155,7 +158,7 @@ def _plan(
     if isinstance(config, tiles.Sm90ForwardConfig):
         blocks = min(grid[0], cupy.cuda.Device(device).attributes["MultiProcessorCount"])
         grid = (blocks,)
-        plan = sm90.plan(spec, config, blocks, strides, has_bias=bias is not None)
+        plan = sm90.plan(spec, config, blocks, strides, bias, mask, score_aligned=score_aligned)
     return Plan(
         kernel=compiler.kernel(launch.variant, device),
         grid=grid,

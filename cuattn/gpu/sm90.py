@@ -13,10 +13,11 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import tensormap, tiles
 
-#: Sm90Params of rawkernels/attention/work_sm90.cuh after its three tensor maps.
-_REST = struct.Struct("2Q i 3f Q 2i 16x")
+MAPS = 5  # of q, k, v, bias, mask
+#: Sm90Params of rawkernels/attention/work_sm90.cuh after its maps.
+_REST = struct.Struct("2Q i 3f Q 4i 8x")
 #: The same bytes as CuPy passes them.
-ARGUMENT = np.dtype((np.void, 3 * tensormap.TENSOR_MAP_BYTES + _REST.size))
+ARGUMENT = np.dtype((np.void, MAPS * tensormap.TENSOR_MAP_BYTES + _REST.size))
 
 TAKEN_BYTES = 16  # Sm90Params::Taken
 FAR_ROWS = 1 << 30  # kFarRows
@@ -24,23 +25,26 @@ ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
 _UNPAGED_SHIFT = 30  # all keys lie in one page
+_ANY_STRIDE = 16  # of an axis of length 1
+_NO_MAP = bytes(tensormap.TENSOR_MAP_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Map:
     """An array as :func:`tensormap.encode` takes it, but for the pointer."""
 
+    dtype: np.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    swizzled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """All of the argument but pointers."""
 
-    dtype: np.dtype
-    maps: tuple[Map, ...]  # of q, k, v
+    maps: tuple[Map | None, ...]  # of q, k, v, bias, mask; None: not there, or out of reach
     section: int
     scales: tuple[float, float, float]  # cap_scale, score_scale, scale_log2
     scratch_bytes: int
@@ -48,12 +52,15 @@ class Plan:
     box_shift: int = 0
 
     def argument(self, pointers: tuple[int, ...], scratch: int, page_table: int = 0) -> np.void:
-        """Pack the argument of one launch; `scratch` is the address of `scratch_bytes`, for the
-        launch's duration."""
+        """Pack the argument of one launch; `pointers` are those of q, k, v and, if given, of bias
+        and mask, `scratch` is the address of `scratch_bytes`, for the launch's duration."""
         encoded = [
-            tensormap.encode(pointer, self.dtype, m.shape, m.strides, m.box)
-            for pointer, m in zip(pointers, self.maps, strict=False)
+            _NO_MAP
+            if m is None
+            else tensormap.encode(pointer, m.dtype, m.shape, m.strides, m.box, m.swizzled)
+            for pointer, m in zip((*pointers, 0, 0), self.maps, strict=False)
         ]
+        mapped = [m is not None for m in self.maps[3:]]
         rest = _REST.pack(
             scratch,
             random.getrandbits(64),
@@ -62,6 +69,7 @@ class Plan:
             page_table,
             self.page_shift,
             self.box_shift,
+            *mapped,
         )
         return np.frombuffer(b"".join((*encoded, rest)), ARGUMENT)[0]
 
@@ -71,10 +79,26 @@ def plan(
     config: tiles.Sm90ForwardConfig,
     blocks: int,
     strides: tuple[tuple[int, ...], ...],
+    bias: tuple | None = None,
+    mask: tuple | None = None,
     *,
-    has_bias: bool = False,
+    score_aligned: bool = True,
 ) -> Plan:
-    """Plan launches on `blocks` blocks; `strides` are those of q, k and v, in bytes."""
+    """Plan launches on `blocks` blocks.
+
+    Parameters
+    ----------
+    spec, config
+        The call, and its kernel's variant.
+    blocks : int
+        As many as there are multiprocessors for.
+    strides : tuple
+        Of q, k and v, in bytes.
+    bias, mask : tuple, optional
+        Their (shape, strides in bytes, dtype).
+    score_aligned : bool
+        Whether their addresses are multiples of 16.
+    """
     shapes = (
         (spec.seqlen_q, spec.heads_q, spec.head_dim),
         (spec.seqlen_k, spec.heads_kv, spec.head_dim),
@@ -82,15 +106,17 @@ def plan(
     )
     rows = (_WARPGROUP_ROWS, config.tile_n, config.tile_n)
     return Plan(
-        dtype=spec.dtype,
-        maps=tuple(map(_map, [spec] * 3, shapes, strides, rows)),
+        maps=(
+            *map(_map, [spec] * 3, shapes, strides, rows),
+            *(_score_map(a if score_aligned else None, config.tile_n) for a in (bias, mask)),
+        ),
         section=tiles.sm90_section(spec, config, blocks),
-        scales=_scales(spec, has_bias),
+        scales=_scales(spec, has_bias=bias is not None),
         scratch_bytes=TAKEN_BYTES if spec.varlen else 0,
     )
 
 
-def _scales(spec: AttentionSpec, has_bias: bool) -> tuple[float, float, float]:
+def _scales(spec: AttentionSpec, *, has_bias: bool) -> tuple[float, float, float]:
     """What scores are multiplied by: before a tanh, after it, and before exp2."""
     cap_scale = spec.scale / spec.softcap if spec.softcap else 0.0
     score_scale = spec.softcap or spec.scale
@@ -121,6 +147,7 @@ def prefix_plan(
     group = spec.heads_q // spec.heads_kv
     token, head = strides[0][:2]
     queries = Map(
+        spec.dtype,
         (spec.head_dim, group, spec.seqlen_q, spec.heads_kv),
         (head, token, group * head),
         (_PANEL_COLUMNS, group, _WARPGROUP_ROWS // group, 1),
@@ -128,6 +155,7 @@ def prefix_plan(
     box_rows = config.tile_n if pages is None else min(size, config.tile_n)
     keys_and_values = (
         Map(
+            spec.dtype,
             (head_dim, size, spec.heads_kv, count),
             (*array[-3:-1], array[0] if pages else size * array[-3]),
             (_PANEL_COLUMNS, box_rows, 1, 1),
@@ -135,8 +163,7 @@ def prefix_plan(
         for head_dim, array in zip((spec.head_dim, spec.head_dim_v), strides[1:], strict=True)
     )
     return Plan(
-        dtype=spec.dtype,
-        maps=(queries, *keys_and_values),
+        maps=(queries, *keys_and_values, None, None),
         section=0,
         scales=_scales(spec, has_bias=False),
         scratch_bytes=0,
@@ -157,7 +184,27 @@ def _map(
     length, heads, head_dim = shape
     row, head = strides[-3:-1]
     box = (_PANEL_COLUMNS, box_rows, 1, 1)
+    dtype = spec.dtype
     if spec.varlen:
         far = (head_dim, FAR_ROWS, heads, length + 1, FAR_ROWS + 1)
-        return Map(far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
-    return Map((head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
+        return Map(dtype, far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
+    return Map(dtype, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
+
+
+def _score_map(layout: tuple | None, tile_n: int) -> Map | None:
+    """The axes (key, query, head, batch) of a bias or mask, where the copy engine can address it
+    and each query has a row of its own."""
+    if layout is None:
+        return None
+    shape, strides, dtype = layout
+    missing = 4 - len(shape)
+    lengths = (1,) * missing + shape
+    steps = tuple(
+        _ANY_STRIDE if n == 1 else stride
+        for n, stride in zip(lengths, (0,) * missing + strides, strict=True)
+    )
+    contiguous = strides[-1] == dtype.itemsize and shape[-1] > 1 and lengths[-2] > 1
+    if not (contiguous and tensormap.addressable(steps[:3])):
+        return None
+    box = (tile_n, _WARPGROUP_ROWS, 1, 1)
+    return Map(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)

@@ -11,6 +11,7 @@ import numpy as np
 TENSOR_MAP_BYTES = 128
 MAX_STRIDE = 1 << 34  # 2^40 for the copy engine; varlen maps need room below it
 _ALIGNMENT = 16  # of addresses and strides, in bytes
+_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "bool": "UINT8"}
 
 
 @functools.cache
@@ -33,22 +34,25 @@ def encode(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
+    swizzled: bool = True,
 ) -> bytes:
-    """Describe an array to the copy engine, with the 128-byte swizzle and zeros outside of the
-    array.
+    """Describe an array to the copy engine, with zeros outside of the array.
 
     Parameters
     ----------
     pointer : int
         Address of the first element, a multiple of 16.
     dtype : numpy.dtype
-        float16 or bfloat16.
+        float16, bfloat16, float32 or bool.
     shape : tuple of int
         Lengths, innermost first. Coordinates outside of them read as 0 and are not written.
     strides : tuple of int
         Byte strides of all axes but the innermost.
     box : tuple of int
-        Lengths of what one copy moves; the innermost is at most 128 bytes.
+        Lengths of what one copy moves; the innermost is at most 128 bytes where swizzled.
+    swizzled : bool
+        Whether copies lie in shared memory as `wgmma` takes them, with the 128-byte swizzle, or as
+        they come.
 
     Returns
     -------
@@ -56,11 +60,9 @@ def encode(
         The 128 bytes of a CUtensorMap.
     """
     driver = _driver()
-    types = driver.CUtensorMapDataType
+    swizzle = "128B" if swizzled else "NONE"
     result, tensor_map = driver.cuTensorMapEncodeTiled(
-        types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-        if dtype == np.float16
-        else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[dtype.name]}"),
         len(shape),
         pointer,
         [driver.cuuint64_t(n) for n in shape],
@@ -68,7 +70,7 @@ def encode(
         [driver.cuuint32_t(n) for n in box],
         [driver.cuuint32_t(1) for _ in box],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -49,15 +49,16 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
   ptx::wgmma_commit_group();
 }
 
-// Gives the values that the guards have replaced by 0 to the queries that see their keys. `o` has
-// this lane's part of O, rows from `query` and columns from `column` on. Rarely called.
+// Gives the values of a tile that the guards have replaced by 0 to the queries that see their keys.
+// `o` has this lane's part of O, rows from `query` and columns from `column` on. Rarely called.
 __device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& params,
-                                                 const Tile& tile, int block, int query,
-                                                 int column) {
-  const T* v = static_cast<const T*>(params.v) + tile.value_offset(params, block * kTileN) + column;
+                                                 const Tile& tile, int query, int column) {
+  const Tile::Partial guarded = tile.guarded(params);
 #pragma unroll 1
-  for (int key = block * kTileN; key < min((block + 1) * kTileN, tile.keys.length);
-       ++key, v += params.v_stride.seq)
+  for (int key = tile.block_begin * kTileN; key < min(tile.block_end * kTileN, tile.keys.length);
+       ++key) {
+    if (!guarded.has(key / kTileN)) continue;
+    const T* const v = static_cast<const T*>(params.v) + tile.value_offset(params, key) + column;
 #pragma unroll 1
     for (int i = 0; i < kHeadDimV / 2; ++i) {
       const int j = i / 4 * 8 + i % 2;
@@ -65,6 +66,7 @@ __device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& 
       const float value = static_cast<float>(v[j]);
       if (!isfinite(value) && tile.sees(params, query + 8 * (i / 2 % 2), key)) o[i] += value;
     }
+  }
 }
 
 // Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
@@ -140,18 +142,17 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   const auto pass_turn = [&] { ptx::bar_arrive(next_turn, 256); };
   if (consumer == kWarpgroups - 1) pass_turn();
 
-  const int lane_row = 64 * consumer + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const int first_row = 64 * consumer + lane_row();
   const int lane_column = threadIdx.x % 4 * 2;
-  const int warp_row = lane_row - threadIdx.x % 32 / 4;
-  ScoreRows& rows = reinterpret_cast<ScoreRows*>(&smem + 1)[threadIdx.x / 32 - 4];
+  ScoreRows& rows = score_rows(smem, consumer);
+  unsigned rows_parity = 0;
   const float scale_log2 = sm90.scale_log2;
   Ring<kStages> ring_k, ring_v;
   Ring<kSlots> ring_q;
   Ring<TileQueue::kSize> ring;
-  Tile::Partial hidden, guarded;  // blocks of the tile that call for a mask, and for guards
-  bool guarded_p = false;         // whether the block whose P is at hand is guarded
-  unsigned checks = 0;            // the parity of checked_v, a bit a stage
-  float slope = 0.0f;             // ALiBi's
+  Tile::Partial hidden;  // blocks of the tile that call for a mask
+  int number = 0;        // of the tile, modulo 2
+  float slope = 0.0f;    // ALiBi's
   tile::OnlineSoftmax softmax;
   float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
   unsigned p[kTileN / 4];
@@ -163,24 +164,19 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   // The next tile that has keys. Rows that see no key are zeros.
   const auto find_tile = [&] {
     Tile tile = read_tile(smem, ring);
-    for (; tile.row >= 0 && tile.empty(); tile = read_tile(smem, ring)) {
-      write_nothing(params, tile, tile.row + lane_row);
-    }
+    for (; tile.row >= 0 && tile.empty(); tile = read_tile(smem, ring))
+      write_nothing(params, tile, tile.row + first_row);
     if (Config::score && params.alibi_slopes != nullptr && tile.row >= 0)
       slope = ptx::rcp(sm90.score_scale) *
               static_cast<const float*>(
                   params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
     hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
-    guarded = tile.guarded(params);
     return tile;
   };
   Tile tile = find_tile();
   if (tile.row < 0) return;
   int block = tile.block_end - 1;
 
-  const auto copy_rows_of_block = [&] {
-    copy_score_rows(rows, params, tile, tile.row + warp_row, block * kTileN);
-  };
   // What becomes of the products of Q and K, before and while exponentials are taken.
   const auto receive_scores = [&] {
     ptx::wgmma_keep(s);
@@ -190,36 +186,40 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       arrive_warp(smem.empty_q[ring_q.index][consumer]);
       ring_q.advance();
     }
-    const int row = tile.row + lane_row, column = block * kTileN + lane_column;
+    const int row = tile.row + first_row, column = block * kTileN + lane_column;
     if constexpr (Config::score)
       bend_scores(s, sm90.cap_scale, slope, static_cast<float>(row + tile.diagonal() - column));
-    if constexpr (Config::elementwise) add_score_rows(s, rows, params, sm90.score_scale);
+    if constexpr (Config::elementwise) {
+      ptx::mbarrier_wait(rows.full, rows_parity);
+      rows_parity ^= 1;
+      add_score_rows(s, rows, params, sm90.score_scale);
+      arrive_warp(rows.empty);
+    }
     if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
     if (Config::bound_left && block < hidden.before)
       hide_earlier_keys(s, params, tile, row, column);
   };
   const auto await_values = [&] {
-    ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
-    if (kGuards == 0 || !guarded_p) return;
-    ptx::mbarrier_wait(smem.checked_v[ring_v.index], checks >> ring_v.index & 1);
-    checks ^= 1 << ring_v.index;
+    ptx::mbarrier_wait((kGuards > 0 ? smem.checked_v : smem.full_v)[ring_v.index], ring_v.parity);
   };
-  const auto release_values = [&](const Tile& tile, int block) {
-    if (kGuards > 0 && guarded_p &&
-        (smem.cleaned_v[ring_v.index][0] || smem.cleaned_v[ring_v.index][1])) {
-      float copy[kHeadDimV / 2];  // O itself has to stay in registers
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) copy[i] = o[i];
-      add_replaced_values(copy, params, tile, block, tile.row + lane_row, lane_column);
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = copy[i];
-    }
+  const auto release_values = [&] {
     arrive_warp(smem.empty_v[ring_v.index]);
     ring_v.advance();
   };
+  // Makes up for what guards have done to a tile, before its last values are released.
+  const auto restore = [&](const Tile& tile) {
+    if (kGuards > 0 && (smem.cleaned[number][0] || smem.cleaned[number][1])) {
+      float copy[kHeadDimV / 2];  // O itself has to stay in registers
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) copy[i] = o[i];
+      add_replaced_values(copy, params, tile, tile.row + first_row, lane_column);
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = copy[i];
+    }
+    number ^= 1;
+  };
 
   // The first scores, with nothing beside them.
-  if (Config::elementwise) copy_rows_of_block();
   ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
   ptx::mbarrier_wait(smem.full_k[0], 0);
   ptx::wgmma_keep(s);
@@ -227,14 +227,12 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_keys(s, smem.q[0][consumer], smem.k[0]);
   ptx::wgmma_wait_group<0>();
   receive_scores();
-  guarded_p = guarded.has(block);
   softmax.update(s, scale_log2, correction);
   tile::pack_fragment<T>(p, s);
   clear();
 
   while (true) {
     const Tile finished = tile;
-    const int finished_block = block;
     const bool fresh = block == tile.block_begin;  // the next scores are of another tile
     if (fresh) {
       tile = find_tile();
@@ -246,7 +244,6 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
     }
     --block;
-    if (Config::elementwise) copy_rows_of_block();
     ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
     await_values();
     wait_turn();
@@ -267,10 +264,10 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     // than exponentials first, on an H200).
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
-    release_values(finished, finished_block);
-    guarded_p = guarded.has(block);
+    if (fresh) restore(finished);
+    release_values();
     if (fresh) {
-      write_output(o, before, scale_log2, params, finished, finished.row + lane_row);
+      write_output(o, before, scale_log2, params, finished, finished.row + first_row);
       clear();
     } else if (grown) {
       tile::scale_rows(o, correction);
@@ -285,8 +282,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_values(o, p, smem.v[ring_v.index]);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_keep(o);
-  release_values(tile, block);
-  write_output(o, softmax, scale_log2, params, tile, tile.row + lane_row);
+  restore(tile);
+  write_output(o, softmax, scale_log2, params, tile, tile.row + first_row);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
@@ -312,6 +309,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
       ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
     }
+    for (int i = 0; i < kScoreRows; ++i) {
+      ptx::mbarrier_init(score_rows(smem, i).full, 32);
+      ptx::mbarrier_init(score_rows(smem, i).empty, 4);
+    }
     for (int i = 0; i < TileQueue::kSize; ++i) {
       ptx::mbarrier_init(smem.queue.full[i], 1);
       ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kGuards + Config::prefix);
@@ -329,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     } else if (warp == 1) {
       load_queries(smem, params, sm90);
     } else if (kGuards > 0) {
-      guard_values(smem, params, warp - 2);
+      guard_values(smem, params, sm90, warp - 2);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -26,34 +26,36 @@ constexpr int kSlots = Config::q_slots;
 constexpr int kGuards = Config::bound_left || Config::bound_right || Config::elementwise ? 2 : 0;
 
 // Registers of a thread: the block has 65536, and gets them evenly at first.
-constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = (kWarpgroups == 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
 
 struct Smem {
   alignas(1024) unsigned char q[kSlots][kWarpgroups][kPanelsK * kPanelBytesQ];
   alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
   alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
-  // The copy engine's bytes -> all consumers; every consumer warp, and guards for V -> warp 0.
+  // The copy engine's bytes -> all consumers, for V with guards -> the guards; every consumer warp,
+  // and guards for V -> warp 0.
   ptx::Mbarrier full_k[kStages], empty_k[kStages];
   ptx::Mbarrier full_v[kStages], empty_v[kStages];
   // The copy engine's bytes -> one consumer; its warps -> warp 1.
   ptx::Mbarrier full_q[kSlots][kWarpgroups], empty_q[kSlots][kWarpgroups];
   ptx::Mbarrier checked_v[kStages];  // guards -> all consumers
-  bool cleaned_v[kStages][2];        // by a guard: it found infinities or NaN
+  // By a guard: it has replaced values of a tile. Guards are one tile ahead of consumers at most,
+  // as values of a third would need a third stage.
+  bool cleaned[2][2];
   TileQueue queue;
 };
 
-// Bias and mask of a consumer warp's 16 queries and a block of keys. Pitches are odd multiples of
-// 16 bytes, of 32 for float32, so that what eight rows' quads read side by side lies in all banks.
+// Bias and mask of a consumer's 64 queries and a block of keys, row by row.
 struct ScoreRows {
-  static constexpr int kBiasPitch = 16 * (kTileN / 8 | 1);  // of 16-bit numbers
-  static constexpr int kFloatPitch = 16 * (kTileN / 4 | 2);
-  static constexpr int kMaskPitch = 16 * (kTileN / 16 | 1);
-
-  alignas(16) unsigned char bias[16 * kFloatPitch];
-  alignas(16) unsigned char mask[16 * kMaskPitch];
+  alignas(128) unsigned char bias[64 * kTileN * sizeof(float)];
+  alignas(128) unsigned char mask[64 * kTileN];
+  // The lanes of a guard, and the copy engine's bytes -> the consumer; its warps -> the guard.
+  ptx::Mbarrier full, empty;
 };
-constexpr int kScoreRows = Config::elementwise ? 4 * kWarpgroups : 0;  // they follow Smem
+static_assert(!Config::elementwise || kTileN % 32 == 16,
+              "what eight rows' quads read side by side is to lie in different banks");
+constexpr int kScoreRows = Config::elementwise ? kWarpgroups : 0;  // they follow Smem
 
 static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) <= Config::smem_bytes,
               "Config::smem_bytes must hold Smem and what follows it");
@@ -61,9 +63,14 @@ static_assert(Config::threads == 128 * (kWarpgroups + 1),
               "one warpgroup produces, the others consume");
 static_assert(kWarpgroups == 2 || kWarpgroups == 3,
               "consumers take turns, and have the registers that two or three can have");
-static_assert(kStages >= 2, "a consumer holds one stage while it waits for the next");
+static_assert(kStages == 2,
+              "a consumer holds one stage while it waits for the next; Smem::cleaned");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");
+
+__device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
+  return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
+}
 
 // Which stage of a ring, and the parity of its current use.
 template <int kSize>

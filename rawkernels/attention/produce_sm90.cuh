@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/layout_sm90.cuh"
+#include "attention/score_sm90.cuh"
 #include "ptx/tma.cuh"
 
 // Brings `kPanels` panels of rows of one head when the consumers have left their place. All lanes
@@ -121,16 +122,16 @@ __device__ __forceinline__ bool clean_values(unsigned char* values, int guard) {
       kPanelsV * kPanelBytesK / sizeof(uint4) / 64;  // of a lane: it takes one in 64
   uint4* const first = reinterpret_cast<uint4*>(values) + guard * 32 + threadIdx.x % 32;
   const auto zero = as_pair(0, T());
-  auto sum = zero, other_sum = zero;  // of zeros, and of NaN for each infinity or NaN
-#pragma unroll 8
+  auto sum = zero, sum_y = zero, sum_z = zero, sum_w = zero;  // NaN after an infinity or NaN
+#pragma unroll 4
   for (int i = 0; i < kWords; ++i) {
     const uint4 x = first[i * 64];
     sum = __hfma2(as_pair(x.x, T()), zero, sum);
-    other_sum = __hfma2(as_pair(x.y, T()), zero, other_sum);
-    sum = __hfma2(as_pair(x.z, T()), zero, sum);
-    other_sum = __hfma2(as_pair(x.w, T()), zero, other_sum);
+    sum_y = __hfma2(as_pair(x.y, T()), zero, sum_y);
+    sum_z = __hfma2(as_pair(x.z, T()), zero, sum_z);
+    sum_w = __hfma2(as_pair(x.w, T()), zero, sum_w);
   }
-  sum = __hadd2(sum, other_sum);
+  sum = __hadd2(__hadd2(sum, sum_y), __hadd2(sum_z, sum_w));
   if (__all_sync(~0u, __hbeq2(sum, sum))) return false;
   for (int i = 0; i < kWords; ++i) {
     uint4& x = first[i * 64];
@@ -140,20 +141,33 @@ __device__ __forceinline__ bool clean_values(unsigned char* values, int guard) {
   return true;
 }
 
-__device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& params, int guard) {
+// Brings rows of bias and mask, and checks values.
+__device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& params,
+                                             const Sm90Params& sm90, int guard) {
   Ring<kStages> ring_v;
   Ring<TileQueue::kSize> ring;
+  unsigned rows_parity = 0;
+  int number = 0;  // of the tile, modulo 2
   for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
+    if (tile.empty()) continue;
     const Tile::Partial guarded = tile.guarded(params);
+    bool cleaned = false;
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-      ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
-      if (guarded.has(block)) {
-        const bool cleaned = clean_values(smem.v[ring_v.index], guard);
-        if (threadIdx.x % 32 == 0) smem.cleaned_v[ring_v.index][guard] = cleaned;
-        arrive_warp(smem.checked_v[ring_v.index]);
+      if constexpr (Config::elementwise) {
+        rows_parity ^= 1;
+        for (int consumer = guard; consumer < kWarpgroups; consumer += kGuards) {
+          ScoreRows& rows = score_rows(smem, consumer);
+          ptx::mbarrier_wait(rows.empty, rows_parity);
+          load_score_rows(rows, params, sm90, tile, tile.row + 64 * consumer, block * kTileN);
+        }
       }
+      ptx::mbarrier_wait(smem.full_v[ring_v.index], ring_v.parity);
+      if (guarded.has(block)) cleaned |= clean_values(smem.v[ring_v.index], guard);
+      if (threadIdx.x % 32 == 0) smem.cleaned[number][guard] = cleaned;
+      arrive_warp(smem.checked_v[ring_v.index]);
       arrive_warp(smem.empty_v[ring_v.index]);  // keeps the guards in step with the ring
       ring_v.advance();
     }
+    number ^= 1;
   }
 }

@@ -9,6 +9,11 @@
 #include "ptx/math.cuh"
 #include "tile/softmax.cuh"
 
+// The first of a lane's two rows among its consumer's 64.
+__device__ __forceinline__ int lane_row() {
+  return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
 // Softcap and ALiBi, but for a factor of score_scale, which `slope` has been divided by. `distance`
 // is that from the lane's first query to its first key. The tanh is an instruction with an error of
 // 2^-11, which is what rounding scores to 16 bits costs.
@@ -47,59 +52,76 @@ __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
 template <class Element>
 __device__ __forceinline__ void copy_elements(unsigned char* to, const void* from, long long stride,
                                               int first, int count) {
-#pragma unroll 8
-  for (int i = first; i < count; i += 2)
+#pragma unroll 4
+  for (int i = first; i < count; i += 8)
     reinterpret_cast<Element*>(to)[i] = static_cast<const Element*>(from)[i * stride];
 }
 
-// Starts copying 16 rows of bias or of mask to shared memory, two lanes a row. `head` is the first
-// element of this sequence and head, `size` that of an element in bytes, `row` the first query of
-// the warp and `column` the first key of the block. Queries that do not exist get the last one's,
-// keys that do not exist get anything.
-__device__ __noinline__ void copy_rows(unsigned char* rows, int pitch, const char* head, int size,
-                                       long long row_stride, long long column_stride, int row,
-                                       int column, int queries, int keys) {
-  const int lane = threadIdx.x % 32, half = lane % 2;
+// Copies a consumer's rows of bias or of mask for a block of keys to shared memory, eight lanes of
+// a warp a row. `head` is the first element of this sequence and head, `size` that of an element in
+// bytes. Queries and keys that do not exist are left as they are. Whether copies are still under
+// way.
+__device__ __forceinline__ bool copy_rows(unsigned char* rows, const void* head, int size,
+                                          const ScoreStrides& stride, const Tile& tile, int row,
+                                          int column) {
+  const int lane = threadIdx.x % 8;
+  const int count = min(tile.queries.length - row, 64);
+  const int keys = min(tile.keys.length - column, kTileN);
+  const char* from =
+      static_cast<const char*>(head) + (tile.batch * stride.batch + tile.head * stride.head) * size;
   const unsigned alignment =
-      static_cast<unsigned>(reinterpret_cast<unsigned long long>(head) | row_stride * size);
-  const char* const from =
-      head + (min(row + lane / 2, queries - 1) * row_stride + column * column_stride) * size;
-  unsigned char* const to = rows + lane / 2 * pitch;
-  keys = min(keys - column, kTileN);
+      static_cast<unsigned>(reinterpret_cast<unsigned long long>(from) | stride.row * size);
   // The last piece of a row may reach beyond it, but not beyond memory: pieces are aligned.
-  if (column_stride == 1 && alignment % 16 == 0) {
-    for (int at = half * 16; at < keys * size; at += 32)
-      ptx::cp_async_16(ptx::shared_address(to + at), from + at);
-  } else if (column_stride == 1 && alignment % 4 == 0) {
-    for (int at = half * 4; at < keys * size; at += 8)
-      ptx::cp_async_4(ptx::shared_address(to + at), from + at);
-  } else if (size == 4) {
-    copy_elements<unsigned>(to, from, column_stride, half, keys);
-  } else if (size == 2) {
-    copy_elements<unsigned short>(to, from, column_stride, half, keys);
-  } else {
-    copy_elements<unsigned char>(to, from, column_stride, half, keys);
+  const int piece = stride.col != 1 ? 0 : alignment % 16 == 0 ? 16 : alignment % 4 == 0 ? 4 : 0;
+  int r = threadIdx.x % 32 / 8;
+  from += ((row + r) * stride.row + column * stride.col) * size;
+  for (; r < count; r += 4, from += 4 * stride.row * size) {
+    unsigned char* const to = rows + r * kTileN * size;
+    if (piece == 16) {
+      for (int at = lane * 16; at < keys * size; at += 128)
+        ptx::cp_async_16(ptx::shared_address(to + at), from + at);
+    } else if (piece == 4) {
+      for (int at = lane * 4; at < keys * size; at += 32)
+        ptx::cp_async_4(ptx::shared_address(to + at), from + at);
+    } else if (size == 4) {
+      copy_elements<unsigned>(to, from, stride.col, lane, keys);
+    } else if (size == 2) {
+      copy_elements<unsigned short>(to, from, stride.col, lane, keys);
+    } else {
+      copy_elements<unsigned char>(to, from, stride.col, lane, keys);
+    }
   }
+  return piece != 0;
 }
 
-// All lanes of a warp together, when they have read the block before.
-__device__ __forceinline__ void copy_score_rows(ScoreRows& rows, const ForwardParams& params,
-                                                const Tile& tile, int row, int column) {
-  const auto copy = [&](unsigned char* place, int pitch, const void* array, int size,
-                        const ScoreStrides& stride) {
-    const char* const head = static_cast<const char*>(array) +
-                             (tile.batch * stride.batch + tile.head * stride.head) * size;
-    copy_rows(place, pitch, head, size, stride.row, stride.col, row, column, tile.queries.length,
-              tile.keys.length);
+// Brings the rows of a consumer, the first of which is `row`, and the keys of a block from `column`
+// on, by the copy engine where it can. All lanes of a warp together; each arrives at `full`.
+__device__ __forceinline__ void load_score_rows(ScoreRows& rows, const ForwardParams& params,
+                                                const Sm90Params& sm90, const Tile& tile, int row,
+                                                int column) {
+  bool copying = true;
+  int bytes = 0;  // of the copy engine
+  const auto load = [&](unsigned char* place, const ptx::TensorMap& map, const void* array,
+                        int mapped, const ScoreStrides& stride, int size) {
+    if (array == nullptr) return;
+    if (!mapped) {
+      copying &= copy_rows(place, array, size, stride, tile, row, column);
+      return;
+    }
+    bytes += 64 * kTileN * size;
+    if (threadIdx.x % 32 == 0)
+      ptx::tma_load(place, map, rows.full, column, row, stride.head == 0 ? 0 : tile.head,
+                    stride.batch == 0 ? 0 : tile.batch, ptx::kEvictNormal);
   };
-  __syncwarp();
-  if (params.bias != nullptr) {
-    const bool wide = params.bias_is_float32;
-    copy(rows.bias, wide ? ScoreRows::kFloatPitch : ScoreRows::kBiasPitch, params.bias,
-         wide ? 4 : 2, params.bias_stride);
-  }
-  if (params.mask != nullptr)
-    copy(rows.mask, ScoreRows::kMaskPitch, params.mask, 1, params.mask_stride);
+  load(rows.bias, sm90.bias, params.bias, sm90.bias_mapped, params.bias_stride,
+       params.bias_is_float32 ? sizeof(float) : sizeof(T));
+  load(rows.mask, sm90.mask, params.mask, sm90.mask_mapped, params.mask_stride, 1);
+  if (!copying) ptx::cp_async_wait_all();
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_expect_tx(rows.full, bytes);
+  if (copying)
+    ptx::mbarrier_arrive_after_copies(rows.full);
+  else
+    ptx::mbarrier_arrive(rows.full);
 }
 
 __device__ __forceinline__ float2 read_pair(const float* pair) {
@@ -112,38 +134,35 @@ __device__ __forceinline__ float2 read_pair(const __nv_bfloat16* pair) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
 }
 
-template <int kPitch, class Element>
+template <class Element>
 __device__ __forceinline__ void add_bias(float (&s)[kTileN / 2], const unsigned char* rows,
                                          float scale) {
   const unsigned char* const pairs =
-      rows + threadIdx.x % 32 / 4 * kPitch + threadIdx.x % 4 * 2 * sizeof(Element);
+      rows + (lane_row() * kTileN + threadIdx.x % 4 * 2) * sizeof(Element);
 #pragma unroll
   for (int i = 0; i < kTileN / 2; i += 2) {
-    const float2 bias = read_pair(reinterpret_cast<const Element*>(pairs + i / 2 % 2 * 8 * kPitch +
-                                                                   i / 4 * 8 * sizeof(Element)));
+    const float2 bias = read_pair(reinterpret_cast<const Element*>(
+        pairs + (i / 2 % 2 * 8 * kTileN + i / 4 * 8) * sizeof(Element)));
     s[i] = fmaf(s[i], scale, bias.x);
     s[i + 1] = fmaf(s[i + 1], scale, bias.y);
   }
 }
 
-// Bias and mask, when their rows have come. With a bias, scores are in natural units afterwards.
+// Bias and mask. With a bias, scores are in natural units afterwards.
 __device__ __forceinline__ void add_score_rows(float (&s)[kTileN / 2], const ScoreRows& rows,
                                                const ForwardParams& params, float score_scale) {
-  ptx::cp_async_wait_all();
-  __syncwarp();
   if (params.bias != nullptr) {
     if (params.bias_is_float32)
-      add_bias<ScoreRows::kFloatPitch, float>(s, rows.bias, score_scale);
+      add_bias<float>(s, rows.bias, score_scale);
     else
-      add_bias<ScoreRows::kBiasPitch, T>(s, rows.bias, score_scale);
+      add_bias<T>(s, rows.bias, score_scale);
   }
   if (params.mask != nullptr) {
-    const unsigned char* const pairs =
-        rows.mask + threadIdx.x % 32 / 4 * ScoreRows::kMaskPitch + threadIdx.x % 4 * 2;
+    const unsigned char* const pairs = rows.mask + lane_row() * kTileN + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 2) {
-      const unsigned keep = *reinterpret_cast<const unsigned short*>(
-          pairs + i / 2 % 2 * 8 * ScoreRows::kMaskPitch + i / 4 * 8);
+      const unsigned keep =
+          *reinterpret_cast<const unsigned short*>(pairs + i / 2 % 2 * 8 * kTileN + i / 4 * 8);
       s[i] = keep & 0xff ? s[i] : tile::negative_infinity();
       s[i + 1] = keep & 0xff00 ? s[i + 1] : tile::negative_infinity();
     }

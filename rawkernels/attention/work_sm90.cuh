@@ -11,7 +11,8 @@
 constexpr int kTileM = 64 * Config::warpgroups;
 
 struct Sm90Params {
-  ptx::TensorMap q, k, v;  // dimensions (head_dim, row, head, outer), see Sequence
+  ptx::TensorMap q, k, v;     // dimensions (head_dim, row, head, outer), see Sequence
+  ptx::TensorMap bias, mask;  // (key, query, head, batch), of length 1 where broadcast
   // Varlen: the tiles that have been taken, once `opened` is the launch's ticket. Any content will
   // do before.
   struct Taken {
@@ -28,6 +29,7 @@ struct Sm90Params {
   // of page 0). One copy brings 2^box_shift keys.
   const int* page_table;
   int page_shift, box_shift;
+  int bias_mapped, mask_mapped;  // whether the copy engine can address them
 };
 
 // Where the copy engine finds one sequence's rows. Of fixed length, they are rows of the batch

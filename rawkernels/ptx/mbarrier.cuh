@@ -24,10 +24,25 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
                : "memory");
 }
 
+// Arrives when all of the thread's copies by cp.async until now are done.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Arrives and announces `bytes` that the copy engine is to bring before the phase can complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Announces them without arriving; they may have come already.
+__device__ __forceinline__ void mbarrier_expect_tx(Mbarrier& barrier, int bytes) {
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
       "r"(bytes)
       : "memory");
 }

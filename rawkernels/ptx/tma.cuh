@@ -13,6 +13,7 @@ struct alignas(64) TensorMap {
 };
 
 // How long L2 should keep what a copy touches; the encodings that CUTLASS calls TMA::CacheHintSm90.
+constexpr unsigned long long kEvictNormal = 0x1000000000000000;
 constexpr unsigned long long kEvictFirst = 0x12F0000000000000;
 constexpr unsigned long long kEvictLast = 0x14F0000000000000;
 

@@ -42,6 +42,9 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
         for lengths in [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]:
             cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
             cuattn.flash_attention_varlen(q[0], k[0], v[0], cu_seqlens, causal=True)
+    # More tiles than a block of forward_sm90 has places for, on any GPU.
+    q, k, v = arrays(rng, dtype, (1, 70, 900, 64), (1, 70, 1, 64), (1, 70, 1, 64))
+    cuattn.flash_attention(q, k, v, causal=True)
 
 
 def main() -> None:

@@ -71,6 +71,22 @@ def test_rows_that_see_nothing_amid_others(head_dim, rng):
     formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_special_values_stay_with_their_tiles(head_dim, poison, rng):
+    """A block works on many tiles, of which some hide infinities or NaN from some queries."""
+    q, k, v = (normal(rng, 40, 700, 4, head_dim) for _ in "qkv")
+    arrays = [cupy.asarray(a) for a in (q, k, v)]
+    clean = cuattn.flash_attention(*arrays, causal=True)
+    first = rng.integers(0, 1400, 40)  # the key that is poisoned: none in half of the sequences
+    for sequence in np.flatnonzero(first < 700):
+        arrays[2][sequence, first[sequence]] = poison
+    out = cuattn.flash_attention(*arrays, causal=True)
+    sees = cupy.asarray(np.arange(700) >= first[:, None])
+    assert bool((out == clean)[~sees].all())
+    assert not bool(cupy.isfinite(out[sees].astype(np.float32)).any())
+
+
 #: How bias and mask may lie in memory: (shape of the array, what of it is given). Rows of 336
 #: elements start at multiples of 16 bytes in any type, rows of 324 at multiples of 4.
 SCORE_LAYOUTS = {

@@ -157,8 +157,8 @@ class Sm90ForwardConfig(Config):
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         queries = self.q_slots * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
-        rows = 16 * (self.tile_n // 4 | 2) + 16 * (self.tile_n // 16 | 1)
-        return queries + keys + 1024 + (self.tile_m * rows if self.elementwise else 0)
+        rows = self.tile_m * self.tile_n * 5 + 1024 if self.elementwise else 0
+        return queries + keys + 1024 + rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +197,9 @@ SM90_SCORE_TILES = {
 }
 #: The tile of calls with bias or mask, which take their share of shared memory.
 SM90_ELEMENTWISE_TILES = {
-    (64, 64): Sm90Tile(128, 2),
-    (96, 96): Sm90Tile(112, 2, q_slots=1),
-    (128, 128): Sm90Tile(112, 2, q_slots=1),
+    (64, 64): Sm90Tile(112, 3),
+    (96, 96): Sm90Tile(80, 3, q_slots=1),
+    (128, 128): Sm90Tile(80, 3, q_slots=1),
     (64, 256): Sm90Tile(80, 2),
     (192, 128): Sm90Tile(80, 2, q_slots=1),
     (192, 192): Sm90Tile(80, 2, q_slots=1),
