@@ -328,7 +328,7 @@ class PagedKVCache:
         xp, (k, v, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
         if xp is not self._xp:
             raise ValueError(f"{name}: k is an array of {xp.__name__}, must be {self._xp.__name__}")
-        total = int(self._new[rows].sum())
+        total = sum(self._new[rows].tolist())
         for label, array, pages in (("k", k, self._k), ("v", v, self._v)):
             shape = array.shape
             flat = (shape[0] * shape[1], *shape[2:]) if array.ndim == 4 else shape

@@ -45,7 +45,7 @@ class _Sequence(NamedTuple):
     alibi_slopes: np.ndarray | None  # (heads_q, 1, 1)
     sinks: np.ndarray | None  # (heads_q, 1, 1)
     out: np.ndarray  # (seqlen_q, heads_q, head_dim_v)
-    lse: np.ndarray  # (heads_q, seqlen_q)
+    lse: np.ndarray | None  # (heads_q, seqlen_q)
 
     @property
     def group(self) -> int:
@@ -116,7 +116,7 @@ def forward(
     inputs = [array for array in (q, k, v, bias, mask) if array is not None]
     overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
-    lse = np.empty(spec.lse_shape, dtype)
+    lse = np.empty(spec.lse_shape, dtype) if return_lse else None
     if spec.varlen:
         cu_seqlens_q = _checked("cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
         cu_seqlens_k = _checked("cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
@@ -142,16 +142,17 @@ def forward(
             queries = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
             keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
             inputs = q[queries], k[:, :, keys], v[:, keys]
-            results = result[queries], lse[:, queries]
+            results = result[queries], None if lse is None else lse[:, queries]
         else:
-            inputs, results = (q[b], k[b], v[b]), (result[b], lse[b])
+            inputs = q[b], k[b], v[b]
+            results = result[b], None if lse is None else lse[b]
         terms = [None if term is None else term[b] for term in (bias, mask, alibi_slopes)]
         tiles.extend(_tiles(_Sequence(*inputs, *terms, sinks, *results), spec))
     _run(tiles, spec)
 
     if overlaps:
         out[...] = result
-    return result if out is None else out, lse if return_lse else None
+    return result if out is None else out, lse
 
 
 def _checked(name: str, cu_seqlens: np.ndarray, total: int) -> list[int]:
@@ -245,9 +246,10 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
 
     if sequence.sinks is None:
         row_max = np.full((heads_q, num_rows, 1), -np.inf, dtype)
+        row_sum = np.zeros_like(row_max)
     else:  # the score of a key that comes before all others and has no value
         row_max = np.repeat(sequence.sinks[tile.heads_q], num_rows, axis=1)
-    row_sum = (row_max > -np.inf).astype(dtype)
+        row_sum = (row_max > -np.inf).astype(dtype)
     out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
     product = np.empty_like(out)
     step = TILE_SCORES // (heads_q * num_rows)
@@ -281,9 +283,9 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
         # 0 * NaN is NaN: values may have got in that a row does not see. Once more, with care.
         return _attend(tile, spec, buffer, finite=False)
     sequence.out[rows, tile.heads_q] = out.swapaxes(0, 1)
-    sequence.lse[tile.heads_q, rows] = (np.where(row_max == -np.inf, 0, row_max) + np.log(row_sum))[
-        ..., 0
-    ]
+    if sequence.lse is not None:
+        lse = np.where(row_max == -np.inf, 0, row_max) + np.log(row_sum)
+        sequence.lse[tile.heads_q, rows] = lse[..., 0]
 
 
 def _finish_scores(s: np.ndarray, tile: _Tile, keys: slice, spec: AttentionSpec) -> None:

@@ -39,6 +39,14 @@ class Batch:
         self.new_sequence = np.repeat(np.arange(counts.size), counts)
         first = self.seq_lens - cu_new[1:]  # as if all new tokens were of this sequence
         self.new_position = np.arange(cu_new[-1]) + first[self.new_sequence]
+        self._slots: tuple[np.ndarray, np.ndarray] | None = None
+
+    def slots(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The page of each new token and its place there, found once for all layers."""
+        if self._slots is None:
+            column, slot = np.divmod(self.new_position, page_size)
+            self._slots = self.page_table[self.new_sequence, column], slot
+        return self._slots
 
 
 def copy_pages(k_pages: np.ndarray, v_pages: np.ndarray, source: list[int], target: list[int]):
@@ -70,12 +78,10 @@ def write(
     rope, interleaved
         As in :meth:`cuattn.PagedKVCache.write`.
     """
-    position, page_size = batch.new_position, k_pages.shape[1]
-    page = batch.page_table[batch.new_sequence, position // page_size]
-    slot = position % page_size
     if rope is not None:
-        k = rotate(k, *(table[position][:, None] for table in rope), interleaved)
-    k_pages[page, slot], v_pages[page, slot] = k, v
+        k = rotate(k, *(table[batch.new_position][:, None] for table in rope), interleaved)
+    slots = batch.slots(k_pages.shape[1])
+    k_pages[slots], v_pages[slots] = k, v
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
