@@ -80,13 +80,22 @@ def test_there_is_a_slot_for_every_partial_result(spec, splits):
         assert slots >= spec.batch * spec.heads_kv * parts
 
 
+@given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
+def test_one_item_is_one_for_each_block(spec, splits):
+    launch = tiles.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
+    rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
+    items = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
+    one = tiles.decode_one_item(spec, launch, splits)
+    assert one == (items == launch.grid[0] and splits is None and not spec.varlen)
+
+
 @given(group=st.integers(1, 1 << 16), n=st.integers(0, 2**31 - 1))
 def test_division_by_the_group_is_exact(group, n):
     """What decode_shape packs: n // group by a product and a shift of 64 bits."""
     spec = attention_spec(
         "flash_decode", (1, 1, group, 8), (1, 8, 1, 8), (1, 8, 1, 8), *[np.dtype(np.float32)] * 3
     )
-    packed = params.decode_pointers(*[0] * 14) + params.decode_shape(
+    packed = params.decode_pointers(*[0] * 12) + params.decode_shape(
         spec,
         ((32, 32, 32, 4),) * 4,
         None,
@@ -98,6 +107,7 @@ def test_division_by_the_group_is_exact(group, n):
         unit_keys=1024,
         num_splits=None,
         head_lanes=1,
+        one_item=False,
     )
     fields = np.frombuffer(packed, params.DECODE_PARAMS)[0]
     assert int(fields["group"]) == group

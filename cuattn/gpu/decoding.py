@@ -32,9 +32,7 @@ class Plan:
     block: tuple[int, ...]
     smem_bytes: int
     shape: bytes  # DECODE_PARAMS after its pointers
-    partial_out: int  # bytes of scratch
-    partial_max_sum: int
-    arrived: int
+    partials: int  # bytes of scratch
 
 
 def decode(
@@ -268,8 +266,7 @@ def _launch(
         num_splits,
         (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
     )
-    workspace = scratch(plan.partial_out + plan.partial_max_sum + plan.arrived)
-    partial_max_sum = workspace.ptr + plan.partial_out
+    partials = scratch(plan.partials)
     params = decode_pointers(
         *pointers,
         pointer(lse),
@@ -278,9 +275,7 @@ def _launch(
         pointer(page_table),
         pointer(seq_lens),
         pointer(cu_seqlens_q),
-        workspace.ptr,
-        partial_max_sum,
-        partial_max_sum + plan.partial_max_sum,
+        partials.ptr,
         _tickets.getrandbits(64),
     )
     argument = np.frombuffer(params + plan.shape, DECODE_ARGUMENT)[0]
@@ -317,7 +312,6 @@ def _plan(
     )
     config = launch.variant.config
     slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
-    row_bytes = slots * config.rows * spec.acc_dtype.itemsize
     return Plan(
         kernel=compiler.kernel(launch.variant, device),
         grid=launch.grid,
@@ -335,10 +329,10 @@ def _plan(
             unit_keys=UNIT_KEYS,
             num_splits=num_splits,
             head_lanes=launch.grid[0],
+            one_item=tiles.decode_one_item(spec, launch, num_splits),
         ),
-        partial_out=row_bytes * config.head_dim,
-        partial_max_sum=row_bytes * 2,
-        arrived=slots * 8,
+        # O, with maximum and sum for every 64 columns, and as many bytes of tickets
+        partials=slots * config.rows * config.head_dim * 33 // 16 * spec.acc_dtype.itemsize,
     )
 
 

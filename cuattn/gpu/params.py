@@ -78,7 +78,7 @@ DECODE_PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in ("q", "k", "v", "out", "lse", "alibi_slopes", "sinks")),
         *((name, np.uint64) for name in ("page_table", "seq_lens", "cu_seqlens_q")),
-        *((name, np.uint64) for name in ("partial_out", "partial_max_sum", "arrived", "ticket")),
+        *((name, np.uint64) for name in ("partials", "ticket")),
         *((f"{name}_stride", np.int64, 3) for name in ("q", "out", "k", "v")),
         *((name, np.int64) for name in ("table_stride", "alibi_batch_stride")),
         *((name, np.int64) for name in ("lse_batch_stride", "lse_head_stride")),
@@ -90,14 +90,15 @@ DECODE_PARAMS = np.dtype(
         *((name, np.int32) for name in ("num_splits", "heads_of_block", "group", "group_shift")),
         ("group_magic", np.uint32),
         ("out_is_acc", np.int32),
+        ("one_item", np.int32),
     ],
     align=True,
 )
 DECODE_ARGUMENT = np.dtype((np.void, DECODE_PARAMS.itemsize))
 
-#: Packs the 14 pointers and the ticket that DECODE_PARAMS begins with.
-decode_pointers = struct.Struct("14Q").pack
-_DECODE_SHAPE = struct.Struct("12q 4q 2d 17i I i 4x")
+#: Packs the 11 pointers and the ticket that DECODE_PARAMS begins with.
+decode_pointers = struct.Struct("12Q").pack
+_DECODE_SHAPE = struct.Struct("12q 4q 2d 17i I 2i")
 #: MergeParams of rawkernels/decoding/merge.cu.
 MERGE_PARAMS = np.dtype(
     [
@@ -144,6 +145,7 @@ def decode_shape(
     unit_keys: int,
     num_splits: int | str | None,
     head_lanes: int,
+    one_item: bool,
 ) -> bytes:
     """Pack DECODE_PARAMS after its pointers.
 
@@ -169,6 +171,8 @@ def decode_shape(
         As in :func:`cuattn.flash_decode`.
     head_lanes : int
         Blocks that share out the key heads.
+    one_item : bool
+        As in DecodeParams.
     """
     q, out, k, v = strides
     itemsize = spec.dtype.itemsize
@@ -206,6 +210,7 @@ def decode_shape(
         group_shift,
         -(-(1 << group_shift) // group),
         out_itemsize != itemsize,
+        one_item,
     )
 
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "decoding/schedule.cuh"
-#include "ptx/acquire_release.cuh"
+#include "ptx/b128.cuh"
+#include "tile/softmax.cuh"
 
 namespace decoding {
 
@@ -26,28 +27,49 @@ struct alignas(16) Vec {  // four neighbouring columns of a row
   Acc x[4];
 };
 
-template <class Acc>
-__device__ __forceinline__ Vec<Acc> load_past_l1(const Acc* source) {
-  Vec<Acc> v;
-  constexpr int kLoads = sizeof(Vec<Acc>) / 16;
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i)
-    reinterpret_cast<float4*>(&v)[i] = __ldcg(reinterpret_cast<const float4*>(source) + i);
-  return v;
+// e^x / 2^max. The logarithm's base in two parts: one part's error would be that of every weight.
+__device__ __forceinline__ float weight(float x, float max) {
+  return exp2f(fmaf(x, 1.925963033500011e-8f, fmaf(x, tile::kLog2e, -max)));
+}
+__device__ __forceinline__ double weight(double x, double max) {
+  return exp2(fma(x, 2.0355273740931033e-17, fma(x, 1.4426950408889634, -max)));
 }
 
-// A softmax-weighted sum under way: four columns of O, relative to `max`, and the row's sum of
-// weights.
-template <class Acc>
+// 2^n of a whole number, exactly, and 0 far below 1.
+__device__ __forceinline__ float power_of_two(float n) {
+  return __int_as_float(127 + static_cast<int>(fmaxf(n, -127.0f)) << 23);
+}
+__device__ __forceinline__ double power_of_two(double n) {
+  return __hiloint2double(1023 + static_cast<int>(fmax(n, -1023.0)) << 20, 0);
+}
+
+// log(2^n x)
+__device__ __forceinline__ float log_of_power(float n, float x) {
+  return fmaf(n, 0.693145752f, fmaf(n, 1.42860677e-6f, logf(x)));
+}
+__device__ __forceinline__ double log_of_power(double n, double x) {
+  return fma(n, 0.6931471805599453, fma(n, 2.3190468138462996e-17, log(x)));
+}
+
+// A softmax-weighted sum under way: four columns of O, relative to 2^max, and the row's sum of
+// weights. Where inputs have more than 16 bits, maxima are whole numbers, and weighing parts
+// against each other costs no digit.
+template <class T>
 struct Partial {
+  using Acc = typename Accumulator<T>::type;
+
   Vec<Acc> o = {};
   Acc max = minus_infinity<Acc>();
   Acc sum = 0;
 
-  // Moves what exponents are relative to. Nothing seen on both sides: exp(-inf - 0) = 0, and never
+  __device__ __forceinline__ static Acc power(Acc n) {
+    if (sizeof(T) == 2) return ptx::ex2(static_cast<float>(n));
+    return power_of_two(n);
+  }
+  // Moves what exponents are relative to. Nothing seen on both sides: 2^(-inf - 0) = 0, and never
   // NaN.
   __device__ __forceinline__ void raise(Acc new_max) {
-    const Acc factor = exp(max - (new_max == minus_infinity<Acc>() ? 0 : new_max));
+    const Acc factor = power(max - (new_max == minus_infinity<Acc>() ? 0 : new_max));
 #pragma unroll
     for (int e = 0; e < 4; ++e) o.x[e] *= factor;
     sum *= factor;
@@ -55,19 +77,28 @@ struct Partial {
   }
   // Adds another one, whose maximum `max` is not below.
   __device__ __forceinline__ void add(const Vec<Acc>& other, Acc other_max, Acc other_sum) {
-    const Acc factor = exp(other_max - (max == minus_infinity<Acc>() ? 0 : max));
+    const Acc factor = power(other_max - (max == minus_infinity<Acc>() ? 0 : max));
 #pragma unroll
     for (int e = 0; e < 4; ++e) o.x[e] = fma(factor, other.x[e], o.x[e]);
     sum = fma(factor, other_sum, sum);
   }
 };
 
-// The results of a block, row by row: either the item's result or a partial one.
-template <class T, int kRows, int kHeadDim, bool kAligned>
+// The results of a block, row by row: either the item's result or a partial one; kBatch parts are
+// on their way from L2 at a time when they are merged. A partial result is
+// written in units of 16 bytes, half of each numbers and half the launch's ticket, so that no flag
+// and no fence is needed: who finds the ticket has found the numbers.
+template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch>
 struct Writer {
   using Acc = typename Accumulator<T>::type;
+  using Unit = ptx::B128;
 
   static constexpr int kVecs = kHeadDim / 4;
+  static constexpr int kNumbers = 8 / sizeof(Acc);  // of a unit
+  // Units of a row: O's, a column of four in kOUnits parts that lie apart, so that neighbouring
+  // threads' lie together; then maximum and sum, once for every 64 columns.
+  static constexpr int kOUnits = 4 / kNumbers, kMaxSumUnits = 2 / kNumbers;
+  static constexpr int kUnits = kOUnits * kVecs + kMaxSumUnits * (kHeadDim / 64);
 
   const DecodeParams& params;
   const Piece& piece;
@@ -78,84 +109,119 @@ struct Writer {
   }
 
   // Columns 4c … 4c + 3 of a row of this piece.
-  __device__ __forceinline__ void put(int row, int column, const Partial<Acc>& result) const {
+  __device__ __forceinline__ void put(int row, int column, const Partial<T>& result) const {
     if (parts.parts == 1) {
       put_result(row, column, result);
     } else {
-      const long long at = parts.slot(parts.part) * kRows + row;
-      *reinterpret_cast<Vec<Acc>*>(static_cast<Acc*>(params.partial_out) + at * kHeadDim + column) =
-          result.o;
-      if (column == 0) {
-        Acc* max_sum = static_cast<Acc*>(params.partial_max_sum) + 2 * at;
-        max_sum[0] = result.max;
-        max_sum[1] = result.sum;
-      }
+      const Acc max_sum[2] = {result.max, result.sum};
+      put_numbers(o_units(parts.part, row, column), kVecs, result.o.x);
+      if (column % 64 == 0) put_numbers(max_sum_units(parts.part, row, column), 1, max_sum);
     }
-  }
-
-  // By all threads, once every row of the piece has been put.
-  __device__ __forceinline__ void finish() const {
-    if (parts.parts == 1) return;
-    __syncthreads();
-    if (threadIdx.x == 0)
-      ptx::store_release(params.arrived + parts.slot(parts.part), params.ticket);
   }
 
   // By all threads of the block that has the item's last piece. The other pieces are those of
-  // blocks before it, which run, or have run, whatever else the device is doing. `arrived` needs no
-  // initial value, since no stale content is this launch's random ticket, and is cleared for a
-  // replay of the launch in a CUDA graph.
+  // blocks before it, which run, or have run, whatever else the device is doing. Tickets need no
+  // initial value, since no stale content is this launch's random one, and are cleared for a replay
+  // of the launch in a CUDA graph.
   __device__ __forceinline__ void merge_parts() const {
-    for (int i = threadIdx.x; i < parts.parts; i += Config::threads) {
-      unsigned long long* arrived = params.arrived + parts.slot(i);
-      while (ptx::load_acquire(arrived) != params.ticket) {
-      }
-      *arrived = 0;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows() * kVecs; i += Config::threads) {
-      const int column = i % kVecs * 4;
-      if (column < params.head_dim_v) merge(i / kVecs, column);
-    }
+    for (int i = threadIdx.x; i / 32 * 32 < rows() * kVecs; i += Config::threads)
+      merge(i / kVecs, i % kVecs * 4);
   }
 
  private:
+  __device__ __forceinline__ Unit* row_of(int part, int row) const {
+    constexpr unsigned long long kSlotUnits = kRows * kUnits;
+    return static_cast<Unit*>(params.partials) + parts.slot(part) * kSlotUnits + row * kUnits;
+  }
+  __device__ __forceinline__ Unit* o_units(int part, int row, int column) const {
+    return row_of(part, row) + column / 4;
+  }
+  __device__ __forceinline__ Unit* max_sum_units(int part, int row, int column) const {
+    return row_of(part, row) + kOUnits * kVecs + column / 64 * kMaxSumUnits;
+  }
+
+  template <int n>
+  __device__ __forceinline__ void put_numbers(Unit* units, int stride,
+                                              const Acc (&numbers)[n]) const {
+#pragma unroll
+    for (int i = 0; i < n / kNumbers; ++i) {
+      Unit unit;
+      unit.high = params.ticket;
+#pragma unroll
+      for (int j = 0; j < kNumbers; ++j)
+        reinterpret_cast<Acc*>(&unit.low)[j] = numbers[i * kNumbers + j];
+      ptx::store_relaxed(units + i * stride, unit);
+    }
+  }
+
+  // False where they are not there yet.
+  template <int n>
+  __device__ __forceinline__ bool get_numbers(const Unit* units, int stride,
+                                              Acc (&numbers)[n]) const {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < n / kNumbers; ++i) {
+      const Unit unit = ptx::load_relaxed(units + i * stride);
+      there &= unit.high == params.ticket;
+#pragma unroll
+      for (int j = 0; j < kNumbers; ++j)
+        numbers[i * kNumbers + j] = reinterpret_cast<const Acc*>(&unit.low)[j];
+    }
+    return there;
+  }
+
+  // By whole warps, so that a unit that some lanes share is not cleared before all have read it.
   __device__ __forceinline__ void merge(int row, int column) const {
-    constexpr int kBatch = 64 / sizeof(Acc);  // parts on their way from L2 at a time
-    Partial<Acc> whole;
+    const bool exists = row < rows() && column < params.head_dim_v;
+    Partial<T> whole;
 #pragma unroll 1
     for (int first = 0; first < parts.parts; first += kBatch) {
       Vec<Acc> o[kBatch];
-      Acc max_[kBatch], sum[kBatch];
+      Acc max_sum[kBatch][2];
+      bool there;
+      do {
+        there = true;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const long long at = parts.slot(min(first + i, parts.parts - 1)) * kRows + row;
-        const Acc* max_sum = static_cast<const Acc*>(params.partial_max_sum) + 2 * at;
-        max_[i] = __ldcg(max_sum);
-        sum[i] = __ldcg(max_sum + 1);
-        o[i] = load_past_l1(static_cast<const Acc*>(params.partial_out) + at * kHeadDim + column);
-      }
+        for (int i = 0; i < kBatch; ++i) {
+          if (!exists || first + i >= parts.parts) {
+            o[i] = {};
+            max_sum[i][0] = minus_infinity<Acc>();  // weighs nothing
+            max_sum[i][1] = 0;
+          } else {
+            there &= get_numbers(o_units(first + i, row, column), kVecs, o[i].x);
+            there &= get_numbers(max_sum_units(first + i, row, column), 1, max_sum[i]);
+          }
+        }
+      } while (__any_sync(~0u, !there));
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        if (first + i >= parts.parts) max_[i] = minus_infinity<Acc>();  // weighs nothing
+        if (exists && first + i < parts.parts) {
+#pragma unroll
+          for (int unit = 0; unit < kOUnits; ++unit)
+            o_units(first + i, row, column)[unit * kVecs].high = 0;
+          if (column % 64 == 0)
+#pragma unroll
+            for (int unit = 0; unit < kMaxSumUnits; ++unit)
+              max_sum_units(first + i, row, column)[unit].high = 0;
+        }
       Acc new_max = whole.max;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, max_[i]);
+      for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, max_sum[i][0]);
       whole.raise(new_max);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) whole.add(o[i], max_[i], sum[i]);
+      for (int i = 0; i < kBatch; ++i) whole.add(o[i], max_sum[i][0], max_sum[i][1]);
     }
-    put_result(row, column, whole);
+    if (exists) put_result(row, column, whole);
   }
 
-  __device__ __forceinline__ void put_result(int row, int column, Partial<Acc> result) const {
+  __device__ __forceinline__ void put_result(int row, int column, Partial<T> result) const {
     const int index = piece.tile * kRows + row;
     const int token = divided_by_group(params, index);
     const int head = piece.head * params.group + index - token * params.group;
     if (params.sinks != nullptr) {  // a key without a value
       const Acc sink = static_cast<const Acc*>(params.sinks)[head];
-      result.raise(fmax(result.max, sink));
-      result.add({}, sink, 1);
+      result.raise(fmax(result.max, ceil(sink * static_cast<Acc>(1.4426950408889634))));
+      result.sum += weight(sink, result.max == minus_infinity<Acc>() ? 0 : result.max);
     }
     const Acc inverse = result.sum == 0 ? 0 : 1 / result.sum;  // 0: no key was seen
     const long long at = piece.seq.index * params.out_stride.batch +
@@ -166,7 +232,8 @@ struct Writer {
     else
       store(static_cast<T*>(params.out) + at, column, result.o, inverse);
     if (params.lse != nullptr && column == 0) {
-      const Acc lse = result.sum == 0 ? minus_infinity<Acc>() : result.max + log(result.sum);
+      const Acc lse =
+          result.sum == 0 ? minus_infinity<Acc>() : log_of_power(result.max, result.sum);
       static_cast<Acc*>(params.lse)[piece.seq.index * params.lse_batch_stride +
                                     head * params.lse_head_stride + piece.seq.begin_q + token] =
           lse;

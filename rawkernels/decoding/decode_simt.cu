@@ -20,7 +20,7 @@ constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 ? 4 : 2;  // keys on their 
 constexpr int kLaneDims = kHeadDim / 32;                       // lane l has columns l, l + 32, …
 
 using Work = decoding::Schedule<kRows, kTileKeys>;
-using Writer = decoding::Writer<T, kRows, kHeadDim, false>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, false, 4>;
 
 static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
 
@@ -85,14 +85,14 @@ struct Slice {
           s[j] -= slope[r] * static_cast<Acc>(abs(position[r] - key));
         if (key < visible[r].begin || key >= min(visible[r].end, end))
           s[j] = decoding::minus_infinity<Acc>();
-        new_max = fmax(new_max, s[j]);
+        new_max = fmax(new_max, ceil(s[j] * static_cast<Acc>(1.4426950408889634)));
       }
       const Acc shift = new_max == decoding::minus_infinity<Acc>() ? 0 : new_max;
-      const Acc factor = exp(row_max[r] - shift);
+      const Acc factor = decoding::power_of_two(row_max[r] - shift);
       Acc sum = 0, weighted[kLaneDims] = {};
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const Acc weight = exp(s[j] - shift);
+        const Acc weight = decoding::weight(s[j], shift);
         if (weight == 0) continue;  // a key that is not seen may hold anything
         sum += weight;
 #pragma unroll
@@ -124,11 +124,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   __shared__ Smem smem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Work work;
-  work.start(params);
+  if (!work.start(params)) return;
   decoding::Piece piece, last_piece;
-  decoding::Parts parts, last_parts;
+  decoding::Parts last_parts;
   last_parts.merges = false;
-  while (work.next(params, piece, &parts)) {
+  while (work.next(params, piece)) {
+    const decoding::Parts parts = work.place_of(params, piece);
     Slice slice(params, piece);
     for (int first = piece.begin + warp * kBatch; first < piece.end; first += kWarps * kBatch) {
       Acc k[kBatch][kLaneDims], v[kBatch][kLaneDims];
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     for (int i = threadIdx.x; i < writer.rows() * Writer::kVecs; i += Config::threads) {
       const int row = i / Writer::kVecs, column = i % Writer::kVecs * 4;
       if (column >= params.head_dim_v) continue;
-      decoding::Partial<Acc> whole;
+      decoding::Partial<T> whole;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
 #pragma unroll
@@ -170,7 +171,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
                   smem.max_sum[w][row][0], smem.max_sum[w][row][1]);
       writer.put(row, column, whole);
     }
-    writer.finish();
     if (parts.merges && parts.alone) {
       writer.merge_parts();
     } else if (parts.merges) {  // other blocks began this item: to be merged at the end

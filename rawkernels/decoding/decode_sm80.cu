@@ -28,7 +28,6 @@ constexpr int kRows = kWarpRows * kWarpsQ;
 constexpr int kTileKeys = kWarpKeys * kWarpsK;
 constexpr int kSliceThreads = 32 * kWarpsQ;
 constexpr int kRowBlocks = kWarpRows / 8;
-constexpr int kChunks = kHeadDim / 8;
 static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK,
               "a warp for each part, a thread for each row");
 
@@ -36,26 +35,26 @@ using Tile = decoding::SwizzledRows<kHeadDim>;
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
 using Slice = decoding::Slice<T, kHeadDim, kWarpRows, kWarpKeys>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
-using Loader = decoding::Loader<T, Work, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages>;
-using Writer = decoding::Writer<T, kRows, kHeadDim, true>;
+using Loader = decoding::Loader<T, Work, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
+                                Config::query_buffers>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, true, 16>;
 
 struct Smem {
   alignas(128) Stage ring[kWarpsK][kStages];
-  union {
-    alignas(128) T q[kRows * kHeadDim];
-    float o[kWarpsK][8 * kWarpsQ][kHeadDim];  // eight rows of each warp at a time, columns permuted
-  };
+  alignas(128) Loader::Queries queries;
+  // Four rows of each warp at a time, columns permuted.
+  float o[kWarpsK][4 * kWarpsQ][kHeadDim];
+  float2 max_sum[kWarpsK][4 * kWarpsQ];
   int pages[kStages][Config::threads / 32]
            [kWarpKeys];  // of the tile that each warp loads into a stage next
-  float max_sum[kWarpsK][8 * kWarpsQ][2];
   decoding::Rows<kRows> rows;
   Work ahead[Config::threads / 32];  // where the rings' loads are
-  Work work;                         // where the computation is
-  decoding::Piece piece;
-  decoding::Parts parts;
-  decoding::Piece last_piece;  // of an item that other blocks began: to be merged at the end
+  Work work;                         // one piece after the one that is computed
+  decoding::Piece pieces[2];         // that is computed, and the next, in turn
+  bool more[2];                      // whether there is that piece
+  decoding::Parts parts;             // of the piece that is computed
+  decoding::Piece last_piece;        // of an item that other blocks began: to be merged at the end
   decoding::Parts last_parts;
-  bool more;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 
@@ -67,91 +66,79 @@ __device__ __forceinline__ void sync_slice() {
     ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);
 }
 
-// Rows of Q, and the position of each.
-__device__ __forceinline__ void load_rows(const DecodeParams& params, Smem& smem) {
-  const decoding::Piece& piece = smem.piece;
+// The positions of a piece's rows.
+__device__ __forceinline__ void locate_rows(const DecodeParams& params,
+                                            const decoding::Piece& piece,
+                                            decoding::Rows<kRows>& located) {
+  if (threadIdx.x >= kRows) return;
   const int group = params.group;
-  const int rows = min(kRows, piece.seq.seqlen_q * group - piece.tile * kRows);
-  const unsigned q_tile = ptx::shared_address(smem.q);
-  for (int i = threadIdx.x; i < kRows * kChunks; i += Config::threads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const int index = piece.tile * kRows + row;
-    const int token = divided_by_group(params, index);
-    const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
-                      (piece.seq.begin_q + token) * params.q_stride.seq +
-                      (piece.head * group + index - token * group) * params.q_stride.head +
-                      chunk * 8;
-    uint4 values = {};
-    if (row < rows && chunk * 8 < params.head_dim) values = *reinterpret_cast<const uint4*>(source);
-    reinterpret_cast<uint4*>(smem.q)[row * kChunks + Tile::permuted(row, chunk)] = values;
-  }
-  if (threadIdx.x < kRows) {
-    const int row = min(static_cast<int>(threadIdx.x),
-                        rows - 1);  // rows that do not exist do as the last one does
-    const int index = piece.tile * kRows + row;
-    const int token = divided_by_group(params, index);
-    smem.rows.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
-    if (params.alibi_slopes != nullptr)
-      smem.rows.slope[threadIdx.x] =
-          tile::kLog2e * static_cast<const float*>(
-                             params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride +
-                                                  piece.head * group + index - token * group];
-  }
+  // Rows that do not exist do as the last one does.
+  const int index =
+      min(piece.tile * kRows + static_cast<int>(threadIdx.x), piece.seq.seqlen_q * group - 1);
+  const int token = divided_by_group(params, index);
+  located.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
+  if (params.alibi_slopes != nullptr)
+    located.slope[threadIdx.x] =
+        tile::kLog2e *
+        static_cast<const float*>(params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride +
+                                                       piece.head * group + index - token * group];
 }
 
-// Merges the slices' eight rows of each row warp, and puts them where they belong.
-__device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int r) {
-  for (int i = threadIdx.x; i < 8 * kWarpsQ * Writer::kVecs; i += Config::threads) {
+// Merges the slices' rows of a round, four of each row warp, and puts them where they belong.
+__device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int round) {
+  for (int i = threadIdx.x; i < 4 * kWarpsQ * Writer::kVecs; i += Config::threads) {
     const int from = i / Writer::kVecs, column = i % Writer::kVecs * 4;
-    const int row = from / 8 * kWarpRows + 8 * r + from % 8;
+    const int row = from / 4 * kWarpRows + 4 * round + from % 4;
     if (row >= writer.rows() || column >= writer.params.head_dim_v) continue;
-    decoding::Partial<float> whole;
+    float2 max_sum[kWarpsK];
+    decoding::Partial<T> whole;
 #pragma unroll
-    for (int slice = 0; slice < kWarpsK; ++slice)
-      whole.max = fmaxf(whole.max, smem.max_sum[slice][from][0]);
+    for (int slice = 0; slice < kWarpsK; ++slice) {
+      max_sum[slice] = smem.max_sum[slice][from];
+      whole.max = fmaxf(whole.max, max_sum[slice].x);
+    }
 #pragma unroll
     for (int slice = 0; slice < kWarpsK; ++slice)
       whole.add(reinterpret_cast<const decoding::Vec<float>&>(
                     smem.o[slice][from][decoding::permuted_column(from, column)]),
-                smem.max_sum[slice][from][0], smem.max_sum[slice][from][1]);
+                max_sum[slice].x, max_sum[slice].y);
     writer.put(row, column, whole);
   }
 }
 
-// The block's next piece, with its rows of Q. When there is none any more: false, and the item that
-// is left to be merged.
-__device__ __forceinline__ bool open_piece(const DecodeParams& params, Smem& smem) {
-  __syncthreads();  // the piece before, and what was kept for it, are done with
-  if (threadIdx.x == 0) {
-    smem.more = smem.work.next(params, smem.piece, &smem.parts);
-    if (!smem.more) {
-      smem.piece = smem.last_piece;
-      smem.parts = smem.last_parts;
-    }
+// Opens the block's piece `number`, unless there are no more.
+__device__ __forceinline__ bool open_piece(const DecodeParams& params, Smem& smem, Loader& loader,
+                                           int number) {
+  const int turn = number % 2, next = 1 - turn;
+  if (smem.more[turn]) {
+    locate_rows(params, smem.pieces[turn], smem.rows);
+    loader.wait_for_queries(smem.pieces[turn], number);
   }
-  __syncthreads();
-  if (!smem.more) return false;
-  load_rows(params, smem);
-  __syncthreads();
+  __syncthreads();  // also: the piece before is done with
+  if (!smem.more[turn]) return false;
+  if (threadIdx.x == 0) {  // read after other barriers
+    smem.parts = smem.work.place_of(params, smem.pieces[turn]);
+    smem.more[next] = smem.work.next(params, smem.pieces[next]);
+  }
   return true;
 }
 
 // Whether the item is to be merged right away.
-__device__ __forceinline__ bool close_piece(const Writer& writer, Smem& smem, const Slice& acc,
-                                            int slice, int row_warp) {
-#pragma unroll
-  for (int r = 0; r < kRowBlocks; ++r) {
-    __syncthreads();  // Q, or the rows before, have been read
-    acc.put_rows(r, smem.o[slice], smem.max_sum[slice], row_warp * 8);
+__device__ __forceinline__ bool close_piece(const Writer& writer, Smem& smem, Slice& acc, int slice,
+                                            int row_warp, int number) {
+  acc.add_up();
+#pragma unroll 1
+  for (int round = 0; round < kWarpRows / 4 && 4 * round < writer.rows(); ++round) {
+    __syncthreads();  // the round before has been read
+    acc.put_rows(round, smem.o[slice], smem.max_sum[slice], row_warp * 4);
     __syncthreads();
-    combine_rows(writer, smem, r);
+    combine_rows(writer, smem, round);
   }
-  writer.finish();
-  if (!smem.parts.merges) return false;
-  if (smem.parts.alone || smem.work.step == smem.work.end) return true;
+  if (!writer.parts.merges) return false;
+  if (writer.parts.alone || !smem.more[1 - number % 2]) return true;
   if (threadIdx.x == 0) {
-    smem.last_piece = smem.piece;
-    smem.last_parts = smem.parts;
+    smem.last_piece = writer.piece;
+    smem.last_parts = writer.parts;
   }
   return false;
 }
@@ -164,61 +151,73 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   const int first_row = row_warp * kWarpRows;
 
   Work work;
-  work.start(params);
-  if (work.step == work.end) return;
+  decoding::Piece first;
+  if (!work.start(params) || !work.here(params, first)) return;
   if (threadIdx.x % 32 == 0) smem.ahead[warp] = work;
   if (threadIdx.x == 0) {
     smem.work = work;
+    smem.pieces[0] = first;
+    smem.more[0] = true;
     smem.last_parts.merges = false;
   }
   __syncwarp();
-  Loader loader(params, smem.ahead[warp]);
+  Loader loader(params, smem.ahead[warp], smem.queries, first);
   Slice acc;
   bool open = false;
-  int key = 0, end = 0, stage = 0;  // keys of this slice's share of the piece
+  int number = -1;                  // of the piece that is computed
+  decoding::KeyRange all_see;       // of it: from the last row's first key to the first row's last
+  int key = 0, end = 0, stage = 0;  // keys of this slice's share of it
   int filling =
       Loader::depth(params);  // tiles are looked up and loaded before the first is computed
 #pragma unroll 1
   while (true) {
     const Stage& current = smem.ring[slice][stage];
     if (filling > 0) {
-      --filling;
+      if (--filling == 0) __syncthreads();  // the first piece is known to all
     } else {
 #pragma unroll 1
       while (key >= end) {
-        const Writer writer = {params, smem.piece, smem.parts};
-        bool merges = open && close_piece(writer, smem, acc, slice, row_warp);
-        if (!merges) {
-          open = open_piece(params, smem);
-          if (!open && !smem.parts.merges) return;
-          merges = !open;
-        }
-        if (merges) {
-          writer.merge_parts();
-          if (!open) return;
-          open = false;
+        const decoding::Piece* piece = &smem.pieces[number & 1];
+        const decoding::Parts* parts = &smem.parts;
+        const bool merges =
+            open && close_piece({params, *piece, *parts}, smem, acc, slice, row_warp, number);
+        open = !merges && open_piece(params, smem, loader, number + 1);
+        if (open) {
+          piece = &smem.pieces[++number & 1];
+          key = piece->origin + slice * kWarpKeys;
+          end = piece->end;
+          all_see = {smem.rows.keys(params, *piece, kRows - 1).begin,
+                     smem.rows.keys(params, *piece, 0).end};
         } else {
-          key = smem.piece.origin + slice * kWarpKeys;
-          end = smem.piece.end;
+          if (!merges) {  // nothing else is left
+            if (!smem.last_parts.merges) return;
+            piece = &smem.last_piece;
+            parts = &smem.last_parts;
+          }
+          Writer{params, *piece, *parts}.merge_parts();
+          if (!merges) return;
         }
         acc.clear();  // also where nothing follows: what is not kept needs no registers while parts
                       // are merged
       }
+      const decoding::Piece& piece = smem.pieces[number & 1];
       ptx::cp_async_wait<kStages - 1>();
       sync_slice();
       Slice::Scores s;
       Slice::multiply_scores(s, ptx::shared_address(current.k),
-                             ptx::shared_address(smem.q) + first_row * Tile::kRowBytes);
-      // Every row sees what is between the last row's first key and the first row's last.
-      const bool masked = key < smem.rows.keys(params, smem.piece, kRows - 1).begin ||
-                          key + kWarpKeys > smem.rows.keys(params, smem.piece, 0).end;
-      Slice::finish_scores(s, params, smem.rows, smem.piece, key, first_row, masked);
+                             ptx::shared_address(smem.queries[number % Config::query_buffers]) +
+                                 first_row * Tile::kRowBytes);
+      const bool masked = key < all_see.begin || key + kWarpKeys > all_see.end;
+      Slice::finish_scores(s, params, smem.rows, piece, key, first_row, masked);
       acc.update_softmax(s);
+      if (masked && piece.seq.seqlen_q > 1)
+        acc.set_apart(s, smem.ring[slice][stage].v, params, smem.rows, piece, key, first_row,
+                      sync_slice);
       acc.multiply_values(s, ptx::shared_address(current.v));
       key += kTileKeys;
       sync_slice();
     }
-    loader.load(current, smem.pages[stage][warp]);
+    loader.load(current, smem.pages[stage][warp], number + 1);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }

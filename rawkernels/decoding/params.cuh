@@ -20,15 +20,12 @@ struct DecodeParams {
   const void* v;
   void* out;  // of the inputs' type, or of the accumulators' where out_is_acc
   void* lse;  // float (double for float64), strides over batch and heads below; null: not wanted
-  const void* alibi_slopes;  // float (double for float64); null: none
-  const void* sinks;         // float (double for float64) (heads_q,); null: none
-  const int* page_table;     // null: contiguous
-  const int* seq_lens;       // null: every sequence has `capacity` keys
-  const int* cu_seqlens_q;   // null: seqlen_q queries a sequence
-  void* partial_out;         // accumulators (slots, tile rows, padded head_dim)
-  void* partial_max_sum;     // accumulators (slots, tile rows, 2)
-  unsigned long long*
-      arrived;  // (slots,): `ticket` in a slot says that its partial result is complete
+  const void* alibi_slopes;   // float (double for float64); null: none
+  const void* sinks;          // float (double for float64) (heads_q,); null: none
+  const int* page_table;      // null: contiguous
+  const int* seq_lens;        // null: every sequence has `capacity` keys
+  const int* cu_seqlens_q;    // null: seqlen_q queries a sequence
+  void* partials;             // units of partial results (slots, tile rows, units of a row)
   unsigned long long ticket;  // a random number of this launch's own
 
   Strides q_stride, out_stride;
@@ -52,6 +49,7 @@ struct DecodeParams {
   int group, group_shift;  // heads_q / heads_kv; n / group = n * group_magic >> group_shift
   unsigned group_magic;
   int out_is_acc;
+  int one_item;  // for each block's head: nothing is to be searched for
 };
 
 __device__ __forceinline__ int divided_by_group(const DecodeParams& params, int n) {

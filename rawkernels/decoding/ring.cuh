@@ -38,101 +38,200 @@ struct Stage {
   T v[kKeys * kHeadDim];
 };
 
-// Loads the tiles of one slice, piece after piece. Where a tile's keys are is asked of the page
-// table, if there is one, when the tile kStages before it is loaded, and the answer comes with
-// that: behind the traffic of the loads a read takes microseconds.
-template <class T, class Work, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK, int kStages>
+// Copies a tile of kWarpKeys keys by kThreads threads; zeros for keys outside [begin, end), which
+// are not read: they may be NaN, and 0 · NaN is NaN. `page` is that of key threadIdx.x % kWarpKeys:
+// the sequence's number for a contiguous cache.
+template <class T, int kHeadDim, int kWarpKeys, int kThreads>
+__device__ __forceinline__ void copy_tile(const DecodeParams& params,
+                                          const Stage<T, kWarpKeys, kHeadDim>& stage, int key,
+                                          int begin, int end, int head, int page) {
+  using Tile = SwizzledRows<kHeadDim>;
+  constexpr int kChunks = kHeadDim / 8;
+  constexpr int kPassRows = kThreads / kChunks;
+  constexpr int kPasses = kWarpKeys / kPassRows;
+  static_assert(kThreads % kChunks == 0 && 8 % kPassRows == 0 && kWarpKeys % kPassRows == 0,
+                "whole passes of 16-byte copies, eight rows in a number of them");
+  const int thread = threadIdx.x % kThreads;
+  const int row = thread / kChunks, chunk = thread % kChunks;
+  const unsigned first = row * Tile::kRowBytes + Tile::permuted(row, chunk) * 16;
+  const unsigned k_tile = ptx::shared_address(stage.k) + first;
+  const unsigned v_tile = ptx::shared_address(stage.v) + first;
+  const PageStrides &ks = params.k_stride, &vs = params.v_stride;
+  const T* k = static_cast<const T*>(params.k) + head * ks.head + chunk * 8;
+  const T* v = static_cast<const T*>(params.v) + head * vs.head + chunk * 8;
+  const bool k_exists = chunk * 8 < params.head_dim, v_exists = chunk * 8 < params.head_dim_v;
+  const unsigned from_begin = key + row - begin;
+  const unsigned count = end - begin;
+  const int mask = (1 << params.page_shift) - 1;
+  if (mask >= kWarpKeys - 1) {  // all in one page
+    page = __shfl_sync(~0u, page, max(begin - key, 0) % 32);
+    const int slot = (key & mask) + row;
+    k += page * ks.page + slot * ks.seq;
+    v += page * vs.page + slot * vs.seq;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const unsigned at = pass * kPassRows * Tile::kRowBytes;
+      const unsigned permuted = pass * kPassRows % 8 * 16;
+      const bool inside = from_begin + pass * kPassRows < count;
+      ptx::cp_async_16((k_tile ^ permuted) + at, k, inside && k_exists);
+      ptx::cp_async_16((v_tile ^ permuted) + at, v, inside && v_exists);
+      k += kPassRows * ks.seq;
+      v += kPassRows * vs.seq;
+    }
+  } else {
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const unsigned at = pass * kPassRows * Tile::kRowBytes;
+      const unsigned permuted = pass * kPassRows % 8 * 16;
+      const bool inside = from_begin + pass * kPassRows < count;
+      const long long its_page = __shfl_sync(~0u, page, pass * kPassRows + row);
+      const int slot = key + pass * kPassRows + row & mask;
+      ptx::cp_async_16((k_tile ^ permuted) + at, k + its_page * ks.page + slot * ks.seq,
+                       inside && k_exists);
+      ptx::cp_async_16((v_tile ^ permuted) + at, v + its_page * vs.page + slot * vs.seq,
+                       inside && v_exists);
+    }
+  }
+}
+
+// Loads the tiles of one slice, piece after piece, and its warps' share of each piece's rows of Q.
+// Behind the traffic of the ring a read takes microseconds, so nothing is asked for when it is
+// needed: queries come with their piece's first tile, and where a tile's keys are is asked of the
+// page table, if there is one, when the tile kStages before it is loaded.
+template <class T, class Work, int kRows, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK,
+          int kStages, int kQueryBuffers>
 struct Loader {
   using Tile = SwizzledRows<kHeadDim>;
+  using Queries = T[kQueryBuffers][kRows * kHeadDim];  // of pieces in turn
   static constexpr int kThreads = 32 * kWarpsQ;
+  static constexpr int kBlockThreads = kThreads * kWarpsK;
   static constexpr int kChunks = kHeadDim / 8;
-  static constexpr int kPasses = kWarpKeys * kChunks / kThreads;
-  static_assert(kWarpKeys * kChunks % kThreads == 0, "whole passes of 16-byte copies");
 
-  struct Place {  // of the key of a tile that is this lane's
-    int page;     // the sequence's number for a contiguous cache, 0 where the page table is to say;
-                  // -1: outside the piece
-    int slot, head;
-    bool exists;  // the tile, at all
+  struct Place {           // of a tile
+    int key;               // its first; negative where there is no tile any more
+    int begin, end, head;  // of its piece
   };
+
+  const DecodeParams& params;
+  Work& work;  // where the slice is, in shared memory: needed only between pieces
+  Queries& queries;
+  Piece piece;
+  int number;   // of that piece, counted from the block's first
+  int fetched;  // the last piece whose queries have been asked for
+  int since;    // calls of load since then
+  int key;      // first of the next tile to be looked up
+  bool more;
+  Place places[kStages];
+
+  // `work` has given its first piece.
+  __device__ __forceinline__ Loader(const DecodeParams& params, Work& work, Queries& queries,
+                                    const Piece& first)
+      : params(params), work(work), queries(queries), piece(first) {
+    number = 0;
+    fetched = -1;
+    since = 0;
+    more = true;
+    key = first_key();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) places[i] = {-1, 0, 0, 0};
+  }
 
   // Calls of load before the first tile is there to be computed.
   __device__ __forceinline__ static int depth(const DecodeParams& params) {
     return params.page_table == nullptr ? kStages : 2 * kStages;
   }
 
-  const DecodeParams& params;
-  Work& work;  // where the slice is, in shared memory: needed only between pieces
-  Piece piece;
-  int key;  // first of the next tile to be looked up
-  bool more;
-  Place places[kStages];
-
-  __device__ __forceinline__ Loader(const DecodeParams& params, Work& work)
-      : params(params), work(work) {
-    key = piece.end = 0;
-    more = true;
+  // Copies a tile to the stage whose copies are the oldest under way. With a page table it is the
+  // tile that was looked up kStages calls before. `pages` is the warp's for that stage, `opened`
+  // the number of pieces that are computed or being computed.
+  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage,
+                                       int (&pages)[kWarpKeys], int opened) {
+    Place place = places[0];
+    int page = 0;  // of key threadIdx.x % kWarpKeys
+    if (params.page_table != nullptr) {
+      ptx::cp_async_wait<kStages - 1>();
+      __syncwarp();
+      page = pages[threadIdx.x % kWarpKeys];
+      __syncwarp();
+    }
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) places[i] = {-1, 0, 0, false};
+    for (int i = 0; i + 1 < kStages; ++i) places[i] = places[i + 1];
+    places[kStages - 1] = look_up();
+    ++since;
+    if (params.page_table == nullptr && !more) return ptx::cp_async_commit();
+    if (params.page_table == nullptr) {
+      place = places[kStages - 1];
+      page = piece.seq.index;
+    } else {
+      ask_for_page(pages[threadIdx.x % kWarpKeys]);
+    }
+    key += kWarpKeys * kWarpsK;
+    if (place.key >= 0)
+      copy_tile<T, kHeadDim, kWarpKeys, kThreads>(params, stage, place.key, place.begin, place.end,
+                                                  place.head, page);
+    const bool room = kQueryBuffers > 1 || opened == 0;  // beside those being computed with
+    if (more && room && number == opened && fetched < number) fetch_queries(piece, number);
+    ptx::cp_async_commit();
   }
 
-  __device__ __forceinline__ Place look_up(int& page) {
+  // Waits for this warp's share of the queries of piece `opened`, which is the next to be computed.
+  __device__ __forceinline__ void wait_for_queries(const Piece& next, int opened) {
+    if (fetched < opened) {
+      fetch_queries(next, opened);
+      ptx::cp_async_wait_all();
+    } else if (since < kStages - 1) {
+      ptx::cp_async_wait_all();
+    } else {
+      ptx::cp_async_wait<kStages - 1>();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int first_key() const {
+    return piece.origin + static_cast<int>(threadIdx.x) / kThreads * kWarpKeys;
+  }
+
+  __device__ __forceinline__ Place look_up() {
     while (more && key >= piece.end) {
+      more = work.step < work.end;
+      if (!more) break;
       Work mine = work;
       more = mine.next(params, piece);
       __syncwarp();
       if (threadIdx.x % 32 == 0) work = mine;
       __syncwarp();
-      key = piece.origin + static_cast<int>(threadIdx.x) / kThreads * kWarpKeys;
+      key = first_key();
+      ++number;
     }
-    const int mine = key + static_cast<int>(threadIdx.x) % kWarpKeys;
-    Place place = {-1, mine & ((1 << params.page_shift) - 1), piece.head, more};
-    if (more && mine >= piece.begin && mine < piece.end) {
-      place.page = params.page_table == nullptr ? piece.seq.index : 0;
-      const long long entry = piece.seq.index * params.table_stride + (mine >> params.page_shift);
-      if (params.page_table != nullptr && threadIdx.x % 32 < kWarpKeys)
-        ptx::cp_async_4(ptx::shared_address(&page), params.page_table + entry);
-    }
-    key += kWarpKeys * kWarpsK;
-    return place;
+    return {more ? key : -1, piece.begin, piece.end, piece.head};
   }
 
-  // Copies a tile to the stage whose copies are the oldest under way; zeros for keys outside the
-  // piece, which are not read: they may be NaN, and 0 · NaN is NaN. With a page table it is the
-  // tile that was looked up kStages calls before. `pages` is the warp's for that stage.
-  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage,
-                                       int (&pages)[kWarpKeys]) {
-    int& page = pages[threadIdx.x % kWarpKeys];
-    Place place = places[0];
-    if (params.page_table != nullptr) {
-      ptx::cp_async_wait<kStages - 1>();
-      __syncwarp();
-      if (place.page >= 0) place.page = page;
-      __syncwarp();
+  // Of the tile that was looked up.
+  __device__ __forceinline__ void ask_for_page(int& page) const {
+    const int mine = key + static_cast<int>(threadIdx.x) % kWarpKeys;
+    if (!more || mine < piece.begin || mine >= piece.end || threadIdx.x % 32 >= kWarpKeys) return;
+    const long long entry = piece.seq.index * params.table_stride + (mine >> params.page_shift);
+    ptx::cp_async_4(ptx::shared_address(&page), params.page_table + entry);
+  }
+
+  __device__ __forceinline__ void fetch_queries(const Piece& from, int to) {
+    fetched = to;
+    since = 0;
+    const int group = params.group;
+    const int rows = from.seq.seqlen_q * group - from.tile * kRows;
+    const unsigned target = ptx::shared_address(queries[to % kQueryBuffers]);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kRows * kChunks; i += kBlockThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const int index = from.tile * kRows + row;
+      const int token = divided_by_group(params, index);
+      const T* source = static_cast<const T*>(params.q) + from.seq.index * params.q_stride.batch +
+                        (from.seq.begin_q + token) * params.q_stride.seq +
+                        (from.head * group + index - token * group) * params.q_stride.head +
+                        chunk * 8;
+      ptx::cp_async_16(target + row * Tile::kRowBytes + Tile::permuted(row, chunk) * 16, source,
+                       row < rows && chunk * 8 < params.head_dim);
     }
-#pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) places[i] = places[i + 1];
-    places[kStages - 1] = look_up(page);
-    if (params.page_table == nullptr) place = places[kStages - 1];
-    if (place.exists) {
-      const int thread = threadIdx.x % kThreads;
-      const PageStrides &ks = params.k_stride, &vs = params.v_stride;
-      const long long k_row = place.page * ks.page + place.slot * ks.seq + place.head * ks.head;
-      const long long v_row = place.page * vs.page + place.slot * vs.seq + place.head * vs.head;
-      const unsigned k_tile = ptx::shared_address(stage.k), v_tile = ptx::shared_address(stage.v);
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int row = (pass * kThreads + thread) / kChunks;
-        const int chunk = thread % kChunks;
-        const bool inside = __shfl_sync(~0u, place.page, row) >= 0;
-        const T* k = static_cast<const T*>(params.k) + __shfl_sync(~0u, k_row, row) + chunk * 8;
-        const T* v = static_cast<const T*>(params.v) + __shfl_sync(~0u, v_row, row) + chunk * 8;
-        const unsigned at = row * Tile::kRowBytes + Tile::permuted(row, chunk) * 16;
-        ptx::cp_async_16(k_tile + at, k, inside && chunk * 8 < params.head_dim);
-        ptx::cp_async_16(v_tile + at, v, inside && chunk * 8 < params.head_dim_v);
-      }
-    }
-    ptx::cp_async_commit();
   }
 };
 

@@ -100,13 +100,12 @@ struct Parts {
   bool merges;  // this block is to merge them
   bool alone;   // and had them all itself
   bool balanced;
-  int first_slot, slot_stride;
+  int first_slot;
 
   // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one
   // that goes on in the next group and one that came from the group before.
-  __device__ __forceinline__ long long slot(int i) const {
-    return first_slot +
-           static_cast<long long>(balanced ? 2 * i + (i + 1 < parts) : i) * slot_stride;
+  __device__ __forceinline__ unsigned slot(int i) const {
+    return first_slot + (balanced ? 2 * i + (i + 1 < parts) : i) * gridDim.x;
   }
 };
 
@@ -120,30 +119,133 @@ struct Schedule {
   Sequence seq;
   Cut cut;
   int head, tile, index;  // of the next step; head counts this block's heads
-  int begin, step, end;   // the next step, and this group's first and last
+  int step, end;          // the next step, and where this group's end
   int share, larger;      // steps of a group; the first groups, `larger` of them, have one more
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
-    return params.split_units != 0 ? 0 : kItemSteps;
+    return params.split_units != 0 || params.one_item ? 0 : kItemSteps;
   }
 
+  // Leaves the cut of the last tile in `cut`.
   __device__ __forceinline__ static int steps_per_head(const DecodeParams& params,
-                                                       const Sequence& seq) {
+                                                       const Sequence& seq, Cut& cut) {
     const int tiles = tiles_of<kRows>(params, seq);
     int steps = tiles * extra_steps(params);
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile)
-      steps += cut_item<kRows, kTileKeys>(params, seq, tile).count;
+    for (int tile = 0; tile < tiles; ++tile) {
+      cut = cut_item<kRows, kTileKeys>(params, seq, tile);
+      steps += cut.count;
+    }
     return steps;
   }
 
-  // Finds this block's first step. By all lanes of a warp: 32 runs of sequences are summed at a
-  // time, and the run that holds the step is looked into, so that a thousand sequences take two
-  // rounds.
-  __device__ __forceinline__ void start(const DecodeParams& params) {
+  // Finds this block's first step; false where there is none. By all lanes of a warp.
+  __device__ __forceinline__ bool start(const DecodeParams& params) {
+    if (params.one_item) {
+      seq = sequence_at(params, 0);
+      cut = cut_item<kRows, kTileKeys>(params, seq, 0);
+      share_out(cut.count);
+      head = tile = 0;
+      index = step;
+      return step < end;
+    }
+    int low = 0;     // the sequence that holds it
+    int before = 0;  // steps of the sequences before
+    if (params.batch == 1)
+      share_out(steps_per_head(params, sequence_at(params, 0), cut) * params.heads_of_block);
+    else
+      search(params, low, before);
+    if (step == end) return false;
+    seq = sequence_at(params, low);
+    const int per_head = steps_per_head(params, seq, cut);
+    index = step - before;
+    for (head = 0; index >= per_head; index -= per_head) ++head;
+    tile = 0;
+    if (tiles_of<kRows>(params, seq) == 1) return true;
+    while (true) {
+      cut = cut_item<kRows, kTileKeys>(params, seq, tile);
+      const int steps = cut.count + extra_steps(params);
+      if (index < steps) return true;
+      index -= steps;
+      ++tile;
+    }
+  }
+
+  // The block's next piece; false where there is none.
+  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece) {
+    if (step == end) return false;
+    if (index == cut.count + extra_steps(params)) next_item(params);
+    return here(params, piece);
+  }
+
+  // The same, where an item has not been finished just before.
+  __device__ __forceinline__ bool here(const DecodeParams& params, Piece& piece) {
+    const int extra = extra_steps(params);
+    const int first = max(extra - index, 0);  // so many steps before the first unit
+    if (step + first >= end) {
+      step = end;
+      return false;
+    }
+    const int unit = max(index - extra, 0);
+    const int units = params.split_units != 0 ? 1 : min(cut.count - unit, end - step - first);
+    piece.seq = seq;
+    piece.head = blockIdx.x * params.heads_of_block + head;
+    piece.tile = tile;
+    piece.origin = cut.origin + (unit << cut.shift);
+    piece.begin = max(cut.begin, piece.origin);
+    piece.end = units == cut.count ? cut.end : min(cut.end, piece.origin + (units << cut.shift));
+    step += first + units;
+    index += first + units;
+    return true;
+  }
+
+  // The place of the piece that next() gave last.
+  __device__ __forceinline__ Parts place_of(const DecodeParams& params, const Piece& piece) const {
+    if (params.one_item) {
+      const int group = blockIdx.y, parts = min(static_cast<int>(gridDim.y), cut.count);
+      return {group, parts, parts > 1 && group + 1 == parts,
+              false, true,  static_cast<int>(blockIdx.x)};
+    }
+    const int unit = piece.origin - cut.origin >> cut.shift;
+    const int units = index - extra_steps(params) - unit;
+    const int item = step - index;  // its first step
+    Parts place = {0, 1, false, item >= first_step(), params.split_units == 0, 0};
+    if (units == cut.count) return place;
+    if (place.balanced) {
+      const int first_group = group_of(item + kItemSteps);
+      place.part = blockIdx.y - first_group;
+      place.parts = group_of(item + kItemSteps + cut.count - 1) - first_group + 1;
+      place.first_slot = 2 * first_group;
+    } else {
+      place.part = unit;
+      place.parts = cut.count;
+      place.first_slot = item;
+    }
+    place.merges = unit + units == cut.count && place.parts > 1;
+    place.first_slot = place.first_slot * gridDim.x + blockIdx.x;
+    return place;
+  }
+
+ private:
+  __device__ __forceinline__ int first_step() const {
+    const int group = blockIdx.y;
+    return group * share + min(group, larger);
+  }
+
+  __device__ __forceinline__ void share_out(int total) {
+    const int group = blockIdx.y, groups = gridDim.y;
+    share = static_cast<unsigned>(total) / groups;
+    larger = total - share * groups;
+    step = first_step();
+    end = step + share + (group < larger ? 1 : 0);
+  }
+
+  // Finds the sequence `low` that holds the first step, and the steps `before` it: 32 runs of
+  // sequences are summed at a time, and the run that holds the step is looked into, so that a
+  // thousand sequences take two rounds.
+  __device__ __forceinline__ void search(const DecodeParams& params, int& low, int& before) {
     const int lane = threadIdx.x % 32;
-    int low = 0, count = params.batch;
-    int before = 0;  // steps of the sequences before `low`
+    int count = params.batch;
     bool first = true;
 #pragma unroll 1
     do {
@@ -151,7 +253,7 @@ struct Schedule {
       int steps = 0;
 #pragma unroll 1
       for (int i = lane * run; i < min((lane + 1) * run, count); ++i)
-        steps += steps_per_head(params, sequence_at(params, low + i)) * params.heads_of_block;
+        steps += steps_per_head(params, sequence_at(params, low + i), cut) * params.heads_of_block;
       int inclusive = steps;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -159,12 +261,7 @@ struct Schedule {
         if (lane >= distance) inclusive += other;
       }
       if (first) {
-        const int total = __shfl_sync(~0u, inclusive, 31);
-        const int group = blockIdx.y, groups = gridDim.y;
-        share = static_cast<unsigned>(total) / groups;
-        larger = total - share * groups;
-        begin = step = group * share + min(group, larger);
-        end = step + share + (group < larger ? 1 : 0);
+        share_out(__shfl_sync(~0u, inclusive, 31));
         if (step == end) return;
         first = false;
       }
@@ -173,62 +270,6 @@ struct Schedule {
       low += holder * run;
       count = min(run, count - holder * run);
     } while (count > 1);
-
-    seq = sequence_at(params, low);
-    const int per_head = steps_per_head(params, seq);
-    index = step - before;
-    head = tile = 0;
-    for (; index >= per_head; index -= per_head) ++head;
-    while (true) {
-      cut = cut_item<kRows, kTileKeys>(params, seq, tile);
-      const int steps = cut.count + extra_steps(params);
-      if (index < steps) break;
-      index -= steps;
-      ++tile;
-    }
-  }
-
-  // The block's next piece; false where there is none. `parts`, where given, is filled in too.
-  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece,
-                                       Parts* parts = nullptr) {
-    const int extra = extra_steps(params);
-    if (step < end && index == cut.count + extra) next_item(params);
-    const int first = max(extra - index, 0);  // so many steps before the first unit
-    if (step + first >= end) return false;
-    const int unit = max(index - extra, 0);
-    const int units = extra == 0 ? 1 : min(cut.count - unit, end - step - first);
-    piece.seq = seq;
-    piece.head = blockIdx.x * params.heads_of_block + head;
-    piece.tile = tile;
-    piece.origin = cut.origin + (unit << cut.shift);
-    piece.begin = max(cut.begin, piece.origin);
-    piece.end = units == cut.count ? cut.end : min(cut.end, piece.origin + (units << cut.shift));
-    if (parts != nullptr) *parts = place_of(params, unit, units);
-    step += first + units;
-    index += first + units;
-    return true;
-  }
-
- private:
-  __device__ __forceinline__ Parts place_of(const DecodeParams& params, int unit, int units) const {
-    const int item = step - index;  // its first step
-    const bool last = unit + units == cut.count;
-    Parts parts = {
-        0, 1, false, item >= begin, params.split_units == 0, 0, static_cast<int>(gridDim.x)};
-    if (units == cut.count) return parts;
-    if (parts.balanced) {
-      const int first_group = group_of(item + kItemSteps);
-      parts.part = blockIdx.y - first_group;
-      parts.parts = group_of(item + kItemSteps + cut.count - 1) - first_group + 1;
-      parts.first_slot = 2 * first_group;
-    } else {
-      parts.part = unit;
-      parts.parts = cut.count;
-      parts.first_slot = item;
-    }
-    parts.merges = last && parts.parts > 1;
-    parts.first_slot = parts.first_slot * gridDim.x + blockIdx.x;
-    return parts;
   }
 
   __device__ __forceinline__ int group_of(int some_step) const {

@@ -9,10 +9,10 @@
 
 namespace decoding {
 
-// Where a column of a row of O lies in shared memory: lanes 4g + t, with rows 2t and columns g, hit
-// 32 banks.
+// Where a column of a row of O lies in shared memory: lanes 4g + t, with two rows and columns g,
+// hit 16 banks.
 __device__ __forceinline__ int permuted_column(int row, int column) {
-  return column ^ (row / 2 % 4 * 8);
+  return column ^ (row / 2 % 2 * 8);
 }
 
 // Of the rows of a tile.
@@ -201,27 +201,86 @@ struct Slice {
     }
   }
 
-  // Eight rows of this warp to shared memory, unscaled, with their maxima and sums.
-  __device__ __forceinline__ void put_rows(int r, float (*o_rows)[kHeadDim], float (*max_sum)[2],
-                                           int first_row) const {
+  // Before a product with values that not every row is to see: one that is NaN or infinite would
+  // reach all rows. Such values are added here, to the rows that see their keys, and become zeros.
+  // `sync` is the barrier of the warps that share the tile; they all do the same.
+  template <class Rows, class Sync>
+  __device__ __forceinline__ void set_apart(const Scores& p, T* v_tile, const DecodeParams& params,
+                                            const Rows& rows, const Piece& piece, int key,
+                                            int first_row, Sync sync) {
     const int lane = threadIdx.x % 32;
+    bool finite = true;
+#pragma unroll 1
+    for (int i = lane; i < kWarpKeys * kHeadDim; i += 32) finite &= is_finite(v_tile[i]);
+    if (__all_sync(~0u, finite)) return;
+#pragma unroll 1
+    for (int i = 0; i < kWarpKeys; ++i) {
+      float weight[kRowBlocks][2];
+      bool sees[kRowBlocks][2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int row = first_row + lane % 4 * 2 + c;
+      for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
+        for (int c = 0; c < 2; ++c) {
+          const KeyRange seen = rows.keys(params, piece, first_row + 8 * r + lane % 4 * 2 + c);
+          sees[r][c] = key + i >= seen.begin && key + i < seen.end;
+          weight[r][c] = 0.0f;
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] = o[step][r][2 * h + c];
-      float sum = row_sum[r][c];
+          for (int of = 0; of < kKeyBlocks * 2; ++of)
+            if (of == i / 8) weight[r][c] = p[of / 2][r][of % 2 * 2 + c];
+          weight[r][c] = __shfl_sync(~0u, weight[r][c], i % 8 * 4 + lane % 4);
+        }
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        sum += __shfl_xor_sync(~0u, sum, distance);
-      if (lane < 4) {
-        max_sum[row][0] = row_max[r][c] * tile::kLn2;
-        max_sum[row][1] = sum;
+      for (int chunk = 0; chunk < kHeadDim / 8; ++chunk) {
+        const T value = v_tile[i * kHeadDim + Tile::permuted(i, chunk) * 8 + lane / 4];
+        if (is_finite(value)) continue;
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            if (sees[r][c])
+              o[chunk / 2][r][chunk % 2 * 2 + c] += weight[r][c] * static_cast<float>(value);
       }
     }
+    sync();
+#pragma unroll 1
+    for (int i = lane; i < kWarpKeys * kHeadDim; i += 32)
+      if (!is_finite(v_tile[i])) v_tile[i] = static_cast<T>(0.0f);
+    sync();
+  }
+
+  // Adds up the lanes' parts of the rows' sums.
+  __device__ __forceinline__ void add_up() {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) row_sum[r][c] += __shfl_xor_sync(~0u, row_sum[r][c], distance);
+  }
+
+  // Rows 4 round … 4 round + 3 of this warp to shared memory, unscaled, with their maxima and sums.
+  __device__ __forceinline__ void put_rows(int round, float (*o_rows)[kHeadDim], float2* max_sum,
+                                           int first_row) const {
+    const int lane = threadIdx.x % 32;
+    if (lane % 4 / 2 != round % 2) return;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+      if (r == round / 2)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int row = first_row + lane % 2 * 2 + c;
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] =
+                  o[step][r][2 * h + c];
+          if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
+        }
+  }
+
+  __device__ __forceinline__ static bool is_finite(T x) {
+    return fabsf(static_cast<float>(x)) <= 3.402823466e38f;
   }
 
   __device__ __forceinline__ static float offset(float max) {

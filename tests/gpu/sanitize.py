@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
+from types import ModuleType
 
 import cupy
 import numpy as np
 
 import cuattn
-from cuattn.gpu import attention, compiler, tiles
+from cuattn.gpu import attention, compiler, decoding, tiles
 
 
 def arrays(rng: np.random.Generator, dtype: np.dtype, *shapes: tuple[int, ...]) -> list:
@@ -47,21 +49,65 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
     cuattn.flash_attention(q, k, v, causal=True)
 
 
-def main() -> None:
-    """Run everything, tier by tier, and name what ran."""
-    cupy.cuda.set_allocator(None)
+def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Lengths from 0 to more than was promised, contiguous and in pages that are all needed to the
+    last slot, whole and in parts, and merged.
+
+    Two warps and more share the keys of tiles of 64 rows, by barriers of their own, which racecheck
+    takes for barriers of the block. Where all have as many keys it cannot miscount.
+    """
+    page_size, capacity, prefix = 16, 512, 256
+    table = cupy.asarray(rng.permutation(4 * capacity // page_size).astype(np.int32).reshape(4, -1))
+    ragged, even = (cupy.asarray(np.array(n, np.int32)) for n in [(0, 1, 70, 600), (128, 256) * 2])
+    cu_seqlens = cupy.asarray(np.array([0, 1, 1, 30, 33], np.int32))
+    for head_dim, head_dim_v, heads in [(64, 64, 8), (40, 72, 2), (33, 1, 4), (128, 128, 40)]:
+        k, v = arrays(rng, dtype, *((4, capacity, 2, dim) for dim in (head_dim, head_dim_v)))
+        pages = [a.reshape(-1, page_size, *a.shape[2:]) for a in (k, v)]
+        slopes, sinks = arrays(rng, np.dtype(np.float32), (heads,), (heads,))
+        options = [
+            {},
+            {"num_splits": "fixed", "sinks": sinks},
+            {"num_splits": 5},
+            {"window": (100, 3), "softcap": 5.0, "alibi_slopes": slopes},
+        ]
+        for seqlen_q, more in itertools.product((1, 3), options):
+            lens = ragged if seqlen_q * heads // 2 <= 32 else even
+            (q,) = arrays(rng, dtype, (4, seqlen_q, heads, head_dim))
+            cuattn.flash_decode(q, k, v, lens, **more, return_lse=True)
+            cuattn.flash_decode(q[:1], k[:1], v[:1], lens[-1:], **more)
+            cuattn.paged_attention(q, *pages, table, lens, **more, return_lse=True)
+        (q,) = arrays(rng, dtype, (33, heads, head_dim))
+        cuattn.paged_attention(q, *pages, table, even, cu_seqlens_q=cu_seqlens)
+        table[:, : prefix // page_size] = table[0, : prefix // page_size]
+        cuattn.paged_attention(q[:4], *pages, table, ragged + prefix, prefix=prefix)
+
+
+def each_tier(
+    tiers: dict[str, Callable], module: ModuleType, call: Callable[..., None], name: str
+) -> None:
+    """`call` with every tier in turn as the fastest one, in every dtype that it serves."""
     rng = np.random.default_rng(0)
-    every_tier = dict(tiles.attention.FORWARD_TIERS)
-    for tier, dtype in itertools.product(every_tier, (np.float16, np.float32, np.float64)):
+    every = dict(tiers)
+    for tier, dtype in itertools.product(every, (np.float16, np.float32, np.float64)):
         if tier != "simt" and dtype != np.float16:
             continue
-        names = list(every_tier)
-        tiles.attention.FORWARD_TIERS.clear()
-        tiles.attention.FORWARD_TIERS.update((n, every_tier[n]) for n in names[names.index(tier) :])
-        attention._plan.cache_clear()
-        forward(rng, np.dtype(dtype))
+        names = list(every)
+        tiers.clear()
+        tiers.update((n, every[n]) for n in names[names.index(tier) :])
+        module._plan.cache_clear()
+        call(rng, np.dtype(dtype))
         cupy.cuda.Device().synchronize()
-        print(f"forward, {tier}, {np.dtype(dtype)}, {compiler.device_arch(0)}", flush=True)
+        print(f"{name}, {tier}, {np.dtype(dtype)}, {compiler.device_arch(0)}", flush=True)
+
+
+def main() -> None:
+    """Run everything, or what is named on the command line, tier by tier, and name what ran."""
+    cupy.cuda.set_allocator(None)
+    named = sys.argv[1:]
+    if "forward" in named or not named:
+        each_tier(tiles.attention.FORWARD_TIERS, attention, forward, "forward")
+    if "decode" in named or not named:
+        each_tier(tiles.decoding.DECODE_TIERS, decoding, decode, "decode")
 
 
 if __name__ == "__main__":

@@ -162,10 +162,11 @@ def test_every_option(rng, decode_tier, dtype, option):
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_every_head_dim_and_group(rng, decode_tier, dims, group):
     lens = [300, 17]
+    heads = 2 if dims[1] > 1 else 32  # of a few numbers the formula's error may be small by luck
     for dtype in (BFLOAT16, np.dtype(np.float32)):
-        caches = Caches(rng, lens, 300, 2, *dims, dtype)
+        caches = Caches(rng, lens, 300, heads, *dims, dtype)
         for seqlen_q in (1, 2, 5):
-            q = rng.standard_normal((2, seqlen_q, 2 * group, dims[0])).astype(dtype)
+            q = rng.standard_normal((2, seqlen_q, heads * group, dims[0])).astype(dtype)
             check(caches.paged(q, return_lse=True), q, caches, causal=True)
 
 
@@ -184,6 +185,37 @@ def test_every_split(rng, decode_tier, num_splits):
         q = rng.standard_normal((4, seqlen_q, 8, 64)).astype(BFLOAT16)
         result = caches.paged(q, return_lse=True, num_splits=num_splits)
         check(result, q, caches, causal=True)
+
+
+@pytest.mark.parametrize("seqlen_q", [4, 16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_values_reach_only_those_who_see_them(rng, decode_tier, dtype, seqlen_q):
+    """NaN and infinities in the newest tokens, of which earlier queries know nothing."""
+    dtype = DTYPES[dtype]
+    caches = Caches(rng, [200, 67, 16], 200, 2, 128, 128, dtype)
+    q = rng.standard_normal((3, seqlen_q, 8, 128)).astype(dtype)
+    finite = caches.contiguous(q).get()
+    for b, n in enumerate(caches.lens):
+        for column, value in enumerate((np.nan, np.inf, -np.inf)):
+            caches.v[b, n - 1 - column, :, column] = value
+    got = caches.contiguous(q).get()
+    caches.k[np.isnan(caches.k)] = 0
+    want = flash_decode(q, caches.k, caches.v, caches.lens)
+    special = got[..., :3].astype(np.float64), want[..., :3].astype(np.float64)
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        assert np.array_equal(test(special[0]), test(special[1]))
+    assert np.array_equal(got[..., 3:], finite[..., 3:])
+
+
+@pytest.mark.parametrize("length", [0, 1, 128, 129, 2100, 5000])
+def test_one_sequence(rng, decode_tier, length):
+    """A sequence alone is dealt out without a search."""
+    caches = Caches(rng, [length], 5000, 8, 128, 128, BFLOAT16)
+    for seqlen_q in (1, 3):
+        q = rng.standard_normal((1, seqlen_q, 32, 128)).astype(BFLOAT16)
+        for options in ({}, {"window": (300, 0)}):
+            for call in (caches.contiguous, caches.paged):
+                check(call(q, return_lse=True, **options), q, caches, causal=True, **options)
 
 
 def test_mixed_decode_and_prefill(rng, decode_tier):

@@ -32,6 +32,7 @@ class Sm80DecodeConfig(Config):
     warps_k: int  # slices
     stages: int
     blocks_per_sm: int
+    query_buffers: int  # 2: the queries of the next piece come before it is there
 
     @property
     def rows(self) -> int:
@@ -50,12 +51,12 @@ class Sm80DecodeConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """The rings, then Q or O, then what is small."""
+        """The rings, Q, four rows of O for each warp, then what is small."""
         warps = self.warps_k * self.warps_q
         rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
         pages = self.stages * warps * self.warp_keys * 4
-        rows = max(self.rows * self.head_dim * 2, warps * 8 * self.head_dim * 4)
-        small = 64 * warps + 8 * self.rows + 68 * (warps + 1) + 120
+        rows = self.query_buffers * self.rows * self.head_dim * 2 + warps * 4 * self.head_dim * 4
+        small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 164
         return -(-(rings + rows + pages + small) // 128) * 128
 
 
@@ -116,6 +117,19 @@ def decode_head_lanes(heads_kv: int, blocks: int) -> int:
     return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
 
 
+def decode_one_item(spec: AttentionSpec, launch: Launch, num_splits: int | str | None) -> bool:
+    """Whether a launch has one tile of rows of one sequence for each head, and a head for each
+    block: all that has to be found out is how long the sequence is."""
+    rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+    return (
+        num_splits is None
+        and not spec.varlen
+        and spec.batch == 1
+        and launch.grid[0] == spec.heads_kv
+        and rows <= launch.variant.config.rows
+    )
+
+
 def decode_slots(
     spec: AttentionSpec, launch: Launch, num_splits: int | str | None, unit: int
 ) -> int:
@@ -167,7 +181,15 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
         (1, 3, 1),
     ):
         config = Sm80DecodeConfig(
-            dtype, head_dim, warp_rows, warp_keys, rows // warp_rows, warps_k, stages, blocks
+            dtype,
+            head_dim,
+            warp_rows,
+            warp_keys,
+            rows // warp_rows,
+            warps_k,
+            stages,
+            blocks,
+            query_buffers=1 if rows == 64 else 2,  # the rings need the room more
         )
         fits = blocks * (config.smem_bytes + RING_BLOCK_BYTES) <= shared
         if fits and blocks * config.threads <= (256 if wide else 512):
