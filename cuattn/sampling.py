@@ -185,8 +185,15 @@ def sample(
     typical_p: Any = None,
     seed: Any = 0,
     offset: Any = 0,
+    tokens: Any = None,
+    repetition: Any = 1.0,
+    frequency: Any = 0.0,
+    presence: Any = 0.0,
+    logit_bias: Any = None,
+    allowed: Any = None,
 ) -> Any:
-    """One token a row, drawn from exactly ``softmax(filter_logits(logits, ...))``.
+    """One token a row, drawn from exactly ``softmax(filter_logits(logits, ...))``, the logits after
+    :func:`apply_penalties` if any are given.
 
     The draw takes the kept token with the largest ``logit / temperature - log(-log1p(-u))``, with
     ``u`` from Philox4x32-10 [1]_ at (seed, offset, token). It depends on the row's own logits,
@@ -199,6 +206,10 @@ def sample(
         As in :func:`filter_logits`.
     seed, offset : int or array (batch,) of integers
         64 bits of each count. Arrays on the device may change between replays of a captured graph.
+    tokens, repetition, frequency, presence, logit_bias, allowed
+        As in :func:`apply_penalties`: the token is that of ``sample(apply_penalties(logits, ...),
+        ...)``. Without filters no penalised copy of the logits is made. `tokens` is needed for
+        `repetition`, `frequency` and `presence` alone.
 
     Returns
     -------
@@ -227,7 +238,22 @@ def sample(
     seed, offset = (
         _words(name, xp, n, v, len(logits)) for n, v in (("seed", seed), ("offset", offset))
     )
-    return side(xp, "sampling").sample(logits, filters, seed, offset).reshape(shape[:-1])
+    penalties = None
+    if any(x is not None for x in (tokens, logit_bias, allowed)):
+        penalties = _penalties(
+            name, logits, tokens, repetition, frequency, presence, logit_bias, allowed
+        )
+    else:
+        off = {
+            "repetition": (repetition, 1),
+            "frequency": (frequency, 0),
+            "presence": (presence, 0),
+        }
+        for parameter, (given, nothing) in off.items():
+            if not isinstance(given, (int, float)) or given != nothing:
+                raise ValueError(f"{name}: {parameter} is given, and tokens are not")
+    result = side(xp, "sampling").sample(logits, filters, seed, offset, penalties)
+    return result.reshape(shape[:-1])
 
 
 def apply_penalties(
@@ -277,45 +303,15 @@ def apply_penalties(
     .. [1] Keskar et al., "CTRL", 2019.
     """
     name = "sampling.apply_penalties"
-    triple = isinstance(logit_bias, (tuple, list))
-    where, token, value = logit_bias if triple else (None, None, logit_bias)
-    xp, (logits, tokens, where, token, value, allowed, out) = as_arrays(
-        name,
-        logits=logits,
-        tokens=tokens,
-        **{"logit_bias row": where, "logit_bias token": token, "logit_bias": value},
-        allowed=allowed,
-        out=out,
-    )
+    if tokens is None:
+        raise TypeError(f"{name}: tokens must be an array of integers")
+    xp, (logits, out) = as_arrays(name, logits=logits, out=out)
     shape = logits.shape
     xp, rows, _ = _logits(name, logits)
-    batch, vocab = rows.shape
-    tokens = _token_rows(name, "tokens", tokens, batch, xp)
-    factor, per, once = (
-        _row_values(name, xp, n, v, batch)
-        for n, v in (("repetition", repetition), ("frequency", frequency), ("presence", presence))
-    )
-    if triple:
-        if not where.shape == token.shape == value.shape or where.ndim != 1:
-            raise ValueError(f"{name}: logit_bias's rows, tokens and values must be (n,) each")
-        value = (where.astype(np.int32), token.astype(np.int32), value.astype(np.float32))
-    elif value is not None:
-        value = _broadcast_rows(name, "logit_bias", value.astype(np.float32), batch, vocab, xp)
-    if allowed is not None:
-        packed = allowed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
-        if not packed and allowed.dtype != np.bool_:
-            raise ValueError(
-                f"{name}: allowed has dtype {allowed.dtype}, must be bool, int32 or uint32"
-            )
-        width = -(-vocab // 32) if packed else vocab
-        allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
+    penalties = _penalties(name, rows, tokens, repetition, frequency, presence, logit_bias, allowed)
     if out is not None:
         check_out(name, out, shape, rows.dtype)
-    result = (
-        side(xp, "sampling")
-        .apply_penalties(rows, tokens, factor, per, once, value, allowed)
-        .reshape(shape)
-    )
+    result = side(xp, "sampling").apply_penalties(rows, penalties).reshape(shape)
     if out is None:
         return result
     out[...] = result
@@ -530,6 +526,54 @@ def _filters(
         values("top_p", top_p, 1.0),
         values("min_p", min_p, 0.0),
         values("typical_p", typical_p, 1.0),
+    )
+
+
+def _penalties(
+    name: str,
+    logits: Any,
+    tokens: Any,
+    repetition: Any,
+    frequency: Any,
+    presence: Any,
+    logit_bias: Any,
+    allowed: Any,
+) -> reference.Penalties:
+    triple = isinstance(logit_bias, (tuple, list))
+    where, token, value = logit_bias if triple else (None, None, logit_bias)
+    xp, (logits, tokens, where, token, value, allowed) = as_arrays(
+        name,
+        logits=logits,
+        tokens=tokens,
+        **{"logit_bias row": where, "logit_bias token": token, "logit_bias": value},
+        allowed=allowed,
+    )
+    batch, vocab = logits.shape
+    if tokens is None:
+        tokens = xp.empty((batch, 0), np.int32)
+    if triple:
+        if not where.shape == token.shape == value.shape or where.ndim != 1:
+            raise ValueError(f"{name}: logit_bias's rows, tokens and values must be (n,) each")
+        bias: Any = (where.astype(np.int32), token.astype(np.int32), value.astype(np.float32))
+    elif value is None:
+        bias = None
+    else:
+        bias = _broadcast_rows(name, "logit_bias", value.astype(np.float32), batch, vocab, xp)
+    if allowed is not None:
+        packed = allowed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
+        if not packed and allowed.dtype != np.bool_:
+            raise ValueError(
+                f"{name}: allowed has dtype {allowed.dtype}, must be bool, int32 or uint32"
+            )
+        width = -(-vocab // 32) if packed else vocab
+        allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
+    return reference.Penalties(
+        _token_rows(name, "tokens", tokens, batch, xp),
+        _row_values(name, xp, "repetition", repetition, batch),
+        _row_values(name, xp, "frequency", frequency, batch),
+        _row_values(name, xp, "presence", presence, batch),
+        bias,
+        allowed,
     )
 
 

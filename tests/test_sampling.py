@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cuattn import sampling
 from cuattn._philox import philox4x32, uniform
+from cuattn.gpu import tiles
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
 WORD = np.uint64
@@ -255,6 +256,45 @@ def test_penalties_by_their_definition(rng):
     assert out[0, 1] == np.float32(logits[0, 1] - 1)
 
 
+@given(batch=st.integers(1, 6), seed=st.integers(0, 2**32))
+def test_a_draw_takes_penalties_along(batch, seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((batch, 70)).astype(DTYPES[seed % 3])
+    tokens = rng.integers(-1, 70, (batch, 9))
+    penalties = {"repetition": rng.uniform(0.5, 2, batch), "frequency": 0.2, "presence": -0.1}
+    penalties["allowed"] = rng.random((batch, 70)) < 0.8
+    draw = {"temperature": rng.uniform(0, 2, batch), "seed": rng.integers(0, 2**62, batch)}
+    penalised = sampling.apply_penalties(logits, tokens, **penalties)
+    expected = sampling.sample(penalised, **draw)
+    assert np.array_equal(sampling.sample(logits, tokens=tokens, **draw, **penalties), expected)
+    order = rng.permutation(batch)
+    moved = {k: v[order] if isinstance(v, np.ndarray) else v for k, v in (draw | penalties).items()}
+    found = sampling.sample(logits[order], tokens=tokens[order], **moved)
+    assert np.array_equal(found, expected[order])
+    bias = np.zeros(70, np.float32)
+    bias[7] = 1e4
+    assert (sampling.sample(logits, logit_bias=bias) == 7).all()
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"])
+@given(rows=st.integers(1, 4096), vocab=st.integers(1, 400_000), length=st.integers(0, 9000))
+def test_every_choice_of_a_kernel_is_a_listed_variant(arch, rows, vocab, length):
+    listed = set(tiles.sampling_variants(arch))
+    for dtype in tiles.sampling.LOGIT_DTYPES:
+        softmax = tiles.softmax(dtype, rows, vocab, arch)
+        clusters = softmax.grid[0] // softmax.variant.config.cluster
+        assert softmax.variant in listed and 1 <= clusters <= rows
+        for penalised in (False, True):
+            launch = tiles.sample(dtype, rows, arch, penalised=penalised)
+            assert launch.variant in listed
+            assert launch.grid == (rows * launch.variant.config.cluster,)
+            part = tiles.segment(vocab, launch.variant.config.cluster)
+            assert part * launch.variant.config.cluster >= vocab and part % 128 == 0
+        launch, part = tiles.penalize(dtype, rows, vocab, length, 3)
+        assert launch.variant in listed and launch.grid[0] * part >= vocab
+        assert tiles.penalty_bytes(part, length, 3) <= launch.variant.config.smem_bytes
+
+
 def probabilities(rng, *shape):
     return rng.dirichlet(np.full(shape[-1], 0.7), size=shape[:-1]).astype(np.float32)
 
@@ -328,6 +368,9 @@ def test_logprobs_and_beams_by_their_definition(rng):
         (lambda x: sampling.sample(x, typical_p=2), "typical_p"),
         (lambda x: sampling.sample(x, top_p=np.ones(3)), "top_p"),
         (lambda x: sampling.sample(x, seed=np.zeros(5, int)), "seed"),
+        (lambda x: sampling.sample(x, repetition=1.2), "repetition is given, and tokens are not"),
+        (lambda x: sampling.sample(x, tokens=np.zeros((3, 1), int)), "tokens"),
+        (lambda x: sampling.sample(x, allowed=np.ones(7, bool)), "allowed"),
         (lambda x: sampling.top_k(x, 9), "k must be from 1 to 8"),
         (
             lambda x: sampling.apply_penalties(x, np.zeros((2, 1), int), repetition=0.0),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
 from cuattn.gpu.memory import pointer
+
+if TYPE_CHECKING:
+    from cuattn.reference.sampling import Penalties
 
 #: SampleParams of rawkernels/sampling/params.cuh, field by field.
 SAMPLE_PARAMS = np.dtype(
@@ -34,10 +37,12 @@ SAMPLE_PARAMS = np.dtype(
 )
 _WORD, _FLOAT, _INT = "QQ", "Qf4x", "Qi4x"  # RowValue of each type
 _PACK_SAMPLE = struct.Struct("5Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "3i4x").pack
-#: SpeculateParams of rawkernels/sampling/speculate.cu, and PenaltyParams of
-#: rawkernels/sampling/penalize.cu.
+#: SoftmaxParams, PenaltyParams, PenalizeParams and SpeculateParams, each of the kernel's file.
+_PACK_SOFTMAX = struct.Struct("4Qq" + _FLOAT + "3i4x").pack
+_PACK_PENALTIES = struct.Struct("6Q2q" + 3 * _FLOAT + "4i").pack
+_PACK_PENALIZE = struct.Struct("2Qq2i").pack
 _PACK_SPECULATE = struct.Struct("6Q" + 2 * _WORD + "2i").pack
-_PACK_PENALTY = struct.Struct("8Q3q" + 3 * _FLOAT + "4i").pack
+_NO_PENALTIES = _PACK_PENALTIES(*[0] * 18)
 
 _OFF = (1.0, 1 << 30, 1.0, 0.0, 1.0)  # filters that leave every token
 
@@ -50,7 +55,7 @@ def greedy(logits: cupy.ndarray) -> cupy.ndarray:
 def softmax(logits: cupy.ndarray, temperature: Any) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.softmax`."""
     out = cupy.empty(logits.shape, np.float32)
-    _filter(logits, (temperature, *_OFF[1:]), filtered=out, normalise=True)
+    _normalise(logits, temperature, probabilities=out)
     return out
 
 
@@ -61,15 +66,20 @@ def filter_logits(logits: cupy.ndarray, filters: tuple) -> cupy.ndarray:
     return out
 
 
-def sample(logits: cupy.ndarray, filters: tuple, seed: Any, offset: Any) -> cupy.ndarray:
+def sample(
+    logits: cupy.ndarray,
+    filters: tuple,
+    seed: Any,
+    offset: Any,
+    penalties: Penalties | None = None,
+) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.sample`."""
     _, top_k, top_p, min_p, typical_p = filters
-    if (
-        isinstance(top_k, int)
-        and top_k >= logits.shape[1]
-        and (top_p, min_p, typical_p) == (1, 0, 1)
-    ):
-        return _draw(logits, filters, seed, offset)
+    unfiltered = isinstance(top_k, int) and top_k >= logits.shape[1]
+    if unfiltered and (top_p, min_p, typical_p) == (1, 0, 1):
+        return _draw(logits, filters, seed, offset, penalties)
+    if penalties is not None:
+        logits = apply_penalties(logits, penalties)
     tokens = cupy.empty(len(logits), np.int32)
     few_or_all = isinstance(top_k, int) and (top_k <= tiles.MAX_RANKED or top_k >= logits.shape[1])
     one_pass = few_or_all and isinstance(typical_p, float) and typical_p == 1
@@ -87,42 +97,44 @@ def top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndarray]:
     return values, indices
 
 
-def apply_penalties(
-    logits: cupy.ndarray,
-    tokens: cupy.ndarray,
-    repetition: Any,
-    frequency: Any,
-    presence: Any,
-    bias: cupy.ndarray | tuple | None,
-    allowed: cupy.ndarray | None,
-) -> cupy.ndarray:
+def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.apply_penalties`."""
     out = cupy.empty(logits.shape, logits.dtype)
-    if not out.size:
-        return out
+    if out.size:
+        with logits.device:
+            shape = logits.shape
+            launch, segment = tiles.penalize(logits.dtype.name, *shape, *_listed(penalties))
+            params = _PACK_PENALIZE(
+                logits.data.ptr, out.data.ptr, _row_stride(logits), shape[1], segment
+            )
+            nbytes = tiles.penalty_bytes(min(shape[1], segment), *_listed(penalties))
+            _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
+    return out
+
+
+def _penalty_params(penalties: Penalties) -> bytes:
+    tokens, repetition, frequency, presence, bias, allowed = penalties
     triples = tuple(map(cupy.ascontiguousarray, bias)) if isinstance(bias, tuple) else ()
     dense = None if triples else bias
-    packed = allowed is not None and allowed.dtype != np.bool_
-    with logits.device:
-        launch = tiles.penalize(logits.dtype.name, *logits.shape)
-        params = _PACK_PENALTY(
-            logits.data.ptr,
-            out.data.ptr,
-            tokens.data.ptr,
-            pointer(dense),
-            *([array.data.ptr for array in triples] or (0, 0, 0)),
-            pointer(allowed),
-            _row_stride(logits),
-            _row_stride(dense),
-            _row_stride(allowed),
-            *(word for value in (repetition, frequency, presence) for word in _row_value(value)),
-            logits.shape[1],
-            tokens.shape[1],
-            len(triples[0]) if triples else 0,
-            packed,
-        )
-        _launch(launch, params)
-    return out
+    return _PACK_PENALTIES(
+        tokens.data.ptr,
+        pointer(dense),
+        *([array.data.ptr for array in triples] or (0, 0, 0)),
+        pointer(allowed),
+        _row_stride(dense),
+        _row_stride(allowed),
+        *(word for value in (repetition, frequency, presence) for word in _row_value(value)),
+        tokens.shape[1],
+        len(triples[0]) if triples else 0,
+        allowed is not None and allowed.dtype != np.bool_,
+        True,
+    )
+
+
+def _listed(penalties: Penalties) -> tuple[int, int]:
+    """How many earlier tokens of a row there are, and how many triples."""
+    bias = penalties.bias
+    return penalties.tokens.shape[1], len(bias[0]) if isinstance(bias, tuple) else 0
 
 
 def speculative_sample(
@@ -158,17 +170,15 @@ def logprobs(
     logits: cupy.ndarray, tokens: cupy.ndarray | None, top_n: int
 ) -> tuple[cupy.ndarray | None, cupy.ndarray | None, cupy.ndarray | None]:
     """As :func:`cuattn.reference.sampling.logprobs`."""
-    norm = _log_norm(logits)
-    chosen = None
-    if tokens is not None:
-        inside = (tokens >= 0) & (tokens < logits.shape[1])
-        picked = cupy.take_along_axis(logits, cupy.where(inside, tokens, 0), axis=1)
-        chosen = _log_p(picked, norm)
-        chosen[~inside] = np.nan
-    if not top_n:
-        return chosen, None, None
-    values, indices = top_k(logits, top_n)
-    return chosen, _log_p(values, norm), indices
+    best = top_k(logits, top_n)[1] if top_n else None
+    both = [wanted for wanted in (tokens, best) if wanted is not None]
+    if not both:
+        return None, None, None
+    wanted = both[0] if len(both) == 1 else cupy.concatenate(both, axis=1)
+    found = cupy.empty(wanted.shape, np.float32)
+    _normalise(logits, 1.0, tokens=wanted, log_probabilities=found)
+    chosen = None if tokens is None else found[:, : tokens.shape[1]]
+    return chosen, None if best is None else found[:, wanted.shape[1] - top_n :], best
 
 
 def beam_step(
@@ -181,7 +191,7 @@ def beam_step(
     width = min(beams, vocab)
     _, values, tokens = logprobs(flat, None, width)
     total = values.reshape(rows, beams, width) + scores[:, :, None]
-    total[cupy.isnan(total)] = -np.inf
+    total = cupy.where(cupy.isnan(total), cupy.float32(-np.inf), total)
     best, places = top_k(total.reshape(rows, beams * width), beams)
     dead = best == -np.inf
     picked = cupy.take_along_axis(tokens.reshape(rows, beams * width), places, axis=1)
@@ -190,20 +200,6 @@ def beam_step(
         cupy.where(dead, -1, picked),
         cupy.where(dead, -1, places // width).astype(np.int32),
     )
-
-
-def _log_norm(logits: cupy.ndarray) -> cupy.ndarray:
-    """Log of the sum of exponentials, (rows, 1) of float64; NaN for a bad row."""
-    wide = logits.astype(np.float32)
-    top = wide.max(axis=1, keepdims=True)
-    top = cupy.where(top == -np.inf, 0, top)
-    mass = cupy.exp(wide - top).sum(axis=1, keepdims=True, dtype=np.float64)
-    return top + cupy.log(mass)
-
-
-def _log_p(logits: cupy.ndarray, norm: cupy.ndarray) -> cupy.ndarray:
-    """Log-probabilities as float32; -inf in a row of nothing but -inf."""
-    return cupy.where(norm == -np.inf, -np.inf, logits.astype(np.float64) - norm).astype(np.float32)
 
 
 def _sorted_top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndarray]:
@@ -216,13 +212,53 @@ def _sorted_top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndar
     return values, cupy.where(bad, -1, indices).astype(np.int32)
 
 
-def _draw(logits: cupy.ndarray, filters: tuple, seed: Any, offset: Any) -> cupy.ndarray:
+def _draw(
+    logits: cupy.ndarray,
+    filters: tuple,
+    seed: Any,
+    offset: Any,
+    penalties: Penalties | None = None,
+) -> cupy.ndarray:
     tokens = cupy.empty(len(logits), np.int32)
-    if len(logits):
-        with logits.device:
-            launch = tiles.sample(logits.dtype.name, len(logits), _arch())
-            _launch(launch, _sample_params(logits, filters, seed, offset, tokens=tokens))
+    if not len(logits):
+        return tokens
+    with logits.device:
+        launch = tiles.sample(logits.dtype.name, len(logits), _arch(), penalised=bool(penalties))
+        arguments, nbytes = _NO_PENALTIES, 0
+        if penalties is not None:
+            segment = tiles.segment(logits.shape[1], launch.variant.config.cluster)
+            nbytes = tiles.penalty_bytes(segment, *_listed(penalties))
+            if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
+                return _draw(apply_penalties(logits, penalties), filters, seed, offset)
+            arguments = _penalty_params(penalties)
+        params = _sample_params(logits, filters, seed, offset, tokens=tokens)
+        _launch(launch, params, arguments, smem_bytes=nbytes)
     return tokens
+
+
+def _normalise(
+    logits: cupy.ndarray,
+    temperature: Any,
+    *,
+    probabilities: cupy.ndarray | None = None,
+    tokens: cupy.ndarray | None = None,
+    log_probabilities: cupy.ndarray | None = None,
+) -> None:
+    if not len(logits):
+        return
+    with logits.device:
+        launch = tiles.softmax(logits.dtype.name, *logits.shape, _arch())
+        params = _PACK_SOFTMAX(
+            logits.data.ptr,
+            pointer(probabilities),
+            pointer(tokens),
+            pointer(log_probabilities),
+            _row_stride(logits),
+            *_row_value(temperature),
+            *logits.shape,
+            0 if tokens is None else tokens.shape[1],
+        )
+        _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
 
 
 def _stream(
@@ -242,7 +278,8 @@ def _filter(
         return
     with logits.device:
         launch, smem_bytes = tiles.filter_rows(logits.dtype.name, *logits.shape, _arch())
-        _launch(launch, _sample_params(logits, filters, seed, offset, **outputs), smem_bytes)
+        params = _sample_params(logits, filters, seed, offset, **outputs)
+        _launch(launch, params, smem_bytes=smem_bytes)
 
 
 def _sample_params(
@@ -291,11 +328,11 @@ def _arch() -> str:
     return compiler.device_arch(cupy.cuda.runtime.getDevice())
 
 
-def _launch(launch: tiles.Launch, params: bytes, smem_bytes: int = 0) -> None:
-    """Launch on the current device and stream."""
+def _launch(launch: tiles.Launch, *arguments: bytes, smem_bytes: int = 0) -> None:
+    """Launch on the current device and stream; structs are passed by value."""
     kernel = compiler.kernel(launch.variant, cupy.cuda.runtime.getDevice())
-    argument = np.frombuffer(params, _argument(len(params)))[0]
-    kernel(launch.grid, (launch.variant.config.threads,), (argument,), shared_mem=smem_bytes)
+    structs = tuple(np.frombuffer(a, _argument(len(a)))[0] for a in arguments)
+    kernel(launch.grid, (launch.variant.config.threads,), structs, shared_mem=smem_bytes)
 
 
 @functools.cache

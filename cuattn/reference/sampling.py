@@ -27,6 +27,17 @@ class Filters(NamedTuple):
     typical_p: np.ndarray
 
 
+class Penalties(NamedTuple):
+    """What becomes of the logits before anything else."""
+
+    tokens: np.ndarray  # (rows, length) int32, padded with -1
+    repetition: np.ndarray  # (rows,) float32, as are the next two
+    frequency: np.ndarray
+    presence: np.ndarray
+    bias: np.ndarray | tuple | None  # (rows, vocab) float32, or rows, tokens and values
+    allowed: np.ndarray | None  # bool (rows, vocab), or 32-bit words of 32 tokens each
+
+
 def greedy(logits: np.ndarray) -> np.ndarray:
     """Index of the largest logit, the first of equals."""
     logits = logits.astype(np.float32, copy=False)
@@ -104,9 +115,15 @@ def filter_logits(logits: np.ndarray, filters: Filters) -> np.ndarray:
 
 
 def sample(
-    logits: np.ndarray, filters: Filters, seed: np.ndarray, offset: np.ndarray
+    logits: np.ndarray,
+    filters: Filters,
+    seed: np.ndarray,
+    offset: np.ndarray,
+    penalties: Penalties | None = None,
 ) -> np.ndarray:
     """One token a row: the kept one with the largest logit / temperature + Gumbel noise."""
+    if penalties is not None:
+        logits = apply_penalties(logits, penalties)
     if not filters.temperature.any():
         return greedy(logits)
     keep = kept(logits, filters)
@@ -115,16 +132,9 @@ def sample(
     return _tokens(_race(scaled, seed, offset), np.where(_bad(logits)[:, None], np.nan, scaled))
 
 
-def apply_penalties(
-    logits: np.ndarray,
-    tokens: np.ndarray,
-    repetition: np.ndarray,
-    frequency: np.ndarray,
-    presence: np.ndarray,
-    bias: np.ndarray | tuple | None,
-    allowed: np.ndarray | None,
-) -> np.ndarray:
+def apply_penalties(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
     """Logits after each row's penalties, of the dtype of `logits`."""
+    tokens, repetition, frequency, presence, bias, allowed = penalties
     rows, vocab = logits.shape
     result = logits.astype(np.float64)
     counts = np.zeros((rows, vocab))

@@ -1,75 +1,51 @@
 // Penalties, biases and the mask of allowed tokens: logits (rows, vocab) -> out (rows, vocab), of
 // one type.
 //
-// A block takes kSegment tokens of the vocabulary of one row: it counts which of the row's earlier
-// tokens are among them, in shared memory, then reads and writes each logit once. Grid (ceil(vocab
-// / kSegment), rows).
-#include "sampling/params.cuh"
+// A block takes a segment of one row, a multiple of 2048 tokens; grid (ceil(vocab / segment),
+// rows).
+#include "sampling/penalties.cuh"
+#include "sampling/quads.cuh"
 
-constexpr int kSegment = 4096;
+constexpr int kValues = 8;  // of a thread, in flight together
 
-struct PenaltyParams {
-  const void* logits;
-  void* out;               // contiguous rows
-  const int* tokens;       // (rows, length) contiguous, -1 for none
-  const float* bias;       // (rows, vocab), bias_stride apart; null: none
-  const int* triple_rows;  // (triples,) each; null: none
-  const int* triple_tokens;
-  const float* triple_values;
-  const void* allowed;  // bytes, or bits of 32-bit words if packed; null: all
-  long long row_stride, bias_stride, allowed_stride;
-  RowValue<float> repetition, frequency, presence;
-  int vocab, length, triples, packed;
+struct PenalizeParams {
+  const void* logits;  // (rows, vocab), row_stride elements apart
+  void* out;           // contiguous rows
+  long long row_stride;
+  int vocab, segment;
 };
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-extern "C" __global__ void __launch_bounds__(Config::threads) penalize(const PenaltyParams params) {
-  __shared__ int counts[kSegment];
-  __shared__ float biases[kSegment];
+extern "C" __global__ void __launch_bounds__(Config::threads, 4)
+    penalize(const PenalizeParams params, const PenaltyParams penalties) {
   const int row = blockIdx.y;
-  const int begin = blockIdx.x * kSegment;
-  const int size = min(kSegment, params.vocab - begin);
-  for (int i = threadIdx.x; i < size; i += Config::threads) {
-    counts[i] = 0;
-    biases[i] = params.bias ? params.bias[row * params.bias_stride + begin + i] : 0.0f;
-  }
-  __syncthreads();
-  const int* const tokens = params.tokens + static_cast<long long>(row) * params.length;
-  for (int j = threadIdx.x; j < params.length; j += Config::threads) {
-    const int i = tokens[j] - begin;
-    if (i >= 0 && i < size) atomicAdd(&counts[i], 1);
-  }
-  for (int j = threadIdx.x; j < params.triples; j += Config::threads) {
-    const int i = params.triple_tokens[j] - begin;
-    if (params.triple_rows[j] == row && i >= 0 && i < size)
-      atomicAdd(&biases[i], params.triple_values[j]);
-  }
-  __syncthreads();
-
-  const float repetition = params.repetition[row], frequency = params.frequency[row],
-              presence = params.presence[row];
-  const auto* logits =
-      static_cast<const Config::dtype*>(params.logits) + row * params.row_stride + begin;
-  auto* out =
-      static_cast<Config::dtype*>(params.out) + static_cast<long long>(row) * params.vocab + begin;
-  const auto* flags =
-      static_cast<const unsigned char*>(params.allowed) + row * params.allowed_stride;
-  const auto* words = static_cast<const unsigned*>(params.allowed) + row * params.allowed_stride;
-  for (int i = threadIdx.x; i < size; i += Config::threads) {
-    float x = to_float(logits[i]);
-    if (counts[i] > 0) {
-      x = x > 0.0f ? x / repetition : x * repetition;
-      x = x - frequency * counts[i] - presence;
+  const int begin = blockIdx.x * params.segment;
+  const Segment segment = {begin, min(begin + params.segment, params.vocab)};
+  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
+  auto* out = static_cast<Config::dtype*>(params.out) + static_cast<long long>(row) * params.vocab;
+  const Penalties penalised(penalties, row, segment, logits);
+  const bool quads = has_quads(params.logits, params.row_stride, params.vocab) &&
+                     has_quads(params.out, params.vocab, params.vocab);
+  for (int turn = begin; turn < segment.end; turn += kValues * Config::threads) {
+    const Places places = {turn, segment.end, quads};
+    float x[kValues];
+    read(x, logits, places);
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) {
+      if (places.has(k)) x[k] = penalised.of(places.token(k), x[k]);
     }
-    x += biases[i];
-    if (params.allowed) {
-      const int token = begin + i;
-      const bool allowed = params.packed ? words[token / 32] >> token % 32 & 1 : flags[token] != 0;
-      if (!allowed) x = __int_as_float(0xff800000);
+#pragma unroll
+    for (int q = 0; q < kValues / 4; ++q) {
+      Quad quad;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) quad.values[k] = Config::dtype(x[4 * q + k]);
+      if (quads && q < places.count) {
+        *reinterpret_cast<Quad*>(out + places.token(4 * q)) = quad;
+      } else if (!quads) {
+#pragma unroll
+        for (int k = 4 * q; k < 4 * q + 4; ++k) {
+          if (k < places.count) out[places.token(k)] = quad.values[k % 4];
+        }
+      }
     }
-    out[i] = Config::dtype(x);
   }
 }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import cupy
+import ml_dtypes
 import numpy as np
 
 import cuattn
@@ -82,6 +83,42 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.paged_attention(q[:4], *pages, table, ragged + prefix, prefix=prefix)
 
 
+def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Rows of whole quads and not, aligned and not, shared by blocks and not, with penalties."""
+    for rows, vocab in [(3, 700), (2, 20003), (130, 1028)]:
+        (wide,) = arrays(rng, dtype, (rows, vocab + 8))
+        tokens = cupy.asarray(rng.integers(-1, vocab, (rows, 70)))
+        (bias,) = arrays(rng, np.dtype(np.float32), (vocab,))
+        triples = (tokens[:, 0] % rows, tokens[:, 1], bias[:rows])
+        mask = cupy.asarray(rng.random((rows, vocab)) < 0.5)
+        words = cupy.full((rows, -(-vocab // 32)), 0x5A5A5A5A, np.uint32)
+        for logits in (wide[:, :vocab], wide[:, 3 : vocab + 3]):
+            cuattn.sampling.softmax(logits)
+            cuattn.sampling.softmax(logits, temperature=0.0)
+            cuattn.sampling.logprobs(logits, tokens[:, 0], top_n=5)
+            cuattn.sampling.filter_logits(logits, top_p=0.9, typical_p=0.9)
+            for filters in ({}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}):
+                cuattn.sampling.sample(logits, **filters)
+                cuattn.sampling.sample(
+                    logits, **filters, tokens=tokens, repetition=1.2, logit_bias=triples
+                )
+                cuattn.sampling.sample(logits, **filters, logit_bias=bias, allowed=mask)
+                cuattn.sampling.sample(logits, **filters, allowed=words)
+
+
+def speculation(rng: np.random.Generator) -> None:
+    """Chains and trees of which some are rejected, and beams."""
+    for vocab in (40, 3000):
+        target = rng.dirichlet(np.full(vocab, 0.1), (3, 5)).astype(np.float32)
+        draft = (0.5 * target[:, :4] + 0.5 / vocab).astype(np.float32)
+        drawn, parents = rng.integers(-1, vocab, (3, 4)), np.tile([-1, -1, 0, 1], (3, 1))
+        drawn, parents, draft, target = map(cupy.asarray, (drawn, parents, draft, target))
+        cuattn.sampling.speculative_sample(drawn, draft, target)
+        cuattn.sampling.speculative_sample_tree(drawn, parents, draft, target)
+        (logits,) = arrays(rng, np.dtype(np.float32), (2, 3, vocab))
+        cuattn.sampling.beam_step(logits, logits[:, :, 0])
+
+
 def each_tier(
     tiers: dict[str, Callable], module: ModuleType, call: Callable[..., None], name: str
 ) -> None:
@@ -108,6 +145,15 @@ def main() -> None:
         each_tier(tiles.attention.FORWARD_TIERS, attention, forward, "forward")
     if "decode" in named or not named:
         each_tier(tiles.decoding.DECODE_TIERS, decoding, decode, "decode")
+    if "sampling" in named or not named:
+        rng = np.random.default_rng(0)
+        for name in ("float16", "bfloat16", "float32"):
+            sampling(rng, np.dtype(getattr(ml_dtypes, name, name)))
+            cupy.cuda.Device().synchronize()
+            print(f"sampling, {name}, {compiler.device_arch(0)}", flush=True)
+        speculation(rng)
+        cupy.cuda.Device().synchronize()
+        print(f"speculation, {compiler.device_arch(0)}", flush=True)
 
 
 if __name__ == "__main__":

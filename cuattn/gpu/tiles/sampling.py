@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Config, Variant
@@ -12,6 +13,8 @@ LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule
 WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
 ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part of a row
+PENALTY_BYTES = 56 * 1024  # of shared memory, at most, for the penalties of a block's segment
+PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes at least
 MAX_RANKED = 256  # the k of the largest that sampling/stream.cu finds
 MAX_LISTED = 448  # kList of rawkernels/sampling/select.cuh; 512 threads would spill
 
@@ -25,10 +28,16 @@ class SampleConfig(Config):
     blocks_per_sm: int
     unroll: int  # groups of 128 tokens that a warp has in flight
     threads_per_block: int
+    penalised: bool = False  # whether it serves calls with penalties, and has memory for them
 
     @property
     def threads(self) -> int:
         return self.threads_per_block
+
+    @property
+    def smem_bytes(self) -> int:
+        """At most: a launch asks for what its penalties take."""
+        return PENALTY_BYTES if self.penalised else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,35 +62,86 @@ class FilterConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class SoftmaxConfig(Config):
+    """sampling/softmax.cu."""
+
+    dtype: str
+    cluster: int
+    values: int  # of the row, in a thread's registers
+    threads_per_block: int
+    blocks_per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return self.threads_per_block
+
+    @property
+    def part(self) -> int:
+        """Tokens of a row that a block holds."""
+        return self.values * self.threads
+
+    @property
+    def smem_bytes(self) -> int:
+        """A block's part of its next row."""
+        return self.part * (4 if self.dtype == "float32" else 2)
+
+
+@dataclasses.dataclass(frozen=True)
 class PenalizeConfig(Config):
     """sampling/penalize.cu."""
 
     dtype: str
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
         return 256
 
+    @property
+    def smem_bytes(self) -> int:
+        """At most: a launch asks for what its penalties take."""
+        return penalty_bytes(PENALIZE_SEGMENT, PENALIZE_SEGMENT, 1)
 
-def sample(dtype: str, rows: int, arch: str) -> Launch:
+
+def sample(dtype: str, rows: int, arch: str, *, penalised: bool = False) -> Launch:
     """Choose the kernel of a draw that no filter precedes."""
-    cluster = CLUSTER if rows < WHOLE_ROWS and capability(arch) >= 90 else 1
+    cluster = _cluster(rows, arch, together=penalised)
     return Launch(_sample_variant(dtype, cluster, arch), (rows * cluster,))
 
 
 def stream(dtype: str, rows: int, arch: str) -> Launch:
     """Choose the kernel of what one reading of the rows tells."""
-    cluster = CLUSTER if rows < WHOLE_ROWS and capability(arch) >= 90 else 1
+    cluster = _cluster(rows, arch)
     return Launch(_stream_variant(dtype, cluster), (rows * cluster,))
+
+
+def segment(vocab: int, cluster: int) -> int:
+    """Tokens of a row that a block takes, at most: own_segment() of sampling/row.cuh."""
+    groups = -(-vocab // 128)
+    return -(-groups // cluster) * 128
+
+
+def penalty_bytes(segment: int, length: int, triples: int) -> int:
+    """Shared memory for the penalties of a segment: sampling/penalties.cuh."""
+    listed = min(length + triples, segment)
+    return 12 * -(-segment // 32) + (8 + 8 * bool(triples)) * listed
 
 
 def filter_rows(dtype: str, rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
     """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
-    groups = (vocab + 127) // 128
-    part = -(-groups // CLUSTER) * 128 * 4
+    part = 4 * segment(vocab, CLUSTER)
     resident = part <= _row_bytes(arch)
     variant = _filter_variant(dtype, arch, resident=resident)
     return Launch(variant, (rows * variant.config.cluster,)), part if resident else 0
+
+
+def softmax(dtype: str, rows: int, vocab: int, arch: str) -> Launch:
+    """Choose the kernel of the probabilities."""
+    variants = _softmax_variants(dtype, arch)
+    fitting = (v for v in variants if segment(vocab, v.config.cluster) <= v.config.part)
+    variant = next(fitting, variants[-1])
+    turns = 2 if dtype != "float32" and rows > WHOLE_ROWS else 1  # rows of a cluster
+    return Launch(variant, (-(-rows // turns) * variant.config.cluster,))
 
 
 def speculate(rows: int, arch: str) -> Launch:
@@ -90,29 +150,64 @@ def speculate(rows: int, arch: str) -> Launch:
     return Launch(variant, (rows * variant.config.cluster,))
 
 
-def penalize(dtype: str, rows: int, vocab: int) -> Launch:
-    """Choose the kernel of the penalties."""
+def penalize(dtype: str, rows: int, vocab: int, length: int, triples: int) -> tuple[Launch, int]:
+    """Choose the kernel of the penalties; also how many tokens of a row a block takes."""
     variant = Variant("sampling/penalize.cu", "penalize", PenalizeConfig(dtype))
-    return Launch(variant, (-(-vocab // 4096), rows))
+    size = PENALIZE_SEGMENT
+    many = rows * vocab >= 1 << 22  # then fewer blocks need to look for the earlier tokens
+    if many and penalty_bytes(8 * size, length, triples) <= variant.config.smem_bytes:
+        size *= 8
+    return Launch(variant, (-(-vocab // size), rows)), size
 
 
 def sampling_variants(arch: str) -> Iterator[Variant]:
     """Every variant of the kernels in sampling/."""
     hopper = capability(arch) >= 90
     for dtype in LOGIT_DTYPES:
-        for cluster in (1, CLUSTER) if hopper else (1,):
+        for cluster in _clusters(arch):
             yield _sample_variant(dtype, cluster, arch)
             yield _stream_variant(dtype, cluster)
         for resident in (False, True) if hopper else (False,):
             yield _filter_variant(dtype, arch, resident=resident)
-        yield penalize(dtype, 1, 1).variant
+        yield from _softmax_variants(dtype, arch)
+        yield penalize(dtype, 1, 1, 0, 0)[0].variant
     yield _speculate_variant(arch)
 
 
+def _clusters(arch: str) -> tuple[int, ...]:
+    """Blocks that share a row: of many rows, of few."""
+    if capability(arch) == 90:
+        return (1, CLUSTER)
+    return (CLUSTER,) if capability(arch) > 90 else (1,)
+
+
+def _cluster(rows: int, arch: str, *, together: bool = False) -> int:
+    clusters = _clusters(arch)
+    return clusters[0] if rows >= WHOLE_ROWS and not together else clusters[-1]
+
+
 def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
-    blocks = 4 if capability(arch) <= 90 else 3  # newer ones would spill with four
-    config = SampleConfig(dtype, cluster, blocks, unroll=4, threads_per_block=256)
+    if cluster == 1:
+        blocks, unroll = 4, 4
+    else:
+        blocks, unroll = 5 if capability(arch) == 90 else 2, 2  # newer ones need more registers
+    config = SampleConfig(
+        dtype, cluster, blocks, unroll, threads_per_block=256, penalised=cluster > 1
+    )
     return Variant("sampling/sample.cu", "sample", config)
+
+
+@functools.cache
+def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
+    """In ascending order of the vocabulary that fits."""
+    if capability(arch) == 90:
+        configs = [(2, 32, 512), (CLUSTER, 32, 512), (CLUSTER, 80, 256)]
+    else:
+        configs = [(CLUSTER if capability(arch) > 90 else 1, 64, 256)]
+    return tuple(
+        Variant("sampling/softmax.cu", "softmax", SoftmaxConfig(dtype, *config, blocks_per_sm=2))
+        for config in configs
+    )
 
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:

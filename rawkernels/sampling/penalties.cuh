@@ -1,0 +1,212 @@
+// What becomes of a row's logits before anything else: penalties for the row's earlier tokens,
+// biases, and the mask of allowed tokens, in this order. A kernel that reads logits has them from
+// here, so that no penalised copy of a row is ever written.
+//
+// A segment's tokens that were met before, or have a bias of their own, are "listed": a bitmap in
+// shared memory names them, and at their rank among its bits is what their logits become, worked
+// out in float64, as NumPy does. A kernel passes over its segment with of_all(), for which these
+// few, and what is not allowed, are -inf, and turns to the listed ones afterwards.
+#pragma once
+
+#include "sampling/params.cuh"
+#include "sampling/row.cuh"
+
+struct PenaltyParams {
+  const int* tokens;       // (rows, length) contiguous, -1 for none
+  const float* bias;       // (rows, vocab), bias_stride apart; null: none
+  const int* triple_rows;  // (triples,) each
+  const int* triple_tokens;
+  const float* triple_values;
+  const void* allowed;  // bytes, or bits of 32-bit words if packed; null: all
+  long long bias_stride, allowed_stride;
+  RowValue<float> repetition, frequency, presence;
+  int length, triples, packed;
+  int any;  // whether anything is to be done
+};
+
+// As penalty_bytes() of cuattn/gpu/tiles/sampling.py has it.
+extern __shared__ double penalty_smem[];
+
+// Logits as they are.
+struct NoPenalties {
+  __device__ __forceinline__ float of_all(int, float x) const { return x; }
+  __device__ __forceinline__ float of(int, float x) const { return x; }
+  template <class F>
+  __device__ __forceinline__ void each_listed(F) const {}
+};
+
+class Penalties {
+ public:
+  // All threads of the block must come.
+  __device__ __forceinline__ Penalties(const PenaltyParams& params, int row, Segment segment,
+                                       const Config::dtype* logits)
+      : begin_(segment.begin), num_words_((segment.end - segment.begin + 31) / 32) {
+    bias_ = params.bias ? params.bias + row * params.bias_stride : nullptr;
+    const int capacity = min(params.length + params.triples, segment.end - segment.begin);
+    double* const biases = penalty_smem;  // of the listed, by their triples
+    words_ = reinterpret_cast<Word*>(biases + (params.triples ? capacity : 0));
+    counts_ = reinterpret_cast<int*>(words_ + num_words_);
+    tokens_ = counts_ + capacity;
+    exclude(params, row, segment);
+    for (int n = threadIdx.x; n < capacity; n += Config::threads) {
+      counts_[n] = 0;
+      if (params.triples) biases[n] = 0.0;
+    }
+    __syncthreads();
+    const auto mark = [&](int place) { atomicOr(&words_[place / 32].listed, 1u << place % 32); };
+    each_token(params, row, segment, mark);
+    each_triple(params, row, segment, [&](int place, float) { mark(place); });
+    __syncthreads();
+    rank_words();
+    each_token(params, row, segment, [&](int place) {
+      const int n = rank(place);
+      atomicAdd(&counts_[n], 1);
+      tokens_[n] = segment.begin + place;
+    });
+    each_triple(params, row, segment, [&](int place, float bias) {
+      const int n = rank(place);
+      atomicAdd(&biases[n], double(bias));
+      tokens_[n] = segment.begin + place;
+    });
+    __syncthreads();
+
+    for (int n = threadIdx.x; n < num_listed_; n += Config::threads) {
+      const int i = tokens_[n], place = i - segment.begin;
+      double y = to_float(logits[i]);
+      if (counts_[n] > 0) {
+        const double repetition = params.repetition[row];
+        y = y > 0.0 ? y / repetition : y * repetition;
+        y -= double(params.frequency[row]) * counts_[n];
+        y -= double(params.presence[row]);
+      }
+      if (params.triples) y += biases[n];
+      if (bias_) y += double(bias_[i]);
+      const bool excluded = words_[place / 32].excluded >> place % 32 & 1;
+      counts_[n] = __float_as_int(excluded ? -kInfinity : to_float(Config::dtype(float(y))));
+    }
+    __syncthreads();
+    for (int n = threadIdx.x; n < num_words_; n += Config::threads) {
+      words_[n].excluded |= words_[n].listed;
+    }
+    __syncthreads();
+  }
+
+  // What the logit x of token i becomes; -inf if it is listed.
+  __device__ __forceinline__ float of_all(int i, float x) const {
+    if (bias_) x = to_float(Config::dtype(x + bias_[i]));
+    return words_[(i - begin_) / 32].excluded >> (i - begin_) % 32 & 1 ? -kInfinity : x;
+  }
+
+  // What the logit x of token i becomes.
+  __device__ __forceinline__ float of(int i, float x) const {
+    const bool listed = words_[(i - begin_) / 32].listed >> (i - begin_) % 32 & 1;
+    return listed ? __int_as_float(counts_[rank(i - begin_)]) : of_all(i, x);
+  }
+
+  // f(i) for each listed token.
+  template <class F>
+  __device__ __forceinline__ void each_listed(F f) const {
+    for (int n = threadIdx.x; n < num_listed_; n += Config::threads) f(tokens_[n]);
+  }
+
+ private:
+  struct Word {                         // 32 tokens
+    unsigned listed, before, excluded;  // `before`: how many tokens before these are listed
+  };
+
+  // Clears the words, and excludes what is not allowed.
+  __device__ __forceinline__ void exclude(const PenaltyParams& params, int row, Segment segment) {
+    const long long first = row * params.allowed_stride;
+    if (params.allowed && !params.packed) {
+      constexpr int kAhead = 8;
+      const auto* const flags = static_cast<const unsigned char*>(params.allowed) + first;
+      for (int word = threadIdx.x / 32; word < num_words_; word += kAhead * kWarps) {
+        bool blocked[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const int i = segment.begin + 32 * (word + k * kWarps) + int(threadIdx.x % 32);
+          blocked[k] = i < segment.end && flags[i] == 0;
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const int n = word + k * kWarps;
+          const unsigned bits = __ballot_sync(0xffffffffu, blocked[k]);
+          if (threadIdx.x % 32 == 0 && n < num_words_) words_[n] = {0, 0, bits};
+        }
+      }
+    } else {
+      const auto* const words = static_cast<const unsigned*>(params.allowed) + first;
+      for (int n = threadIdx.x; n < num_words_; n += Config::threads) {
+        words_[n] = {0, 0, params.allowed ? ~words[segment.begin / 32 + n] : 0};
+      }
+    }
+  }
+
+  // f(place in the segment) for the row's earlier tokens that lie in it.
+  template <class F>
+  __device__ __forceinline__ static void each_token(const PenaltyParams& params, int row,
+                                                    Segment segment, F f) {
+    constexpr int kAhead = 4;
+    const int* const tokens = params.tokens + static_cast<long long>(row) * params.length;
+    for (int n = threadIdx.x; n < params.length; n += kAhead * Config::threads) {
+      int i[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        i[k] = n + k * Config::threads < params.length ? tokens[n + k * Config::threads] : -1;
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (i[k] >= segment.begin && i[k] < segment.end) f(i[k] - segment.begin);
+      }
+    }
+  }
+
+  // f(place in the segment, value) for the row's triples that lie in it.
+  template <class F>
+  __device__ __forceinline__ static void each_triple(const PenaltyParams& params, int row,
+                                                     Segment segment, F f) {
+    for (int n = threadIdx.x; n < params.triples; n += Config::threads) {
+      const int i = params.triple_tokens[n];
+      if (params.triple_rows[n] == row && i >= segment.begin && i < segment.end) {
+        f(i - segment.begin, params.triple_values[n]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int rank(int place) const {
+    const Word word = words_[place / 32];
+    return word.before + __popc(word.listed & ((1u << place % 32) - 1));
+  }
+
+  // Sets `before` of each word, and their number: a warp counts what lies before its share of the
+  // words, then goes through it.
+  __device__ __forceinline__ void rank_words() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int share = (num_words_ + kWarps - 1) / kWarps;
+    const int begin = min(warp * share, num_words_), end = min(begin + share, num_words_);
+    unsigned before = 0;
+    for (int n = lane; n < begin; n += 32) before += __popc(words_[n].listed);
+    before = reduce_warp(before, Add());
+    for (int first = begin; first < end; first += 32) {
+      const int n = first + lane;
+      const unsigned own = n < end ? __popc(words_[n].listed) : 0;
+      unsigned sum = own;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const unsigned left = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += left;
+      }
+      if (n < end) words_[n].before = before + sum - own;
+      before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    __syncthreads();
+    const Word last = num_words_ > 0 ? words_[num_words_ - 1] : Word{0, 0, 0};
+    num_listed_ = last.before + __popc(last.listed);
+  }
+
+  int begin_, num_words_, num_listed_;
+  const float* bias_;
+  Word* words_;
+  int* counts_;  // of the listed; then their logits' bits
+  int* tokens_;  // the listed
+};
