@@ -21,10 +21,11 @@ class Text:
     """A prompt and what has been written after it."""
 
     ids: list[int]
-    limit: int  # how many tokens may be written
+    limit: int  # how many tokens may be written, at least 1
     seed: int = 0
     sequence: int | None = None  # its id in the cache, while it is in the batch
     cached: int = 0  # how many of its tokens are in the cache
+    prompt: int = dataclasses.field(init=False)  # how many of its tokens were given
 
     def __post_init__(self) -> None:
         self.ids = list(self.ids)

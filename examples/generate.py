@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--chat", action="store_true", help="talk; without --prompt, to what stdin says")
     add("--system", metavar="TEXT", help="what the model is told before each chat")
-    add("--max-new-tokens", metavar="N", type=int, default=256)
+    add("--max-new-tokens", metavar="N", type=positive, default=256)
     add("--temperature", metavar="T", type=float, default=0.5, help="0: always the likeliest token")
     add("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens")
     add("--top-p", metavar="P", type=float, help="draw from the likeliest that make up P")
@@ -120,8 +120,10 @@ def parse_arguments() -> argparse.Namespace:
         choices=("float16", "bfloat16", "float32"),
         help="default: float32, and on a GPU float16",
     )
-    add("--cache-tokens", metavar="N", type=int, default=16384, help="for all texts together")
-    add("--max-batch", metavar="N", type=int, default=64, help="texts that are written at once")
+    add("--cache-tokens", metavar="N", type=positive, default=16384, help="for all texts together")
+    add(
+        "--max-batch", metavar="N", type=positive, default=64, help="texts that are written at once"
+    )
     add("--model", metavar="PATH", type=Path, help="GGUF file of another Llama model")
     add("--show-ids", action="store_true", help="print the new tokens' ids too, as JSON")
     arguments = parser.parse_args()
@@ -131,6 +133,13 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.system and not arguments.chat:
         parser.error("--system needs --chat")
     return arguments
+
+
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
 
 
 def array_module(device: str) -> ModuleType:

@@ -254,6 +254,8 @@ class Llama:
             gate_up = self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up
             half = len(layer.ffn_down)
             x += self.swiglu(gate_up[:, :half], gate_up[:, half:]) @ layer.ffn_down
+        if not any(wanted):
+            return xp.empty((0, self.output.shape[1]), x.dtype)
         last = [np.arange(stop - n, stop) for stop, n in zip(stops, wanted, strict=True)]
         return self.rms_norm(x[xp.asarray(np.concatenate(last))], self.output_norm) @ self.output
 

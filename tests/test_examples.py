@@ -227,9 +227,9 @@ def test_prompts_together_and_alone(model):
         assert alone == [reply]
 
 
-def read_model(model) -> tuple[llama.Llama, dict[str, np.ndarray]]:
+def read_model(model, xp=np) -> tuple[llama.Llama, dict[str, np.ndarray]]:
     path, weights = model
-    return llama.Llama(*llama.read_gguf(path)), weights
+    return llama.Llama(*llama.read_gguf(path), xp), weights
 
 
 def run(engine: Engine) -> None:
@@ -265,13 +265,9 @@ def test_prompt_read_in_parts(model):
         assert error.max(initial=0) < 1e-4 * expected.std()
 
 
-@pytest.mark.parametrize("chunk", [7, 2048])
-@pytest.mark.parametrize("draft", [0, 4])
-def test_texts_that_come_and_go_are_written_as_alone(model, rng, monkeypatch, chunk, draft):
+def check_texts_that_come_and_go(network, weights, rng, chunk, draft) -> None:
     """Greedy texts of a batch that changes at every step, in which drafts and parts of prompts
     are read together, against a plain loop of the float64 model."""
-    monkeypatch.setattr(engine, "CHUNK", chunk)
-    network, weights = read_model(model)
     writer = Engine(network, network.cache(4096), 0, draft=draft, max_batch=5, temperature=0)
     texts = some_texts(rng, 12)
     sizes = set()
@@ -288,6 +284,32 @@ def test_texts_that_come_and_go_are_written_as_alone(model, rng, monkeypatch, ch
     # Six have two pages in common: one writes them, and each that comes after that finds them.
     assert writer.cache.hit_pages >= (10 if chunk > len(texts[-1].ids) else 2)
     assert (writer.counts["proposed"] > 0) == (draft > 0)
+
+
+@pytest.mark.parametrize("chunk", [7, 2048])
+@pytest.mark.parametrize("draft", [0, 4])
+def test_texts_that_come_and_go(model, rng, monkeypatch, chunk, draft):
+    monkeypatch.setattr(engine, "CHUNK", chunk)
+    check_texts_that_come_and_go(*read_model(model), rng, chunk, draft)
+
+
+@pytest.mark.gpu
+def test_texts_on_the_gpu(model, rng, monkeypatch):
+    """As on the CPU; sampled ones are the CPU's."""
+    import cupy
+
+    network, weights = read_model(model, cupy)
+    options = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "draft": 2}
+    both = []
+    for side in (network, read_model(model)[0]):
+        writer = Engine(side, side.cache(4096), 0, **options)
+        texts = [writer.add(text) for text in copies(both[0] if both else some_texts(rng, 6))]
+        run(writer)
+        both.append(texts)
+    assert [text.reply for text in both[0]] == [text.reply for text in both[1]]
+
+    monkeypatch.setattr(engine, "CHUNK", 7)
+    check_texts_that_come_and_go(network, weights, rng, 7, 4)
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9}])
