@@ -268,7 +268,14 @@ def test_prompt_read_in_parts(model):
 def check_texts_that_come_and_go(network, weights, rng, chunk, draft) -> None:
     """Greedy texts of a batch that changes at every step, in which drafts and parts of prompts
     are read together, against a plain loop of the float64 model."""
-    writer = Engine(network, network.cache(4096), 0, draft=draft, max_batch=5, temperature=0)
+    passes = []
+
+    def model(cache, sequences, new, wanted):
+        passes.append(sum(map(len, new)))
+        return network(cache, sequences, new, wanted)
+
+    model.xp = network.xp
+    writer = Engine(model, network.cache(4096), 0, draft=draft, max_batch=5, temperature=0)
     texts = some_texts(rng, 12)
     sizes = set()
     for text in texts:
@@ -277,6 +284,7 @@ def check_texts_that_come_and_go(network, weights, rng, chunk, draft) -> None:
         sizes.add(len(writer.running))
     run(writer)
     assert len(sizes) > 1
+    assert max(passes) <= chunk + 5 * draft
     for text in texts:
         assert len(text.reply) == 25 or text.reply[-1] == 0
         assert 0 not in text.reply[:-1]
@@ -335,6 +343,36 @@ def test_a_text_does_not_depend_on_what_is_around_it(model, rng, options):
     writer.add(other)
     run(writer)
     assert other.reply != texts[0].reply
+
+
+@pytest.mark.parametrize("model", [True], ids=["tied"], indirect=True)
+def test_drafts_that_are_accepted(model, rng):
+    """They end where the text does, and leave its draws alone."""
+    network, _ = read_model(model)
+    for layer in network.layers:  # what is left finds each token likely to follow itself
+        layer.attn_output[:] = 0
+        layer.ffn_down[:] = 0
+    network.output_norm[:] = 1
+
+    def write(texts, limit, draft, eos=-1):
+        options = {"temperature": 2, "repetition_penalty": 1.05}
+        writer = Engine(network, network.cache(8192), eos, draft=draft, **options)
+        texts = [writer.add(Text(text.ids[: text.prompt], limit, text.seed)) for text in texts]
+        run(writer)
+        return [text.reply for text in texts], writer.counts
+
+    texts = some_texts(rng, 8)
+    replies, _ = write(texts, 60, draft=0)
+    for limit in (1, 2, 3, 60):
+        again, counts = write(texts, limit, draft=4)
+        assert again == [reply[:limit] for reply in replies]
+    assert 20 < counts["accepted"] < counts["proposed"] - 20
+    for text, reply in zip(texts, replies, strict=True):
+        text.ids += reply[:30]  # all that follows may be proposed
+        text.prompt += 30
+        for eos in set(reply[30:36]):
+            ((again,), _) = write([text], 30, draft=4, eos=eos)
+            assert again == reply[30 : 31 + reply[30:].index(eos)]
 
 
 def test_penalty_of_tokens_that_occurred(model, rng):
