@@ -49,26 +49,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
   ptx::wgmma_commit_group();
 }
 
-// Gives the values of a tile that the guards have replaced by 0 to the queries that see their keys.
-// `o` has this lane's part of O, rows from `query` and columns from `column` on. Rarely called.
-__device__ __noinline__ void add_replaced_values(float* o, const ForwardParams& params,
-                                                 const Tile& tile, int query, int column) {
-  const Tile::Partial guarded = tile.guarded(params);
-#pragma unroll 1
-  for (int key = tile.block_begin * kTileN; key < min(tile.block_end * kTileN, tile.keys.length);
-       ++key) {
-    if (!guarded.has(key / kTileN)) continue;
-    const T* const v = static_cast<const T*>(params.v) + tile.value_offset(params, key) + column;
-#pragma unroll 1
-    for (int i = 0; i < kHeadDimV / 2; ++i) {
-      const int j = i / 4 * 8 + i % 2;
-      if (column + j >= params.head_dim_v) break;
-      const float value = static_cast<float>(v[j]);
-      if (!isfinite(value) && tile.sees(params, query + 8 * (i / 2 % 2), key)) o[i] += value;
-    }
-  }
-}
-
 // Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
 // so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
 __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
@@ -119,17 +99,34 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
   }
 }
 
-// The output of queries that see no key: zeros, and the sink alone. O's registers are in use.
-__device__ __noinline__ void write_nothing(const ForwardParams& params, const Tile& tile, int row) {
-  const int lane = threadIdx.x % 32;
-  for (int query = row; query < min(row + 9, tile.queries.length); query += 8) {
-    T* const out = static_cast<T*>(params.out) + tile.out_offset(params, query);
-    for (int column = lane % 4 * 8; column < params.head_dim_v; column += 32)
-      *reinterpret_cast<uint4*>(out + column) = uint4();
-    if (params.lse != nullptr && lane % 4 == 0)
-      static_cast<float*>(params.lse)[tile.lse_offset(params, query)] =
-          params.sinks == nullptr ? tile::negative_infinity()
-                                  : static_cast<const float*>(params.sinks)[tile.head];
+// Gives the values of a tile that the guards have replaced by 0 to the outputs of a warp's 16
+// queries, of which `row` is the first, where they see them: as many lanes as there are pieces of
+// 16 bytes in a row of V go through the keys. Rarely called.
+__device__ __forceinline__ void restore_values(const ForwardParams& params, const Tile& tile,
+                                               int row) {
+  const Tile::Partial guarded = tile.guarded(params);
+  const int column = threadIdx.x % 32 * 8;
+  __syncwarp();
+  if (column >= params.head_dim_v) return;
+#pragma unroll 1
+  for (int key = tile.block_begin * kTileN; key < min(tile.block_end * kTileN, tile.keys.length);
+       ++key) {
+    if (!guarded.has(key / kTileN)) continue;
+    const uint4 values = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.v) +
+                                                         tile.value_offset(params, key) + column);
+    if (finite_halves(values.x) == values.x && finite_halves(values.y) == values.y &&
+        finite_halves(values.z) == values.z && finite_halves(values.w) == values.w)
+      continue;
+#pragma unroll 1
+    for (int query = row; query < row + 16; ++query) {
+      if (!tile.sees(params, query, key)) continue;
+      T* const out = static_cast<T*>(params.out) + tile.out_offset(params, query) + column;
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i) {
+        const float value = static_cast<float>(reinterpret_cast<const T*>(&values)[i]);
+        if (!isfinite(value)) out[i] = static_cast<T>(static_cast<float>(out[i]) + value);
+      }
+    }
   }
 }
 
@@ -161,11 +158,10 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
   };
-  // The next tile that has keys. Rows that see no key are zeros.
+  // The next tile that has keys.
   const auto find_tile = [&] {
     Tile tile = read_tile(smem, ring);
-    for (; tile.row >= 0 && tile.empty(); tile = read_tile(smem, ring))
-      write_nothing(params, tile, tile.row + first_row);
+    while (kGuards > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, ring);
     if (Config::score && params.alibi_slopes != nullptr && tile.row >= 0)
       slope = ptx::rcp(sm90.score_scale) *
               static_cast<const float*>(
@@ -206,17 +202,16 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     arrive_warp(smem.empty_v[ring_v.index]);
     ring_v.advance();
   };
-  // Makes up for what guards have done to a tile, before its last values are released.
-  const auto restore = [&](const Tile& tile) {
-    if (kGuards > 0 && (smem.cleaned[number][0] || smem.cleaned[number][1])) {
-      float copy[kHeadDimV / 2];  // O itself has to stay in registers
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) copy[i] = o[i];
-      add_replaced_values(copy, params, tile, tile.row + first_row, lane_column);
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = copy[i];
-    }
+  // Whether guards have replaced values of the tile; to be asked before its last ones are released.
+  const auto was_cleaned = [&] {
+    if (kGuards == 0) return false;
+    const bool cleaned = smem.cleaned[number][0] || smem.cleaned[number][1];
     number ^= 1;
+    return cleaned;
+  };
+  const auto finish = [&](const tile::OnlineSoftmax& softmax, const Tile& tile, bool cleaned) {
+    write_output(o, softmax, scale_log2, params, tile, tile.row + first_row);
+    if (cleaned) restore_values(params, tile, tile.row + first_row - threadIdx.x % 32 / 4);
   };
 
   // The first scores, with nothing beside them.
@@ -264,10 +259,10 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     // than exponentials first, on an H200).
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
-    if (fresh) restore(finished);
+    const bool cleaned = fresh && was_cleaned();
     release_values();
     if (fresh) {
-      write_output(o, before, scale_log2, params, finished, finished.row + first_row);
+      finish(before, finished, cleaned);
       clear();
     } else if (grown) {
       tile::scale_rows(o, correction);
@@ -282,8 +277,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_values(o, p, smem.v[ring_v.index]);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_keep(o);
-  restore(tile);
-  write_output(o, softmax, scale_log2, params, tile, tile.row + first_row);
+  finish(softmax, tile, was_cleaned());
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)

@@ -23,7 +23,9 @@ constexpr int kSlots = Config::q_slots;
 // Warps that look for infinities and NaN among values that not every query of a tile sees, and put
 // 0 in their place: a hidden key's weight is 0, but 0 * NaN is NaN. Consumers give them to the
 // queries that do see them.
-constexpr int kGuards = Config::bound_left || Config::bound_right || Config::elementwise ? 2 : 0;
+// They write tiles without any key, too.
+constexpr int kGuards =
+    Config::bound_left || Config::bound_right || Config::elementwise || Config::varlen ? 2 : 0;
 
 // Registers of a thread: the block has 65536, and gets them evenly at first.
 constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups == 2 ? 40 : 32;

@@ -141,7 +141,21 @@ __device__ __forceinline__ bool clean_values(unsigned char* values, int guard) {
   return true;
 }
 
-// Brings rows of bias and mask, and checks values.
+// The output of a tile whose queries see no key: zeros, and the sink alone. Eight rows at a time.
+__device__ __forceinline__ void write_nothing(const ForwardParams& params, const Tile& tile) {
+  const int lane = threadIdx.x % 32, end = min(tile.row + kTileM, tile.queries.length);
+  for (int row = tile.row + lane / 4; row < end; row += 8) {
+    T* const out = static_cast<T*>(params.out) + tile.out_offset(params, row);
+    for (int column = lane % 4 * 8; column < params.head_dim_v; column += 32)
+      *reinterpret_cast<uint4*>(out + column) = uint4();
+    if (params.lse != nullptr && lane % 4 == 0)
+      static_cast<float*>(params.lse)[tile.lse_offset(params, row)] =
+          params.sinks == nullptr ? tile::negative_infinity()
+                                  : static_cast<const float*>(params.sinks)[tile.head];
+  }
+}
+
+// Brings rows of bias and mask, checks values, and writes tiles without keys.
 __device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& params,
                                              const Sm90Params& sm90, int guard) {
   Ring<kStages> ring_v;
@@ -149,7 +163,10 @@ __device__ __forceinline__ void guard_values(Smem& smem, const ForwardParams& pa
   unsigned rows_parity = 0;
   int number = 0;  // of the tile, modulo 2
   for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
-    if (tile.empty()) continue;
+    if (tile.empty()) {
+      if (guard == 0) write_nothing(params, tile);
+      continue;
+    }
     const Tile::Partial guarded = tile.guarded(params);
     bool cleaned = false;
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {

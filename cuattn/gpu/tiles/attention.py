@@ -188,7 +188,7 @@ SM90_TILES = {
 #: The tile of calls with softcap or alibi_slopes: registers are what these take.
 SM90_SCORE_TILES = {
     (64, 64): Sm90Tile(128, 3),
-    (96, 96): Sm90Tile(112, 3),
+    (96, 96): Sm90Tile(96, 3),
     (128, 128): Sm90Tile(80, 3),
     (64, 256): Sm90Tile(80, 2),
     (192, 128): Sm90Tile(112, 2, q_slots=1),
