@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -58,14 +59,12 @@ class Engine:
         A model, and a cache of its making.
     eos : int
         The token that ends a text.
-    repetition_penalty : float
-        As `repetition` of ``cuattn.sampling.apply_penalties``.
     draft : int
         How many tokens to propose.
     max_batch : int
         How many texts may be in the batch.
     **sampling
-        For ``cuattn.sampling.sample``: `temperature`, `top_k`, `top_p`, `min_p`.
+        For ``cuattn.sampling.sample``: `temperature`, `top_k`, `top_p`, `min_p`, `repetition`.
     """
 
     def __init__(
@@ -74,14 +73,12 @@ class Engine:
         cache: cuattn.PagedKVCache,
         eos: int,
         *,
-        repetition_penalty: float = 1.0,
         draft: int = 0,
         max_batch: int = 64,
         **sampling: Any,
     ) -> None:
         self.model, self.cache, self.eos = model, cache, eos
-        self.repetition_penalty, self.sampling = repetition_penalty, sampling
-        self.draft, self.max_batch = draft, max_batch
+        self.sampling, self.draft, self.max_batch = sampling, draft, max_batch
         self.waiting: collections.deque[Text] = collections.deque()
         self.running: list[Text] = []
         self.counts: collections.Counter[str] = collections.Counter()  # tokens and seconds
@@ -151,17 +148,14 @@ class Engine:
         before = [turn.text.ids + turn.draft[:i] for turn in turns for i in range(turn.wanted)]
         if not before:
             return []
-        if self.repetition_penalty != 1:
-            tokens = np.full((len(before), max(map(len, before))), -1, np.int32)
-            for row, ids in zip(tokens, before, strict=True):
-                row[: len(ids)] = ids
-            logits = cuattn.sampling.apply_penalties(
-                logits, self.model.xp.asarray(tokens), repetition=self.repetition_penalty
-            )
+        tokens = None
+        if self.sampling.get("repetition", 1) != 1:
+            padded = itertools.zip_longest(*before, fillvalue=-1)
+            tokens = self.model.xp.asarray(np.array([*padded], np.int32).T)
         seeds = [turn.text.seed for turn in turns for _ in range(turn.wanted)]
         places = [len(ids) for ids in before]
         return cuattn.sampling.sample(
-            logits, **self.sampling, seed=np.array(seeds), offset=np.array(places)
+            logits, **self.sampling, seed=np.array(seeds), offset=np.array(places), tokens=tokens
         ).tolist()
 
     def keep(self, turn: Turn, chosen: list[int]) -> list[int]:

@@ -57,11 +57,11 @@ def main() -> None:
         tokenizer.eos,
         draft=arguments.draft,
         max_batch=arguments.max_batch,
-        repetition_penalty=arguments.repetition_penalty,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        repetition=arguments.repetition_penalty,
     )
     note(f"Ready on {xp.__name__} after {time.perf_counter() - start:.1f} s")
 

@@ -307,7 +307,7 @@ def test_texts_on_the_gpu(model, rng, monkeypatch):
     import cupy
 
     network, weights = read_model(model, cupy)
-    options = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "draft": 2}
+    options = {"temperature": 0.7, "top_p": 0.9, "repetition": 1.2, "draft": 2}
     both = []
     for side in (network, read_model(model)[0]):
         writer = Engine(side, side.cache(4096), 0, **options)
@@ -320,7 +320,7 @@ def test_texts_on_the_gpu(model, rng, monkeypatch):
     check_texts_that_come_and_go(network, weights, rng, 7, 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize("options", [{}, {"repetition": 1.3, "top_k": 20, "top_p": 0.9}])
 def test_a_text_does_not_depend_on_what_is_around_it(model, rng, options):
     """Of sampled texts too: not on the batch, on drafts, or on room in the cache."""
     network, _ = read_model(model)
@@ -355,7 +355,7 @@ def test_drafts_that_are_accepted(model, rng):
     network.output_norm[:] = 1
 
     def write(texts, limit, draft, eos=-1):
-        options = {"temperature": 2, "repetition_penalty": 1.05}
+        options = {"temperature": 2, "repetition": 1.05}
         writer = Engine(network, network.cache(8192), eos, draft=draft, **options)
         texts = [writer.add(Text(text.ids[: text.prompt], limit, text.seed)) for text in texts]
         run(writer)
@@ -377,7 +377,7 @@ def test_drafts_that_are_accepted(model, rng):
 
 def test_penalty_of_tokens_that_occurred(model, rng):
     network, weights = read_model(model)
-    writer = Engine(network, network.cache(256), 0, repetition_penalty=1.8, temperature=0, draft=3)
+    writer = Engine(network, network.cache(256), 0, repetition=1.8, temperature=0, draft=3)
     text = writer.add(Text(rng.integers(3, len(VOCABULARY), 9).tolist(), 25))
     run(writer)
     logits = logits_of_all(weights, text.ids)
