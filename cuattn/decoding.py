@@ -76,6 +76,12 @@ def flash_decode(
     TypeError, ValueError
         An argument does not fit; the message names it.
 
+    Notes
+    -----
+    Of several queries of a sequence an earlier one does not see the last keys. If their values are
+    infinite or NaN, the float16 and bfloat16 kernels give it NaN; NumPy, float32 and float64 leave
+    them out.
+
     References
     ----------
     .. [1] Dao et al., "Flash-Decoding for long-context inference", 2023.

@@ -45,6 +45,12 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
     config = launch.variant.config
     assert launch.variant in set(tiles.decode_variants(arch))
     assert max(spec.head_dim, spec.head_dim_v) <= config.head_dim
+    if "sm90" in launch.variant.source:
+        assert aligned
+        assert launch.grid == (config.cluster, spec.heads_kv, spec.batch)
+        assert spec.batch * spec.heads_kv * config.cluster <= 0.85 * multiprocessors
+        assert spec.seqlen_q * spec.heads_q <= 8 * spec.heads_kv
+        return
     lanes, groups = launch.grid
     assert spec.heads_kv % lanes == 0
     assert 0.8 * multiprocessors * config.blocks_per_sm <= lanes * groups or multiprocessors < 10
@@ -54,6 +60,44 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         assert spec.dtype.itemsize == 2
         shared = tiles.SHARED_KIB.get(tiles.capability(arch), 100) * 1024
         assert config.blocks_per_sm * (config.smem_bytes + 1024) <= shared
+
+
+@pytest.mark.parametrize(
+    ("change", "clusters"),
+    [
+        ({}, True),
+        ({"page_size": 16}, True),
+        ({"page_size": 8}, False),  # smaller than a tile
+        ({"num_splits": "fixed"}, False),
+        ({"num_splits": 2}, False),
+        ({"arch": "sm_80"}, False),
+        ({"aligned": False}, False),
+        ({"addressable": False}, False),
+        ({"batch": 2}, False),  # 16 clusters do not run at the same time
+        ({"heads": 2}, False),  # too few to read fast
+        ({"heads": 2, "capacity": 1024}, True),
+        ({"dim": 64}, False),
+        ({"tokens": 3}, False),  # 12 rows
+    ],
+)
+def test_few_sequences_have_clusters(change, clusters):
+    call = {"batch": 1, "tokens": 1, "heads": 8, "capacity": 8192, "dim": 128, "arch": "sm_90a"}
+    call |= {"aligned": True, "addressable": True, "page_size": None, "num_splits": None} | change
+    cache = (call["batch"], call["capacity"], call["heads"], call["dim"])
+    spec = attention_spec(
+        "flash_decode",
+        (call["batch"], call["tokens"], 4 * call["heads"], call["dim"]),
+        *(cache, cache),
+        *[np.dtype(np.float16)] * 3,
+        causal=True,
+    )
+    launch = tiles.decode(
+        spec,
+        call["arch"],
+        multiprocessors=132,
+        **{name: call[name] for name in ("aligned", "addressable", "page_size", "num_splits")},
+    )
+    assert (launch.variant.entry == "decode_sm90") == clusters
 
 
 @given(heads=st.integers(1, 300), blocks=st.integers(1, 600))

@@ -13,11 +13,12 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, shared_prefix, tiles
+from cuattn.gpu import compiler, shared_prefix, tensormap, tiles
 from cuattn.gpu.memory import pointer, scratch
 from cuattn.gpu.params import DECODE_ARGUMENT, MERGE_PARAMS, decode_pointers, decode_shape
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
+TWO_MAPS = np.dtype((np.void, 2 * tensormap.TENSOR_MAP_BYTES))
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
 
 _tickets = random.Random()
@@ -33,6 +34,7 @@ class Plan:
     smem_bytes: int
     shape: bytes  # DECODE_PARAMS after its pointers
     partials: int  # bytes of scratch
+    map_rows: int  # keys in a box of the tensor maps; 0: no maps are wanted
 
 
 def decode(
@@ -266,7 +268,7 @@ def _launch(
         num_splits,
         (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
     )
-    partials = scratch(plan.partials)
+    partials = scratch(plan.partials) if plan.partials else None
     params = decode_pointers(
         *pointers,
         pointer(lse),
@@ -275,11 +277,33 @@ def _launch(
         pointer(page_table),
         pointer(seq_lens),
         pointer(cu_seqlens_q),
-        partials.ptr,
+        0 if partials is None else partials.ptr,
         _tickets.getrandbits(64),
     )
-    argument = np.frombuffer(params + plan.shape, DECODE_ARGUMENT)[0]
-    plan.kernel(plan.grid, plan.block, (argument,), shared_mem=plan.smem_bytes)
+    arguments = (np.frombuffer(params + plan.shape, DECODE_ARGUMENT)[0],)
+    if plan.map_rows:
+        arguments += (
+            np.frombuffer(_tensor_map(k, plan.map_rows) + _tensor_map(v, plan.map_rows), TWO_MAPS)[
+                0
+            ],
+        )
+    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
+
+
+def _tensor_map(cache: cupy.ndarray, rows: int) -> bytes:
+    """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it: (64 columns, key,
+    their number, head, sequence or page), `rows` keys of a head at a time.
+    """
+    outer, keys, heads, dim = cache.shape
+    page, key, head, column = cache.strides
+    panels = dim // 64
+    return tensormap.encode(
+        cache.data.ptr,
+        cache.dtype,
+        (64, keys, panels, heads, outer),
+        (key, 64 * column, head, page),
+        (64, rows, panels, 1, 1),
+    )
 
 
 def _scratch_array(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
@@ -309,6 +333,9 @@ def _plan(
             cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, device
         ),
         aligned=aligned and all(n % 16 == 0 for array in strides for n in array[:-1]),
+        addressable=all(tensormap.addressable(array[:-1]) for array in strides[2:]),
+        page_size=page_size,
+        num_splits=num_splits,
     )
     config = launch.variant.config
     slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
@@ -317,6 +344,7 @@ def _plan(
         grid=launch.grid,
         block=(config.threads,),
         smem_bytes=config.smem_bytes,
+        map_rows=config.warp_keys if isinstance(config, tiles.Sm90DecodeConfig) else 0,
         shape=decode_shape(
             spec,
             strides,

@@ -33,11 +33,11 @@ static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWar
 
 using Tile = decoding::SwizzledRows<kHeadDim>;
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
-using Slice = decoding::Slice<T, kHeadDim, kWarpRows, kWarpKeys>;
+using Slice = decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
 using Loader = decoding::Loader<T, Work, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
                                 Config::query_buffers>;
-using Writer = decoding::Writer<T, kRows, kHeadDim, true, 16>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, true, 8>;
 
 struct Smem {
   alignas(128) Stage ring[kWarpsK][kStages];
@@ -210,9 +210,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       const bool masked = key < all_see.begin || key + kWarpKeys > all_see.end;
       Slice::finish_scores(s, params, smem.rows, piece, key, first_row, masked);
       acc.update_softmax(s);
-      if (masked && piece.seq.seqlen_q > 1)
-        acc.set_apart(s, smem.ring[slice][stage].v, params, smem.rows, piece, key, first_row,
-                      sync_slice);
       acc.multiply_values(s, ptx::shared_address(current.v));
       key += kTileKeys;
       sync_slice();

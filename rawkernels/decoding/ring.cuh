@@ -7,30 +7,38 @@
 
 namespace decoding {
 
-// Rows of K, V and Q in shared memory: 16-byte chunks, permuted in groups of eight from row to row,
-// so that neither whole rows written nor a chunk of eight rows read by ldmatrix meet in a bank.
-template <int kHeadDim>
-struct SwizzledRows {
-  static_assert(kHeadDim % 64 == 0, "whole groups of eight chunks");
-  static constexpr int kRowBytes = kHeadDim * 2;
+// Rows in shared memory, in panels of kPanel 16-byte chunks; chunks are permuted in groups of eight
+// from row to row, so that neither whole rows written nor a chunk of eight rows read by ldmatrix
+// meet in a bank.
+template <int kPanel, int kPanelBytes>
+struct Panels {
+  static_assert(kPanel % 8 == 0, "whole groups of eight chunks");
+  static constexpr int kRowBytes = kPanel * 16;
 
   __device__ __forceinline__ static int permuted(int row, int chunk) { return chunk ^ row % 8; }
+  __device__ __forceinline__ static int at(int row, int chunk) {
+    return chunk / kPanel * kPanelBytes + row * kRowBytes + permuted(row, chunk % kPanel) * 16;
+  }
 
   // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0 and 1: rows 0-7 and
   // 8-15 of chunk 0 first, or chunks 0 and 1 of rows 0-7.
   __device__ __forceinline__ static unsigned rows_first() {
     const int lane = threadIdx.x % 32;
-    return lane % 16 * kRowBytes + permuted(lane, lane / 16) * 16;
+    return at(lane % 16, lane / 16);
   }
   __device__ __forceinline__ static unsigned chunks_first() {
     const int lane = threadIdx.x % 32;
-    return (lane % 8 + lane / 16 * 8) * kRowBytes + permuted(lane, lane / 8 % 2) * 16;
+    return at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
   // The same 2 i chunks on; tiles begin at multiples of 128 bytes.
   __device__ __forceinline__ static unsigned at_chunks(unsigned offset, int i) {
-    return (offset ^ i % 4 * 32) + i / 4 * 128;
+    return (offset ^ i % 4 * 32) + i % (kPanel / 2) / 4 * 128 + i / (kPanel / 2) * kPanelBytes;
   }
 };
+
+// Whole rows, one after the other.
+template <int kHeadDim>
+using SwizzledRows = Panels<kHeadDim / 8, 0>;
 
 template <class T, int kKeys, int kHeadDim>
 struct Stage {

@@ -29,10 +29,10 @@ struct Rows {
   }
 };
 
-// One slice's share of a piece, for this warp's rows. With g = lane / 4, t = lane % 4, scores
-// s[j][r] are of keys 16 j + g (and + 8 in the last two) and rows 8 r + 2 t (and + 1 in every
-// second).
-template <class T, int kHeadDim, int kWarpRows, int kWarpKeys>
+// One slice's share of a piece, for this warp's rows; Tile is how K and V lie in shared memory.
+// With g = lane / 4, t = lane % 4, scores s[j][r] are of keys 16 j + g (and + 8 in the last two)
+// and rows 8 r + 2 t (and + 1 in every second).
+template <class T, class Tile, int kHeadDim, int kWarpRows, int kWarpKeys>
 struct Slice {
   static constexpr int kRowBlocks = kWarpRows / 8;
   static constexpr int kKeyBlocks = kWarpKeys / 16;
@@ -44,7 +44,7 @@ struct Slice {
                 "whole mma tiles, and a lane for each key");
   static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
 
-  using Tile = SwizzledRows<kHeadDim>;
+  using QTile = SwizzledRows<kHeadDim>;
   using Scores = float[kKeyBlocks][kRowBlocks][4];
 
   float o[kSteps][kRowBlocks][4];
@@ -68,16 +68,16 @@ struct Slice {
     const int lane = threadIdx.x % 32;
     const unsigned k_lane = k_tile + Tile::rows_first();
     // One ldmatrix brings Q of 16 rows and one step, or of 8 rows and two steps.
-    const unsigned q_lane = q_rows + (kRowBlocks == 1 ? lane % 8 * Tile::kRowBytes +
-                                                            Tile::permuted(lane % 8, lane / 8) * 16
-                                                      : Tile::chunks_first());
+    const unsigned q_lane = q_rows + (kRowBlocks == 1 ? lane % 8 * QTile::kRowBytes +
+                                                            QTile::permuted(lane % 8, lane / 8) * 16
+                                                      : QTile::chunks_first());
     unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (kRowBlocks > 1 || step % 2 == 0) {
 #pragma unroll
         for (int r = 0; r < (kRowBlocks + 1) / 2; ++r)
-          ptx::ldmatrix_x4(q[r], Tile::at_chunks(q_lane + r * 16 * Tile::kRowBytes, step));
+          ptx::ldmatrix_x4(q[r], QTile::at_chunks(q_lane + r * 16 * QTile::kRowBytes, step));
       }
 #pragma unroll
       for (int j = 0; j < kKeyBlocks; ++j) {
@@ -201,53 +201,6 @@ struct Slice {
     }
   }
 
-  // Before a product with values that not every row is to see: one that is NaN or infinite would
-  // reach all rows. Such values are added here, to the rows that see their keys, and become zeros.
-  // `sync` is the barrier of the warps that share the tile; they all do the same.
-  template <class Rows, class Sync>
-  __device__ __forceinline__ void set_apart(const Scores& p, T* v_tile, const DecodeParams& params,
-                                            const Rows& rows, const Piece& piece, int key,
-                                            int first_row, Sync sync) {
-    const int lane = threadIdx.x % 32;
-    bool finite = true;
-#pragma unroll 1
-    for (int i = lane; i < kWarpKeys * kHeadDim; i += 32) finite &= is_finite(v_tile[i]);
-    if (__all_sync(~0u, finite)) return;
-#pragma unroll 1
-    for (int i = 0; i < kWarpKeys; ++i) {
-      float weight[kRowBlocks][2];
-      bool sees[kRowBlocks][2];
-#pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const KeyRange seen = rows.keys(params, piece, first_row + 8 * r + lane % 4 * 2 + c);
-          sees[r][c] = key + i >= seen.begin && key + i < seen.end;
-          weight[r][c] = 0.0f;
-#pragma unroll
-          for (int of = 0; of < kKeyBlocks * 2; ++of)
-            if (of == i / 8) weight[r][c] = p[of / 2][r][of % 2 * 2 + c];
-          weight[r][c] = __shfl_sync(~0u, weight[r][c], i % 8 * 4 + lane % 4);
-        }
-#pragma unroll
-      for (int chunk = 0; chunk < kHeadDim / 8; ++chunk) {
-        const T value = v_tile[i * kHeadDim + Tile::permuted(i, chunk) * 8 + lane / 4];
-        if (is_finite(value)) continue;
-#pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (sees[r][c])
-              o[chunk / 2][r][chunk % 2 * 2 + c] += weight[r][c] * static_cast<float>(value);
-      }
-    }
-    sync();
-#pragma unroll 1
-    for (int i = lane; i < kWarpKeys * kHeadDim; i += 32)
-      if (!is_finite(v_tile[i])) v_tile[i] = static_cast<T>(0.0f);
-    sync();
-  }
-
   // Adds up the lanes' parts of the rows' sums.
   __device__ __forceinline__ void add_up() {
 #pragma unroll
@@ -277,10 +230,6 @@ struct Slice {
                   o[step][r][2 * h + c];
           if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
         }
-  }
-
-  __device__ __forceinline__ static bool is_finite(T x) {
-    return fabsf(static_cast<float>(x)) <= 3.402823466e38f;
   }
 
   __device__ __forceinline__ static float offset(float max) {

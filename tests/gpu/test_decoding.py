@@ -187,24 +187,17 @@ def test_every_split(rng, decode_tier, num_splits):
         check(result, q, caches, causal=True)
 
 
-@pytest.mark.parametrize("seqlen_q", [4, 16])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_values_reach_only_those_who_see_them(rng, decode_tier, dtype, seqlen_q):
-    """NaN and infinities in the newest tokens, of which earlier queries know nothing."""
-    dtype = DTYPES[dtype]
-    caches = Caches(rng, [200, 67, 16], 200, 2, 128, 128, dtype)
-    q = rng.standard_normal((3, seqlen_q, 8, 128)).astype(dtype)
-    finite = caches.contiguous(q).get()
-    for b, n in enumerate(caches.lens):
-        for column, value in enumerate((np.nan, np.inf, -np.inf)):
-            caches.v[b, n - 1 - column, :, column] = value
-    got = caches.contiguous(q).get()
-    caches.k[np.isnan(caches.k)] = 0
-    want = flash_decode(q, caches.k, caches.v, caches.lens)
-    special = got[..., :3].astype(np.float64), want[..., :3].astype(np.float64)
-    for test in (np.isnan, np.isposinf, np.isneginf):
-        assert np.array_equal(test(special[0]), test(special[1]))
-    assert np.array_equal(got[..., 3:], finite[..., 3:])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_option_of_few_sequences(rng, decode_tier, dtype, option):
+    """Each with a cluster of blocks for every key head, where there are clusters."""
+    lens, heads = [0, 517, 70], 8
+    caches = Caches(rng, lens, 517, 2, 128, 128, DTYPES[dtype])
+    options = drawn(OPTIONS[option], rng, len(lens), heads)
+    for seqlen_q in (1, 2):
+        q = rng.standard_normal((len(lens), seqlen_q, heads, 128)).astype(DTYPES[dtype])
+        for call in (caches.contiguous, caches.paged):
+            check(call(q, return_lse=True, **on_device(options)), q, caches, **options)
 
 
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 2100, 5000])

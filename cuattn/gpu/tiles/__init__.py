@@ -18,6 +18,7 @@ from cuattn.gpu.tiles.attention import (
 )
 from cuattn.gpu.tiles.decoding import (
     CACHE_UPDATE,
+    Sm90DecodeConfig,
     cache_write,
     cascade_pays,
     decode,
@@ -49,6 +50,7 @@ __all__ = [
     "MAX_RANKED",
     "SHARED_KIB",
     "Launch",
+    "Sm90DecodeConfig",
     "Sm90ForwardConfig",
     "blocks_of_keys",
     "cache_write",

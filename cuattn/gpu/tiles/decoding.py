@@ -16,6 +16,10 @@ from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
+#: Capacities, in keys, up to which clusters serve however few there are, and beyond which they do
+#: not: all of the device reads faster than a part of it.
+SMALL_CAPACITY, LARGE_CAPACITY = 2048, 16384
+
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
 
@@ -61,6 +65,35 @@ class Sm80DecodeConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class Sm90DecodeConfig(Config):
+    """decoding/decode_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # of both
+    warp_keys: int  # of a warp's tile
+    warps: int
+    stages: int
+    cluster: int  # blocks that share a sequence and key head
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 8
+
+    @property
+    def threads(self) -> int:
+        """A warp for each ring."""
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """The rings, then Q, then the cluster's parts of O, then what is small."""
+        rings = self.warps * self.stages * 2 * self.warp_keys * self.head_dim * 2
+        small = 64 * self.cluster + (64 + 8 * self.stages) * self.warps + 64
+        return -(-(rings + 8 * self.head_dim * (2 + 4) + small) // 1024) * 1024
+
+
+@dataclasses.dataclass(frozen=True)
 class SimtDecodeConfig(Config):
     """decoding/decode_simt.cu."""
 
@@ -76,7 +109,16 @@ class SimtDecodeConfig(Config):
         return 128
 
 
-def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: bool) -> Launch:
+def decode(
+    spec: AttentionSpec,
+    arch: str,
+    *,
+    multiprocessors: int,
+    aligned: bool,
+    addressable: bool = True,
+    page_size: int | None = None,
+    num_splits: int | str | None = None,
+) -> Launch:
     """Choose the kernel of a decoding call: the fastest tier of `DECODE_TIERS` that serves it.
 
     Parameters
@@ -89,11 +131,18 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
         How many the device has.
     aligned : bool
         Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
+    addressable : bool
+        Whether the copy engine can address k and v.
+    page_size : int, optional
+        None for a contiguous cache.
+    num_splits
+        As in :func:`cuattn.flash_decode`.
 
     Returns
     -------
     Launch
-        Its grid is (blocks that share out the key heads, groups of them).
+        Its grid is (blocks that share out the key heads, groups of them), or with clusters
+        (blocks of one, key heads, batch).
 
     Raises
     ------
@@ -101,8 +150,18 @@ def decode(spec: AttentionSpec, arch: str, *, multiprocessors: int, aligned: boo
         No tier serves the call: only where `DECODE_TIERS` was cut down.
     """
     for choose in DECODE_TIERS.values():
-        variant = choose(spec, arch, aligned)
+        variant = choose(
+            spec,
+            arch,
+            aligned,
+            multiprocessors=multiprocessors,
+            addressable=addressable,
+            page_size=page_size,
+            num_splits=num_splits,
+        )
         if variant is not None:
+            if isinstance(variant.config, Sm90DecodeConfig):
+                return Launch(variant, (variant.config.cluster, spec.heads_kv, spec.batch))
             blocks = multiprocessors * variant.config.blocks_per_sm
             lanes = decode_head_lanes(spec.heads_kv, blocks)
             return Launch(variant, (lanes, blocks // lanes))
@@ -120,6 +179,8 @@ def decode_head_lanes(heads_kv: int, blocks: int) -> int:
 def decode_one_item(spec: AttentionSpec, launch: Launch, num_splits: int | str | None) -> bool:
     """Whether a launch has one tile of rows of one sequence for each head, and a head for each
     block: all that has to be found out is how long the sequence is."""
+    if isinstance(launch.variant.config, Sm90DecodeConfig):
+        return False
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     return (
         num_splits is None
@@ -135,6 +196,8 @@ def decode_slots(
 ) -> int:
     """How many partial results a decoding launch may have to keep at most."""
     config = launch.variant.config
+    if isinstance(config, Sm90DecodeConfig):
+        return 0
     if num_splits is None:
         return 2 * launch.grid[0] * launch.grid[1]  # a block leaves at most two items incomplete
     group = spec.heads_q // spec.heads_kv
@@ -147,7 +210,48 @@ def decode_slots(
     return spec.heads_kv * (row_tiles + spec.batch * max(units, 1))
 
 
-def sm80_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant | None:
+def sm90_decode(
+    spec: AttentionSpec,
+    arch: str,
+    aligned: bool,
+    *,
+    multiprocessors: int,
+    addressable: bool,
+    page_size: int | None,
+    num_splits: int | str | None,
+) -> Variant | None:
+    """Choose a variant of decoding/decode_sm90.cu: for so few sequences that each can have a
+    cluster for every key head, and these about half of the device or little to read.
+    """
+    rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+    if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
+        return None
+    if spec.varlen or rows > 8:
+        return None
+    if (spec.head_dim, spec.head_dim_v) != (128, 128):
+        return None
+    variant = _sm90_decode_variant(spec.dtype.name)
+    config, clusters = variant.config, spec.batch * spec.heads_kv
+    if num_splits is not None or (page_size is not None and page_size < config.warp_keys):
+        return None
+    blocks = clusters * config.cluster
+    enough = blocks >= multiprocessors * 0.4 or spec.seqlen_k <= SMALL_CAPACITY
+    if not enough or blocks > multiprocessors * 0.85 or spec.seqlen_k > LARGE_CAPACITY:
+        return None
+    return variant
+
+
+def _sm90_decode_variant(dtype: str) -> Variant:
+    config = Sm90DecodeConfig(dtype, head_dim=128, warp_keys=16, warps=8, stages=3, cluster=8)
+    return Variant("decoding/decode_sm90.cu", "decode_sm90", config)
+
+
+def sm80_decode(
+    spec: AttentionSpec,
+    arch: str,
+    aligned: bool,
+    **_: object,
+) -> Variant | None:
     """Choose a variant of decoding/decode_sm80.cu."""
     dims = spec.head_dim, spec.head_dim_v
     if capability(arch) < 80 or spec.dtype.itemsize != 2 or not aligned or any(d % 8 for d in dims):
@@ -197,7 +301,12 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
     raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}")
 
 
-def simt_decode(spec: AttentionSpec, arch: str, aligned: bool) -> Variant:
+def simt_decode(
+    spec: AttentionSpec,
+    arch: str,
+    aligned: bool,
+    **_: object,
+) -> Variant:
     """Choose a variant of decoding/decode_simt.cu, which serves every call."""
     small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
     return _simt_decode_variant(spec.dtype.name, 128 if small else 256)
@@ -211,7 +320,7 @@ def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
 
 #: The tiers of decoding, fastest first: each chooses a variant, or None for a call that it leaves
 #: to the next.
-DECODE_TIERS = {"sm80": sm80_decode, "simt": simt_decode}
+DECODE_TIERS = {"sm90": sm90_decode, "sm80": sm80_decode, "simt": simt_decode}
 
 
 #: What a prefix that lies in the pages must be for it to be read once for all sequences: so many
@@ -365,6 +474,8 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     """Every variant of the kernels in decoding/ and kvcache/, and of attention/ for prefixes."""
     if capability(arch) >= 80:
         for dtype in ("float16", "bfloat16"):
+            if capability(arch) == 90:
+                yield _sm90_decode_variant(dtype)
             for head_dim in (64, 128, 256):
                 for rows in DECODE_ROWS[head_dim]:
                     yield _sm80_decode_variant(dtype, head_dim, rows, arch)
