@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import compiler, params, tiles
@@ -111,3 +113,12 @@ def test_varlen_has_no_batch_stride():
     p = forward_params(varlen, tuple(strides[1:] for strides in STRIDES))
     assert p["q_stride"].tolist() == [0, 200, 300]
     assert (p["batch"], p["seqlen_q"], p["seqlen_k"]) == (4, 50, 60)
+
+
+@given(d=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))
+def test_division_by_a_product_and_a_shift_is_exact(d, n):
+    magic, shift = params.divisor(d)
+    assert magic < 2**32
+    assert n * magic < 2**64
+    for dividend in (n, n // d * d, max(n // d * d - 1, 0), 2**31 - 1):
+        assert dividend * magic >> shift == dividend // d

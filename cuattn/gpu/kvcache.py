@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
-from cuattn.gpu.params import CACHE_WRITE_PARAMS
+from cuattn.gpu.params import CACHE_WRITE_PARAMS, divisor
 
 
 class Batch:
@@ -104,6 +104,9 @@ def write(
     params["total"], params["heads"], params["head_dim"] = k.shape
     params["head_dim_v"], params["interleaved"] = v.shape[-1], interleaved
     params["page_shift"] = k_pages.shape[1].bit_length() - 1
+    params["by_uniform"] = divisor(max(batch.uniform, 1))
+    for name, array in (("by_k_vecs", k), ("by_v_vecs", v)):
+        params[name] = divisor(array.shape[-1] * array.itemsize // config.vec_bytes)
     pieces = k.shape[1] * max(k.shape[2], v.shape[2]) * k.itemsize // config.vec_bytes
     lanes_shift = min((pieces - 1).bit_length(), config.threads.bit_length() - 1)
     params["lanes_shift"] = lanes_shift
@@ -113,6 +116,7 @@ def write(
             (-(-k.shape[0] // tokens), -(-pieces >> lanes_shift)),
             (config.threads,),
             (params.view((np.void, CACHE_WRITE_PARAMS.itemsize))[()],),
+            shared_mem=config.smem_bytes,
         )
 
 

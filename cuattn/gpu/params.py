@@ -126,9 +126,19 @@ CACHE_WRITE_PARAMS = np.dtype(
         *((name, np.int32) for name in ("total", "batch", "heads", "head_dim", "head_dim_v")),
         *((name, np.int32) for name in ("page_shift", "uniform", "lanes_shift", "pairs")),
         ("interleaved", np.int32),
+        *((name, np.uint32, 2) for name in ("by_uniform", "by_k_vecs", "by_v_vecs")),
     ],
     align=True,
 )
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """(magic, shift) with ``n // d == n * magic >> shift`` for all n < 2**31 (Granlund &
+    Montgomery, 1994)."""
+    shift = 31 + (d - 1).bit_length()
+    return -(-(1 << shift) // d), shift
+
+
 CONTIGUOUS_PAGE_SHIFT = 30  # a contiguous cache is one page a sequence
 
 

@@ -23,6 +23,15 @@ struct Angle<double> {
 };
 using Acc = Angle<T>::type;
 
+// n / divisor = n * magic >> shift for n below 2^31: the divisions would come before the first
+// load.
+struct Divisor {
+  unsigned magic, shift;
+};
+__device__ __forceinline__ int divided(int n, Divisor by) {
+  return static_cast<int>(static_cast<unsigned long long>(n) * by.magic >> by.shift);
+}
+
 struct WriteParams {
   const void* k;
   const void* v;
@@ -41,6 +50,7 @@ struct WriteParams {
   int lanes_shift;  // of a block's threads for a token
   int pairs;        // that are rotated
   int interleaved;  // pairs are features (2i, 2i + 1), not (i, i + pairs)
+  Divisor by_uniform, by_k_vecs, by_v_vecs;  // the latter: a head's pieces
 };
 
 template <class Number, int n>
@@ -56,7 +66,7 @@ struct Slot {
 __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) {
   int sequence, end;
   if (params.uniform > 0) {
-    sequence = token / params.uniform;
+    sequence = divided(token, params.by_uniform);
     end = (sequence + 1) * params.uniform;
   } else {
     int count = params.batch;  // the sequence is in [sequence, sequence + count)
@@ -139,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   const int piece =
       (blockIdx.y << params.lanes_shift) + (threadIdx.x & ((1 << params.lanes_shift) - 1));
   if (token >= params.total) return;
-  const int k_vecs = params.head_dim / kVec, v_vecs = params.head_dim_v / kVec;
-  const int k_head = piece / k_vecs, v_head = piece / v_vecs;
-  const int k_column = kVec * (piece - k_head * k_vecs);
-  const int v_column = kVec * (piece - v_head * v_vecs);
+  const Slot at = find_slot(params, token);
+  const int k_head = divided(piece, params.by_k_vecs), v_head = divided(piece, params.by_v_vecs);
+  const int k_column = kVec * piece - k_head * params.head_dim;
+  const int v_column = kVec * piece - v_head * params.head_dim_v;
   const T* const k =
       static_cast<const T*>(params.k) + token * params.k_token + k_head * params.k_head;
   const T* const v =
@@ -150,7 +160,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   Vec keys, values;
   if (k_head < params.heads) keys = *reinterpret_cast<const Vec*>(k + k_column);
   if (v_head < params.heads) values = *reinterpret_cast<const Vec*>(v + v_column);
-  const Slot at = find_slot(params, token);
   if (k_head < params.heads) {
     if (Config::rope && params.cos != nullptr) rotate(keys, params, k, k_column, at.position);
     const PageStrides& to = params.k_page;

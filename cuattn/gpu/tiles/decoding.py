@@ -447,7 +447,7 @@ class CacheWriteConfig(Config):
     @property
     def threads(self) -> int:
         """Each copies a piece of a token's keys and one of its values."""
-        return 64
+        return 128
 
 
 def cache_write(dtype: str, itemsize: int, *, aligned: bool, rope: bool) -> Variant:
