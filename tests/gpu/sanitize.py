@@ -83,6 +83,49 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.paged_attention(q[:4], *pages, table, ragged + prefix, prefix=prefix)
 
 
+def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Few rows and many, in pages that are all needed to the last slot, and in arrays that end
+    within a tile of keys.
+    """
+    for dims, group, page_size in [
+        ((64, 64), 4, 16),
+        ((128, 128), 7, 8),
+        ((256, 192), 1, 128),
+        ((72, 40), 12, 16),
+    ]:
+        shared = max(256 // page_size, 1) * page_size
+        for tokens in (1, 40):
+            (q,) = arrays(rng, dtype, (tokens, 1, 2 * group, dims[0]))
+            count = shared // page_size + tokens
+            pages = arrays(rng, dtype, *((count, page_size, 2, dim) for dim in dims))
+            table = np.tile(np.arange(shared // page_size + 1, dtype=np.int32), (tokens, 1))
+            table[:, -1] += np.arange(tokens, dtype=np.int32)
+            table, lens = cupy.asarray(table), cupy.full(tokens, shared + page_size, np.int32)
+            cuattn.paged_attention(q, *pages, table, lens, prefix=shared, return_lse=True)
+            prefix = tuple(arrays(rng, dtype, *((301, 2, dim) for dim in dims)))
+            cuattn.paged_attention(q, *pages, table, lens, prefix=prefix)
+
+
+def kvcache(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Pages that are all needed to the last slot, tokens of no sequence, of one and of several,
+    rotated and not.
+    """
+    angles = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    for dim, dim_v, pairs in [(128, 64, 32), (40, 40, 3), (7, 3, 3)]:
+        cache = cuattn.PagedKVCache(7, 16, 3, dim, head_dim_v=dim_v, dtype=dtype, xp=cupy)
+        ids = [cache.add_sequence() for _ in range(3)]
+        rope = tuple(arrays(rng, angles, (64, pairs), (64, pairs)))
+        for counts in [(0, 9, 60), (1, 1, 1)]:
+            cache.extend(ids, counts)
+            k, v = arrays(rng, dtype, *((sum(counts), 3, d) for d in (dim, dim_v)))
+            cache.write(0, ids, k, v)
+            for interleaved in (False, True):
+                cache.write(0, ids, k, v, rope=rope, interleaved=interleaved)
+        fork = cache.fork(ids[1])
+        cache.extend([fork], 1)
+        cache.write(0, [fork], k[:1], v[:1])
+
+
 def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Rows of whole quads and not, aligned and not, shared by blocks and not, with penalties."""
     for rows, vocab in [(3, 700), (2, 20003), (130, 1028)]:
@@ -145,6 +188,12 @@ def main() -> None:
         each_tier(tiles.attention.FORWARD_TIERS, attention, forward, "forward")
     if "decode" in named or not named:
         each_tier(tiles.decoding.DECODE_TIERS, decoding, decode, "decode")
+    decoding._cascade_pays = lambda *call: True  # of a prefix of any length
+    for call, names in ((shared_prefix, ["float16"]), (kvcache, ["float16", "float32", "float64"])):
+        for name in names if call.__name__ in named or not named else []:
+            call(np.random.default_rng(0), np.dtype(name))
+            cupy.cuda.Device().synchronize()
+            print(f"{call.__name__}, {name}, {compiler.device_arch(0)}", flush=True)
     if "sampling" in named or not named:
         rng = np.random.default_rng(0)
         for name in ("float16", "bfloat16", "float32"):
