@@ -153,23 +153,31 @@ def decoding(records: list[dict[str, Any]], heads: Iterable[int] = (32, 8, 128))
 
 
 def sampling(records: list[dict[str, Any]], vocab: int = 128256) -> str:
-    """Samplers on float32 logits in µs as Markdown, peaked / flat: a row for each operation, a
-    column for each batch; the last row is what reading the logits once takes at the copy's rate."""
-    chosen = [r for r in records if r["vocab"] == vocab and r.get("dtype", "float32") == "float32"]
+    """Samplers on float32 logits in µs as Markdown, on peaked / flat rows: a row for each
+    operation, a column for each batch and one for torch at the largest; the last row is what
+    reading the logits once takes at the copy's rate."""
+    chosen = [r for r in records if (r["vocab"], r["dtype"]) == (vocab, "float32")]
     batches = sorted({r["batch"] for r in chosen})
-    lines = [
-        "| µs for a batch of | " + " | ".join(map(str, batches)) + " |",
-        "|" + " --- |" * (1 + len(batches)),
-    ]
-    for operation in dict.fromkeys(r["operation"] for r in chosen):
-        cells = {b: [] for b in batches}
-        for r in sorted(chosen, key=lambda r: -r["std"]):
-            if r["operation"] == operation:
-                cells[r["batch"]].append(f"{r['microseconds']['cuattn']:.1f}")
-        lines.append(f"| {operation} | " + " | ".join(map(" / ".join, cells.values())) + " |")
+    columns = [*((batch, "cuattn") for batch in batches), (batches[-1], "torch")]
+    cells: dict[str, dict[tuple[int, str], list[str]]] = {}
+    for r in sorted(chosen, key=lambda r: r["rows"], reverse=True):
+        row = cells.setdefault(r["operation"], {column: [] for column in columns})
+        for name, time in r["microseconds"].items():
+            if (r["batch"], name) in row:
+                row[r["batch"], name].append(f"{time:.1f}")
     reads = {r["batch"]: f"{r['read_microseconds']:.1f}" for r in chosen}
-    lines.append("| one read | " + " | ".join(reads[b] for b in batches) + " |")
-    return "\n".join(lines)
+    heading = [f"{name}: {batch}" for batch, name in columns]
+    return "\n".join(
+        [
+            "| rows | " + " | ".join(heading) + " |",
+            "|" + " --- |" * (1 + len(columns)),
+            *(
+                f"| {operation} | " + " | ".join(map(" / ".join, row.values())) + " |"
+                for operation, row in cells.items()
+            ),
+            "| one read | " + " | ".join(reads[batch] for batch in batches) + " |  |",
+        ]
+    )
 
 
 def provenance(records: list[dict[str, Any]], what: str) -> str:
@@ -299,8 +307,8 @@ def main(argv: list[str] | None = None) -> None:
                 "bfloat16, 32 query heads over 8 of 128",
             ),
             *section(
-                "Sampling: µs from logits to tokens, on peaked / flat logits (standard deviation 4 "
-                "/ 1).",
+                "Sampling: µs from logits to tokens, by the number of rows, on peaked / flat ones "
+                "(standard deviation 4 / 1), replays of a captured graph.",
                 sampling,
                 load(files, "sampling"),
                 "float32, vocabulary of 128256",

@@ -137,20 +137,22 @@ def test_sampling_has_peaked_and_flat_in_a_cell():
         {
             "operation": "greedy",
             "vocab": vocab,
+            "dtype": dtype,
             "batch": batch,
-            "std": std,
-            "microseconds": {"cuattn": batch + std},
+            "rows": rows,
+            "microseconds": {"cuattn": batch + spread, "torch": 9 * batch + spread},
             "read_microseconds": batch / 2,
         }
         for vocab in (8, 128256)
+        for dtype in ("bfloat16", "float32")
         for batch in (4, 2)
-        for std in (1.0, 4.0)
+        for rows, spread in (("flat", 1.0), ("peaked", 4.0))
     ]
     assert report.sampling(records).splitlines() == [
-        "| µs for a batch of | 2 | 4 |",
-        "| --- | --- | --- |",
-        "| greedy | 6.0 / 3.0 | 8.0 / 5.0 |",
-        "| one read | 1.0 | 2.0 |",
+        "| rows | cuattn: 2 | cuattn: 4 | torch: 4 |",
+        "| --- | --- | --- | --- |",
+        "| greedy | 6.0 / 3.0 | 8.0 / 5.0 | 40.0 / 37.0 |",
+        "| one read | 1.0 | 2.0 |  |",
     ]
 
 
