@@ -187,9 +187,7 @@ def decode_shape(
     q, out, k, v = strides
     itemsize = spec.dtype.itemsize
     group = spec.heads_q // spec.heads_kv
-    group_shift = (
-        31 + (group - 1).bit_length()
-    )  # exact for all n < 2**31 (Granlund & Montgomery, 1994)
+    group_magic, group_shift = divisor(group)
     return _DECODE_SHAPE.pack(
         *_row_strides(spec, q),
         *([0] if spec.varlen else []),
@@ -218,7 +216,7 @@ def decode_shape(
         spec.heads_kv // head_lanes,
         group,
         group_shift,
-        -(-(1 << group_shift) // group),
+        group_magic,
         out_itemsize != itemsize,
         one_item,
     )
