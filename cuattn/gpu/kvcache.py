@@ -87,7 +87,7 @@ def write(
         and a.shape[-1] * a.itemsize % 16 == 0
         for a in arrays
     )
-    variant = tiles.cache_write(k.dtype.name, k.itemsize, aligned=aligned, rope=rope is not None)
+    variant = tiles.cache_write(k.dtype.name, k.itemsize, aligned=aligned)
     config = variant.config
     strides = [[n // a.itemsize for n in a.strides[:-1]] for a in arrays]
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
@@ -116,7 +116,6 @@ def write(
             (-(-k.shape[0] // tokens), -(-pieces >> lanes_shift)),
             (config.threads,),
             (params.view((np.void, CACHE_WRITE_PARAMS.itemsize))[()],),
-            shared_mem=config.smem_bytes,
         )
 
 

@@ -442,18 +442,17 @@ class CacheWriteConfig(Config):
 
     dtype: str
     vec_bytes: int
-    rope: bool  # keys may have to be rotated: that takes registers
 
     @property
     def threads(self) -> int:
         """Each copies a piece of a token's keys and one of its values."""
-        return 128
+        return 256
 
 
-def cache_write(dtype: str, itemsize: int, *, aligned: bool, rope: bool) -> Variant:
+def cache_write(dtype: str, itemsize: int, *, aligned: bool) -> Variant:
     """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
     packed = aligned and itemsize < 8
-    config = CacheWriteConfig(dtype, 16 if packed else itemsize, rope=rope or not packed)
+    config = CacheWriteConfig(dtype, 16 if packed else itemsize)
     return Variant("kvcache/write.cu", "write", config)
 
 
@@ -490,8 +489,7 @@ def decode_variants(arch: str) -> Iterator[Variant]:
         yield merge(name, name)
         if dtype.itemsize == 2:
             yield merge("float32", name)
-        yield cache_write(name, dtype.itemsize, aligned=False, rope=True)
+        yield cache_write(name, dtype.itemsize, aligned=False)
         if dtype.itemsize < 8:
-            for rope in (False, True):
-                yield cache_write(name, dtype.itemsize, aligned=True, rope=rope)
+            yield cache_write(name, dtype.itemsize, aligned=True)
     yield CACHE_UPDATE
