@@ -13,6 +13,7 @@
 #include "sampling/race.cuh"
 
 constexpr int kMaxDrafts = 256;
+constexpr int kAhead = 8;  // loads in flight together
 
 struct SpeculateParams {
   const int* draft_tokens;
@@ -76,9 +77,22 @@ __cluster_dims__(Config::cluster, 1, 1)
       continue;
     }
     double sum = 0.0;
-    for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
-      const double rest = remaining(i) - double(proposal[i]);
-      sum += rest > 0.0 || rest != rest ? rest : 0.0;
+    for (int base = segment.begin + threadIdx.x; base < segment.end;
+         base += kAhead * Config::threads) {
+      float p[kAhead], q[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const int i = min(base + k * Config::threads, segment.end - 1);
+        p[k] = targets[(node + 1) * vocab + i];
+        q[k] = proposal[i];
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const int i = base + k * Config::threads;
+        if (i >= segment.end) continue;
+        const double rest = (rejected > 0 ? remaining(i) : double(p[k])) - double(q[k]);
+        sum += rest > 0.0 || rest != rest ? rest : 0.0;
+      }
     }
     sum = reduce_cluster(sum, Add(), 0.0, smem.sums[sums++ % 2]);
     if (sum > 0.0) {  // else nothing is left, by rounding, and the proposal was the target
@@ -92,9 +106,21 @@ __cluster_dims__(Config::cluster, 1, 1)
   }
 
   bool bad = false;
-  const auto score = [&](int i) { return 0.6931471805599453f * ptx::lg2(float(remaining(i))); };
   const auto exact = [&](int i, float) { return log(remaining(i)); };
-  const Draw best = race<true>(score, exact, segment, kLog2e, key, smem.race, bad);
+  const auto log_of = [](float p) { return 0.6931471805599453f * ptx::lg2(p); };
+  Draw best;
+  if (rejected > 1) {
+    const auto score = [&](int i) { return log_of(float(remaining(i))); };
+    best = race<true>(score, exact, segment, kLog2e, key, smem.race, bad);
+  } else {  // as always in a chain; what divides all of them is left out
+    const float* const target = targets + (node + 1) * vocab;
+    const float* const proposal = rejected ? proposals + smem.rejected[0] * vocab : nullptr;
+    const auto score = [&](int i) {
+      const float rest = target[i] - (proposal ? proposal[i] : 0.0f);
+      return log_of(rest < 0.0f ? 0.0f : rest);
+    };
+    best = race<true>(score, exact, segment, kLog2e, key, smem.race, bad);
+  }
   const Draw winner = best_of_cluster(best, bad, smem.race);
   if (writes) {
     tokens[accepted] = winner.token;

@@ -230,5 +230,6 @@ def _filter_variant(dtype: str, arch: str, *, resident: bool) -> Variant:
 
 def _speculate_variant(arch: str) -> Variant:
     cluster = CLUSTER if capability(arch) >= 90 else 1
-    config = SampleConfig("float32", cluster, blocks_per_sm=1, unroll=1, threads_per_block=512)
+    blocks = 3 if capability(arch) <= 90 else 2  # newer ones need more registers
+    config = SampleConfig("float32", cluster, blocks, unroll=1, threads_per_block=256)
     return Variant("sampling/speculate.cu", "speculate", config)
