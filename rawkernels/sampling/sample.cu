@@ -76,12 +76,14 @@ __device__ __forceinline__ Draw argmax(const Config::dtype* logits, Segment segm
     float top = x[0];
 #pragma unroll
     for (int k = 1; k < kCount; ++k) top = ptx::max_nan(top, x[k]);
-    if (top <= float(best.key)) continue;
-    best = {top < kInfinity ? top : kInfinity, places.first};
+    if (!(top <= float(best.key))) {
+      best = {top < kInfinity ? top : kInfinity, places.first};
 #pragma unroll
-    for (int k = kCount - 1; k >= 0; --k) {
-      if (x[k] == top) best.token = places.token(k);
+      for (int k = kCount - 1; k >= 0; --k) {
+        if (x[k] == top) best.token = places.token(k);
+      }
     }
+    __syncwarp();  // or lanes would go on by themselves, each with loads of its own
   }
   penalised.each_listed([&](int i) {
     const float x = penalised.of(i, to_float(logits[i]));
@@ -192,6 +194,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
       if (i < segment.end) consider(i, load(i), philox_uniform(key, kTokenStream, i));
     }
     if (base >= segment.end) break;
+    __syncwarp();  // or lanes that listed a token would draw numbers by themselves
     take_tile();
   }
   penalised.each_listed([&](int i) {
