@@ -64,12 +64,23 @@ FLASHINFER = {
 }
 
 
-def _sort_top_p(torch, x):
-    """top-p 0.9 as transformers does it, and a draw."""
+def _torch_draw(torch, probabilities):
+    """torch.multinomial, without the look at its input that no graph can hold."""
+    noise = torch.empty_like(probabilities).exponential_()
+    return torch.argmax(probabilities / noise, -1, keepdim=True)
+
+
+def _torch_top_k(torch, x):
+    values, indices = torch.topk(x, 50)
+    return torch.gather(indices, 1, _torch_draw(torch, torch.softmax(values, -1)))
+
+
+def _torch_top_p(torch, x):
+    """By sorting, as transformers does it."""
     ordered, indices = torch.sort(x, descending=True)
     probabilities = torch.softmax(ordered, -1)
-    probabilities[torch.cumsum(probabilities, -1) - probabilities >= 0.9] = 0
-    return torch.gather(indices, 1, torch.multinomial(probabilities, 1))
+    late = torch.cumsum(probabilities, -1) - probabilities >= 0.9
+    return torch.gather(indices, 1, _torch_draw(torch, probabilities.masked_fill(late, 0.0)))
 
 
 def _torch_operation(operation):
@@ -80,8 +91,8 @@ def _torch_operation(operation):
         return None
     return {
         "greedy": lambda x: torch.argmax(x, -1),
-        "top_k": lambda x: torch.multinomial(torch.softmax(torch.topk(x, 50).values, -1), 1),
-        "top_p": functools.partial(_sort_top_p, torch),
+        "top_k": functools.partial(_torch_top_k, torch),
+        "top_p": functools.partial(_torch_top_p, torch),
         "select": lambda x: torch.topk(x, 50),
         "softmax": lambda x: torch.softmax(x, -1, dtype=torch.float32),
     }.get(operation)
