@@ -136,6 +136,7 @@ def options(arch: str) -> tuple[str, ...]:
     return ("-std=c++17", f"-arch={arch}")
 
 
+@functools.cache  # asking takes the driver a millisecond
 def device_arch(device: int) -> str:
     """The architecture to compile for on a device, such as ``sm_90a``."""
     import cupy
