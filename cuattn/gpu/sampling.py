@@ -89,11 +89,11 @@ def sample(
 
 def top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndarray]:
     """As :func:`cuattn.reference.sampling.top_k`."""
-    if k > tiles.MAX_LISTED:
+    if k > tiles.MAX_RANKED:
         return _sorted_top_k(logits, k)
     values = cupy.empty((len(logits), k), logits.dtype)
     indices = cupy.empty((len(logits), k), np.int32)
-    (_stream if k <= tiles.MAX_RANKED else _filter)(logits, _OFF, top=(values, indices))
+    _stream(logits, _OFF, top=(values, indices))
     return values, indices
 
 
@@ -277,7 +277,8 @@ def _filter(
     if not len(logits):
         return
     with logits.device:
-        launch, smem_bytes = tiles.filter_rows(logits.dtype.name, *logits.shape, _arch())
+        logits = logits.astype(np.float32, copy=False)
+        launch, smem_bytes = tiles.filter_rows(*logits.shape, _arch())
         params = _sample_params(logits, filters, seed, offset, **outputs)
         _launch(launch, params, smem_bytes=smem_bytes)
 

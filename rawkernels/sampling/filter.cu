@@ -1,10 +1,10 @@
 // Everything that must know a whole row before it can say something about a token of it: softmax,
-// top-k, top-p, min-p and typical-p, the draw after them, and the k largest.
+// top-k of any k, top-p, min-p and typical-p, and the draw after them.
 //
-// logits (rows, vocab) -> tokens (rows,), filtered (rows, vocab) or top values and indices (rows,
-// top_count); grid (rows * cluster). With Config::resident the blocks of a cluster hold the row in
-// their shared memory as float32, so that it is read from device memory once, however many passes
-// the filters make; else each pass reads the logits again.
+// logits (rows, vocab) float32 -> tokens (rows,) or filtered (rows, vocab); grid (rows * cluster).
+// With Config::resident the blocks of a cluster hold the row in their shared memory as float32, so
+// that it is read from device memory once, however many passes the filters make; else each pass
+// reads the logits again.
 #include "sampling/params.cuh"
 #include "sampling/race.cuh"
 #include "sampling/select.cuh"
@@ -45,10 +45,8 @@ __cluster_dims__(Config::cluster, 1, 1)
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
   const Segment segment = own_segment(params.vocab);
-  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
-  const auto read = [&](int i) {
-    return to_float(logits[i]) + 0.0f;
-  };  // -0 becomes 0: they are equal
+  const auto* logits = static_cast<const float*>(params.logits) + row * params.row_stride;
+  const auto read = [&](int i) { return logits[i] + 0.0f; };  // -0 becomes 0: they are equal
   const auto logit = [&](int i) {
     if constexpr (Config::resident) return resident_row[i - segment.begin];
     return read(i);
@@ -76,9 +74,7 @@ __cluster_dims__(Config::cluster, 1, 1)
   range = reduce_cluster(range, Widen(), {-kInfinity, kInfinity}, smem.range);
   const float high = range.high, low = range.low;
   const bool bad = high == kInfinity;
-  const bool ranks_all =
-      params.top_indices != nullptr;  // -inf has a rank as well, if no probability
-  const bool empty = bad || (high == -kInfinity && !ranks_all);
+  const bool empty = bad || high == -kInfinity;
 
   float temperature = fmaxf(params.temperature[row], 0.0f);
   int top_k = min(max(params.top_k[row], 1), params.vocab);
@@ -86,11 +82,10 @@ __cluster_dims__(Config::cluster, 1, 1)
     temperature = 1.0f;
     top_k = 1;
   }
-  if (ranks_all) top_k = params.top_count;
 
   // Three filters keep a run of the ranked row, so one cut stands for them; typical-p keeps a run
   // of another ranking.
-  Cut cut = {ranks_all ? -kInfinity : -kMaxFloat, 0x7fffffff};  // at first, all
+  Cut cut = {-kMaxFloat, 0x7fffffff};  // at first, all
   bool has_typical =
       false;  // then smem.typical, about smem.center, cuts as well: memory, since it is rare
   const float slope = log2_per_logit(temperature);
@@ -157,20 +152,6 @@ __cluster_dims__(Config::cluster, 1, 1)
     }
   }
 
-  if (ranks_all) {
-    const auto score = [](float x) { return x; };
-    const auto wanted = [&](int i, float x) { return !empty && left(i, x); };
-    const int listed = collect(logit, score, wanted, segment, smem.select);
-    if (rank_in_cluster() == 0 && threadIdx.x < params.top_count) {
-      const long long place = static_cast<long long>(row) * params.top_count + threadIdx.x;
-      const unsigned long long key = smem.select.sorted[threadIdx.x];
-      const bool there = threadIdx.x < listed;
-      const unsigned index = there ? 0xffffffffu - unsigned(key) : 0xffffffffu;
-      static_cast<Config::dtype*>(params.top_values)[place] =
-          there ? logits[index] : Config::dtype(__int_as_float(0x7fc00000));
-      params.top_indices[place] = int(index);
-    }
-  }
   if (params.filtered) {
     float* const out = params.filtered + static_cast<long long>(row) * params.vocab;
     const float per_mass = params.normalise && !empty ? ptx::rcp(sum_mass(smem.mass[2])) : 0.0f;

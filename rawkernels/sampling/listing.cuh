@@ -12,10 +12,24 @@ using Key = unsigned long long;  // a rank_key; 0 is none
 
 constexpr int kUnroll = Config::unroll;  // groups that a warp has in flight
 constexpr int kTile = 4 * kUnroll;       // tokens of a thread in them
-constexpr int kSurvey = Config::threads * kTile;
+constexpr int kSurveyTile = 16;          // tokens of a thread in the survey
+constexpr int kSurvey = Config::threads * kSurveyTile;
 constexpr int kList = 2048;
 constexpr int kShare = kList / Config::cluster;  // of the list, for one block
 constexpr int kEach = kList / Config::threads;   // of the list, for one thread
+
+struct Row {
+  const Config::dtype* logits;
+
+  __device__ __forceinline__ float operator()(int i) const { return to_float(logits[i]); }
+
+  // Asks for a segment ahead of its use.
+  __device__ __forceinline__ void prefetch(Segment segment) const {
+    constexpr int kLine = 128 / sizeof(Config::dtype);
+    for (int i = segment.begin + threadIdx.x * kLine; i < segment.end; i += Config::threads * kLine)
+      ptx::prefetch_l2(logits + i);
+  }
+};
 
 struct ListSmem {
   Key keys[kList];             // place p of rank r at p * cluster + r
@@ -29,19 +43,19 @@ __device__ __forceinline__ int tile_index(int base, int j) {
 }
 
 // f(base, logits) for each tile of the segment; beyond its end a logit is -inf.
-template <class Load, class F>
-__device__ __forceinline__ void for_each_tile(Load load, Segment segment, F f) {
+template <class F>
+__device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment, F f) {
   for (int base = segment.begin + int(threadIdx.x / 32) * kGroup * kUnroll; base < segment.end;
        base += Config::threads * kTile) {
     float x[kTile];
     if (base + kGroup * kUnroll <= segment.end) {
 #pragma unroll
-      for (int j = 0; j < kTile; ++j) x[j] = load(tile_index(base, j));
+      for (int j = 0; j < kTile; ++j) x[j] = logits(tile_index(base, j));
     } else {
 #pragma unroll
       for (int j = 0; j < kTile; ++j) {
         const int i = tile_index(base, j);
-        x[j] = i < segment.end ? load(i) : -kInfinity;
+        x[j] = i < segment.end ? logits(i) : -kInfinity;
       }
     }
     f(base, x);
@@ -62,36 +76,24 @@ __device__ __forceinline__ float pick(const float (&x)[kTile], int j) {
   return left[0];
 }
 
-// Groups spread evenly over the row, kUnroll for each warp: the first index of one of them. Beyond
-// the row if it has fewer.
+// Groups spread evenly over the row, four for each warp: the first index of one of them. Beyond the
+// row if it has fewer.
 __device__ __forceinline__ int survey_base(int vocab, int group) {
-  constexpr int kGroups = kWarps * kUnroll;
+  constexpr int kGroups = kSurvey / kGroup;
   const int groups = (vocab + kGroup - 1) / kGroup;
-  const int wanted = int(threadIdx.x / 32) * kUnroll + group;
+  const int wanted = int(threadIdx.x / 32) * (kSurveyTile / 4) + group;
   return (groups <= kGroups ? wanted : wanted * groups / kGroups) * kGroup;
 }
 
-template <class Load>
-__device__ __forceinline__ void read_survey(Load load, int vocab, float (&x)[kTile]) {
+__device__ __forceinline__ void read_survey(const Row& logits, int vocab, float (&x)[kSurveyTile]) {
 #pragma unroll
-  for (int group = 0; group < kUnroll; ++group) {
+  for (int group = 0; group < kSurveyTile / 4; ++group) {
     const int base = survey_base(vocab, group);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = tile_index(base, j);
-      x[4 * group + j] = i < vocab ? load(i) : -kInfinity;
+      x[4 * group + j] = i < vocab ? logits(i) : -kInfinity;
     }
-  }
-}
-
-// The segment is asked for ahead: where the row is spread over a cluster, there is not much of it
-// and little else to hide the latency of memory.
-template <class T>
-__device__ __forceinline__ void prefetch(const T* logits, Segment segment) {
-  if constexpr (Config::cluster > 1) {
-    constexpr int kLine = 128 / sizeof(T);
-    for (int i = segment.begin + threadIdx.x * kLine; i < segment.end; i += Config::threads * kLine)
-      ptx::prefetch_l2(logits + i);
   }
 }
 

@@ -25,14 +25,14 @@ __device__ __forceinline__ Key above(Key largest, unsigned* top) {
 }
 
 // A key that somewhat more than k tokens of the row reach, by all probability.
-template <class Load>
-__device__ __forceinline__ Key survey_key(Load load, int vocab, int k, Key lowest, unsigned* top) {
-  float x[kTile];
-  read_survey(load, vocab, x);
+__device__ __forceinline__ Key survey_key(const Row& logits, int vocab, int k, Key lowest,
+                                          unsigned* top) {
+  float x[kSurveyTile];
+  read_survey(logits, vocab, x);
   float best = -kInfinity;
   int place = -1;
 #pragma unroll
-  for (int j = 0; j < kTile; ++j) {
+  for (int j = 0; j < kSurveyTile; ++j) {
     place = x[j] > best ? j : place;
     best = x[j] > best ? x[j] : best;
   }
@@ -45,11 +45,11 @@ __device__ __forceinline__ Key survey_key(Load load, int vocab, int k, Key lowes
 }
 
 // Lists the tokens whose keys reach `bar`.
-template <class Load>
-__device__ __forceinline__ void list_reaching(Load load, Segment segment, Key bar, ListSmem& smem) {
+__device__ __forceinline__ void list_reaching(const Row& logits, Segment segment, Key bar,
+                                              ListSmem& smem) {
   const float least = key_score(bar);
   clear_list(smem);
-  for_each_tile(load, segment, [&](int base, const float (&x)[kTile]) {
+  for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
     unsigned near = 0;
 #pragma unroll
     for (int j = 0; j < kTile; ++j) {
@@ -71,14 +71,14 @@ __device__ __forceinline__ void list_reaching(Load load, Segment segment, Key ba
 // The keys of the k largest of the tokens that reach `lowest`, fewer if there are fewer, in
 // descending order: one for each of the first threads of the cluster's first block, 0 for the
 // others. In other blocks all get 0. Sets `bad` if the row has a NaN or +inf.
-template <class Load>
-__device__ __forceinline__ Key kth_largest(Load load, Segment segment, int vocab, int k, Key lowest,
-                                           ListSmem& list, RankedSmem& smem, bool& bad) {
-  Key bar = survey_key(load, vocab, k, lowest, &smem.top);
+__device__ __forceinline__ Key kth_largest(const Row& logits, Segment segment, int vocab, int k,
+                                           Key lowest, ListSmem& list, RankedSmem& smem,
+                                           bool& bad) {
+  Key bar = survey_key(logits, vocab, k, lowest, &smem.top);
   wait_cluster();
   Key least = lowest,
       beyond = ~0ull;  // k tokens reach the one, if so many there are; not the other
-  list_reaching(load, segment, bar, list);
+  list_reaching(logits, segment, bar, list);
   Key keys[kEach];
   for (;;) {
     const Listed listed(list);
@@ -91,7 +91,7 @@ __device__ __forceinline__ Key kth_largest(Load load, Segment segment, int vocab
     }
     bar = least + (beyond - least) / 2;
     sync_cluster();  // the list is no longer looked at
-    list_reaching(load, segment, bar, list);
+    list_reaching(logits, segment, bar, list);
   }
   const Listed listed(list);
   bad = listed.bad;

@@ -29,10 +29,9 @@ __cluster_dims__(Config::cluster, 1, 1)
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
   const Segment segment = own_segment(params.vocab);
-  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
-  const auto load = [&](int i) { return to_float(logits[i]); };
+  const Row logits = {static_cast<const Config::dtype*>(params.logits) + row * params.row_stride};
   arrive_cluster();
-  prefetch(logits, segment);
+  if (Config::cluster == 8) logits.prefetch(segment);  // few rows: there is bandwidth to spare
 
   const float heat = fmaxf(params.temperature[row], 0.0f);
   const float temperature = heat > 0.0f ? heat : 1.0f;
@@ -44,8 +43,8 @@ __cluster_dims__(Config::cluster, 1, 1)
   }
   const PhiloxKey philox = {params.seed[row], params.offset[row]};
   if (top_k > kMaxRanked) {
-    const int token =
-        race_filtered(load, params.vocab, temperature, top_p, min_p, philox, smem.list, smem.raced);
+    const int token = race_filtered(logits, params.vocab, temperature, top_p, min_p, philox,
+                                    smem.list, smem.raced);
     if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = token;
     return;
   }
@@ -54,7 +53,7 @@ __cluster_dims__(Config::cluster, 1, 1)
   const Key lowest = static_cast<Key>(ordered(params.top_indices ? -kInfinity : -kMaxFloat)) << 32;
   bool bad;
   const Key key =
-      kth_largest(load, segment, params.vocab, top_k, lowest, smem.list, smem.ranked, bad);
+      kth_largest(logits, segment, params.vocab, top_k, lowest, smem.list, smem.ranked, bad);
   if (rank_in_cluster() != 0) return;
 
   const float x = key_score(key);

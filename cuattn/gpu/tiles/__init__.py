@@ -31,7 +31,6 @@ from cuattn.gpu.tiles.decoding import (
 )
 from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 from cuattn.gpu.tiles.sampling import (
-    MAX_LISTED,
     MAX_RANKED,
     filter_rows,
     penalize,
@@ -46,7 +45,6 @@ from cuattn.gpu.tiles.sampling import (
 
 __all__ = [
     "CACHE_UPDATE",
-    "MAX_LISTED",
     "MAX_RANKED",
     "SHARED_KIB",
     "Launch",

@@ -16,7 +16,7 @@ ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part
 PENALTY_BYTES = 56 * 1024  # of shared memory, at most, for the penalties of a block's segment
 PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes at least
 MAX_RANKED = 256  # the k of the largest that sampling/stream.cu finds
-MAX_LISTED = 448  # kList of rawkernels/sampling/select.cuh; 512 threads would spill
+FILTER_THREADS = 448  # 512 would spill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,6 @@ class SampleConfig(Config):
 class FilterConfig(Config):
     """sampling/filter.cu."""
 
-    dtype: str
     cluster: int
     resident: bool
     row_bytes: int  # of a row, at most, in a block's shared memory
@@ -53,7 +52,7 @@ class FilterConfig(Config):
 
     @property
     def threads(self) -> int:
-        return MAX_LISTED
+        return FILTER_THREADS
 
     @property
     def smem_bytes(self) -> int:
@@ -112,6 +111,8 @@ def sample(dtype: str, rows: int, arch: str, *, penalised: bool = False) -> Laun
 def stream(dtype: str, rows: int, arch: str) -> Launch:
     """Choose the kernel of what one reading of the rows tells."""
     cluster = _cluster(rows, arch)
+    if capability(arch) == 90 and 16 < rows < 2 * WHOLE_ROWS:
+        cluster = 4
     return Launch(_stream_variant(dtype, cluster), (rows * cluster,))
 
 
@@ -127,11 +128,11 @@ def penalty_bytes(segment: int, length: int, triples: int) -> int:
     return 12 * -(-segment // 32) + (8 + 8 * bool(triples)) * listed
 
 
-def filter_rows(dtype: str, rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
+def filter_rows(rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
     """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
     part = 4 * segment(vocab, CLUSTER)
     resident = part <= _row_bytes(arch)
-    variant = _filter_variant(dtype, arch, resident=resident)
+    variant = _filter_variant(arch, resident=resident)
     return Launch(variant, (rows * variant.config.cluster,)), part if resident else 0
 
 
@@ -166,11 +167,12 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
     for dtype in LOGIT_DTYPES:
         for cluster in _clusters(arch):
             yield _sample_variant(dtype, cluster, arch)
+        for cluster in (1, 4, CLUSTER) if capability(arch) == 90 else _clusters(arch):
             yield _stream_variant(dtype, cluster)
-        for resident in (False, True) if hopper else (False,):
-            yield _filter_variant(dtype, arch, resident=resident)
         yield from _softmax_variants(dtype, arch)
         yield penalize(dtype, 1, 1, 0, 0)[0].variant
+    for resident in (False, True) if hopper else (False,):
+        yield _filter_variant(arch, resident=resident)
     yield _speculate_variant(arch)
 
 
@@ -211,8 +213,10 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
 
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:
-    config = SampleConfig(dtype, cluster, blocks_per_sm=4, unroll=4, threads_per_block=MAX_RANKED)
-    return Variant("sampling/stream.cu", "stream", config)
+    unroll, blocks = (4, 4) if cluster == 1 else (8, 2)
+    return Variant(
+        "sampling/stream.cu", "stream", SampleConfig(dtype, cluster, blocks, unroll, MAX_RANKED)
+    )
 
 
 def _row_bytes(arch: str) -> int:
@@ -222,9 +226,9 @@ def _row_bytes(arch: str) -> int:
     return (SHARED_KIB.get(capability(arch), 100) - ROW_KIB_LESS) * 1024
 
 
-def _filter_variant(dtype: str, arch: str, *, resident: bool) -> Variant:
+def _filter_variant(arch: str, *, resident: bool) -> Variant:
     row_bytes = _row_bytes(arch) if resident else 0
-    config = FilterConfig(dtype, CLUSTER if resident else 1, resident, row_bytes)
+    config = FilterConfig(CLUSTER if resident else 1, resident, row_bytes)
     return Variant("sampling/filter.cu", "filter", config)
 
 

@@ -1,0 +1,238 @@
+// How the mass of a row lies: guessed from a survey, tallied in bins while the row is read, and
+// summed where that leaves a doubt.
+#pragma once
+
+#include "sampling/listing.cuh"
+#include "sampling/race.cuh"
+
+// Sums that decide are taken by segment, whatever the cluster, so that it does not matter to their
+// rounding. Those of bins are not, and decide only what they leave no doubt of.
+constexpr int kSegments = 8;
+constexpr float kDoubt = 1e-4f;  // of a row's mass, more than rounding can amount to
+constexpr int kOwnSegments = kSegments / Config::cluster;
+constexpr int kMassBins = 24;
+constexpr int kSurveyBins = 256;
+constexpr float kSurveyBin = 24.0f / kSurveyBins;  // of log2 of a mass
+constexpr float kWanted = 128.0f;                  // tokens on a list, about
+static_assert(kSegments % Config::cluster == 0 && kMassBins % kWarps == 0, "work is even");
+
+constexpr Key kLowest = 0x00800000ull << 32;  // below those of all finite logits
+
+// What is asked of a row, and what is known of it or guessed.
+struct Raced {
+  float temperature, top_p, min_p;
+  float ref, slope;            // the mass of a logit is 2^((logit - ref) slope)
+  float bin_scale, bin_shift;  // from log2 of a mass to its bin
+  float chance;                // a token is listed if E < mass * chance,
+  float least;                 // its logit is at least this
+  Key out;                     // and its key above this one
+  bool surveyed;               // all this is from the survey, not yet from the row itself
+
+  __device__ __forceinline__ bool has_nucleus() const { return top_p < 1.0f; }
+
+  __device__ __forceinline__ float log_mass(float x) const { return (x - ref) * slope; }
+
+  __device__ __forceinline__ float mass(float x) const { return ptx::ex2(log_mass(x)); }
+
+  // 2^23 + the bin.
+  __device__ __forceinline__ float bin(float log_mass) const {
+    return fmaf(__saturatef(fmaf(log_mass, bin_scale, bin_shift)), kMassBins - 1.0f, 0x1p23f);
+  }
+};
+
+struct RacedSmem {
+  Raced row;
+  union {
+    float own[kMassBins][Config::threads];  // bins of each thread
+    unsigned survey[kSurveyBins];
+  };
+  float bins[Config::cluster][kMassBins];
+  float2 sums[kSegments][kWarps];
+  float highs[Config::cluster][kWarps];
+  float2 surveyed[kWarps];
+  float survey_high[kWarps];
+  float before[kMassBins], in[kMassBins], total;
+  RaceSmem race;
+  Key first;  // of the tokens in question
+};
+
+__device__ __forceinline__ Segment segment_of(int vocab, int number) {
+  const int groups = (vocab + kGroup - 1) / kGroup;
+  const int part = (groups + kSegments - 1) / kSegments * kGroup;
+  const int begin = min(number * part, vocab);
+  return {begin, min(begin + part, vocab)};
+}
+
+template <class T, class Op>
+__device__ __forceinline__ T reduce_block(T value, Op op, T neutral, T* slots) {
+  value = reduce_warp(value, op);
+  if (threadIdx.x % 32 == 31) slots[threadIdx.x / 32] = value;
+  __syncthreads();
+  return reduce_warp(threadIdx.x % 32 < kWarps ? slots[threadIdx.x % 32] : neutral, op);
+}
+
+struct Larger {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+__device__ __forceinline__ float2 operator+(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
+
+__device__ __forceinline__ float2 shuffle_xor(float2 value, int lanes) {
+  return {shuffle_xor(value.x, lanes), shuffle_xor(value.y, lanes)};
+}
+
+// The logit below which min-p keeps none, or somewhat less.
+__device__ __forceinline__ float least_logit(float high, float slope, float min_p) {
+  const float reach = ptx::lg2(min_p) / slope;  // 0 or less
+  return high + reach - fmaf(fabsf(high), 1e-6f, fabsf(reach) * 1e-6f);
+}
+
+// Guesses from a part of the row how it will be.
+__device__ __forceinline__ void survey_masses(const Row& logits, int vocab, float temperature,
+                                              float top_p, float min_p, RacedSmem& smem) {
+  float x[kSurveyTile];
+  read_survey(logits, vocab, x);
+  for (int b = threadIdx.x; b < kSurveyBins; b += Config::threads) smem.survey[b] = 0;
+  float high = -kInfinity;
+#pragma unroll
+  for (int j = 0; j < kSurveyTile; ++j) high = fmaxf(high, x[j]);
+  high = reduce_block(high, Larger(), -kInfinity, smem.survey_high);
+
+  Raced row;
+  row.temperature = temperature;
+  row.top_p = top_p;
+  row.min_p = min_p;
+  row.slope = log2_per_logit(temperature);
+  row.ref = fabsf(high) < kInfinity ? high : 0.0f;
+  row.out = kLowest;
+  row.least = least_logit(row.ref, row.slope, min_p);
+  row.surveyed = true;
+  float2 sums = {0.0f, 0.0f};  // of what min-p keeps; of squares
+#pragma unroll
+  for (int j = 0; j < kSurveyTile; ++j) {
+    const float log_mass = row.log_mass(x[j]);
+    const float mass = ptx::ex2(log_mass);
+    if (x[j] >= row.least) sums.x += mass;
+    sums.y = fmaf(mass, mass, sums.y);
+    if (top_p < 1.0f && x[j] > -kInfinity) {
+      const int bin = min(int(log_mass * (-1.0f / kSurveyBin)), kSurveyBins - 1);
+      atomicAdd(&smem.survey[max(bin, 0)], __float2uint_rn(mass * 0x1p19f));
+    }
+  }
+  sums = reduce_block(sums, Add(), {0.0f, 0.0f}, smem.surveyed);
+  // One token of the survey stands for several, but hardly the largest.
+  const float each = fmaxf(1.0f, float(vocab) / kSurvey);
+  row.chance = kWanted / fmaxf(fmaf(sums.x - 1.0f, each, 1.0f), 1.0f);
+  row.bin_scale = row.bin_shift = 0.0f;
+  if (top_p < 1.0f) {
+    constexpr int kMine = kSurveyBins / 32;
+    const int lane = threadIdx.x % 32;
+    unsigned mine[kMine], before = 0;
+#pragma unroll
+    for (int b = 0; b < kMine; ++b) before += mine[b] = smem.survey[lane * kMine + b];
+    float sum = float(before), total = reduce_warp(sum, Add());
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float left = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += left;
+    }
+    sum -= float(before);
+    // The nucleus ends where the survey's does, give or take four standard deviations.
+    const float mass = total * 0x1p-19f;
+    const float error = 4.0f * sqrtf(top_p * (1.0f - top_p) * sums.y) / mass;
+    const float upper = (top_p - error) * total;
+    const float lower = fminf(top_p + error, 1.0f - 0.125f * (1.0f - top_p)) * total;
+    int first = 0, last = 1;  // bins before the two
+#pragma unroll
+    for (int b = 0; b < kMine; ++b) {
+      sum += float(mine[b]);
+      first += sum < upper;
+      last += sum < lower;
+    }
+    first = reduce_warp(first, Add());
+    last = reduce_warp(last, Add()) - 31;
+    const bool few = mass * mass < 50.0f * sums.y;
+    const float top = few || first == 0 ? 8.0f : first * -kSurveyBin;
+    const float step = (top + last * kSurveyBin) / (kMassBins - 2);
+    row.bin_scale = -1.0f / (step * (kMassBins - 1));
+    row.bin_shift = (top / step + 0.5f) / (kMassBins - 1);
+  }
+  if (threadIdx.x == 0) {
+    smem.row = row;
+    smem.total = 0.0f;
+  }
+  __syncthreads();
+}
+
+// The mass of the tokens whose keys are above `key`, and of all.
+__device__ __forceinline__ float2 mass_above(const Row& logits, int vocab, Key key,
+                                             RacedSmem& smem) {
+  const Raced row = smem.row;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float bound = key_score(key);
+  const int index = key_index(key);
+  sync_cluster();  // what was summed before is no longer looked at
+  for (int own = 0; own < kOwnSegments; ++own)
+    logits.prefetch(segment_of(vocab, rank_in_cluster() * kOwnSegments + own));
+#pragma unroll 1
+  for (int own = 0; own < kOwnSegments; ++own) {
+    const int number = rank_in_cluster() * kOwnSegments + own;
+    float2 sum = {0.0f, 0.0f};
+    for_each_tile(logits, segment_of(vocab, number), [&](int base, const float (&x)[kTile]) {
+#pragma unroll
+      for (int j = 0; j < kTile; ++j) {
+        const float mass = x[j] > -kInfinity ? row.mass(x[j]) : 0.0f;
+        const bool before = (x[j] > bound) | ((x[j] == bound) & (tile_index(base, j) < index));
+        sum.x += before ? mass : 0.0f;
+        sum.y += mass;
+      }
+    });
+    sum = reduce_warp(sum, Add());
+    if (lane < Config::cluster) *of_rank(&smem.sums[number][warp], lane) = sum;
+  }
+  sync_cluster();
+  float2 sum = {0.0f, 0.0f};
+  for (int slot = lane; slot < kSegments * kWarps; slot += 32) sum = sum + (&smem.sums[0][0])[slot];
+  return reduce_warp(sum, Add());
+}
+
+// What bins hold, and what those above hold.
+__device__ __forceinline__ void add_up_bins(RacedSmem& smem) {
+  if (threadIdx.x < 32) {
+    const int bin = threadIdx.x;
+    float in = 0.0f;
+    if (bin < kMassBins) {
+#pragma unroll
+      for (int rank = 0; rank < Config::cluster; ++rank) in += smem.bins[rank][bin];
+    }
+    float sum = in;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float left = __shfl_up_sync(0xffffffffu, sum, step);
+      if (bin >= step) sum += left;
+    }
+    const float above = __shfl_up_sync(0xffffffffu, sum, 1);
+    if (bin < kMassBins) {
+      smem.in[bin] = in;
+      smem.before[bin] = bin == 0 ? 0.0f : above;
+    }
+    if (bin == 31) smem.total = sum;
+  }
+  __syncthreads();
+}
+
+// Whether the nucleus ends before a token.
+__device__ __forceinline__ bool ends_before(const Row& logits, int vocab, Key token,
+                                            RacedSmem& smem) {
+  const double share = smem.row.top_p;
+  if (smem.row.surveyed) {
+    const float log_mass = smem.row.log_mass(key_score(token));
+    const int bin = __float_as_uint(smem.row.bin(log_mass)) & 0xff;
+    const float before = smem.before[bin], others = smem.in[bin] - ptx::ex2(log_mass);
+    const double target = share * smem.total, doubt = kDoubt * smem.total;
+    if (before > target + doubt) return true;
+    if (before + others < target - doubt) return false;
+  }
+  const float2 sums = mass_above(logits, vocab, token, smem);
+  return !(sums.x < share * sums.y) && sums.x > 0.0f;  // the first of all is always in
+}
