@@ -31,12 +31,12 @@ SAMPLE_PARAMS = np.dtype(
             for name in ("temperature", "top_p", "min_p", "typical_p")
         ),
         ("top_k", np.dtype([("per_row", np.uint64), ("value", np.int32)], align=True)),
-        *((name, np.int32) for name in ("vocab", "top_count", "normalise")),
+        *((name, np.int32) for name in ("vocab", "top_count", "rest", "kind")),
     ],
     align=True,
 )
 _WORD, _FLOAT, _INT = "QQ", "Qf4x", "Qi4x"  # RowValue of each type
-_PACK_SAMPLE = struct.Struct("5Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "3i4x").pack
+_PACK_SAMPLE = struct.Struct("5Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "4i").pack
 #: SoftmaxParams, PenaltyParams, PenalizeParams and SpeculateParams, each of the kernel's file.
 _PACK_SOFTMAX = struct.Struct("4Qq" + _FLOAT + "3i4x").pack
 _PACK_PENALTIES = struct.Struct("6Q2q" + 3 * _FLOAT + "4i").pack
@@ -44,6 +44,7 @@ _PACK_PENALIZE = struct.Struct("2Qq2i").pack
 _PACK_SPECULATE = struct.Struct("6Q" + 2 * _WORD + "2i").pack
 _NO_PENALTIES = _PACK_PENALTIES(*[0] * 18)
 
+_KINDS = ("float32", "float16", "bfloat16")  # as in SampleParams
 _OFF = (1.0, 1 << 30, 1.0, 0.0, 1.0)  # filters that leave every token
 
 
@@ -81,9 +82,14 @@ def sample(
     if penalties is not None:
         logits = apply_penalties(logits, penalties)
     tokens = cupy.empty(len(logits), np.int32)
-    few_or_all = isinstance(top_k, int) and (top_k <= tiles.MAX_RANKED or top_k >= logits.shape[1])
-    one_pass = few_or_all and isinstance(typical_p, float) and typical_p == 1
-    (_stream if one_pass else _filter)(logits, filters, seed, offset, tokens=tokens)
+    # Typical-p and a long top-k take several passes; values on the device may ask for them.
+    several = isinstance(top_k, int) and tiles.MAX_RANKED < top_k < logits.shape[1]
+    several |= isinstance(typical_p, float) and typical_p < 1
+    known = isinstance(top_k, int) and isinstance(typical_p, float)
+    if not several:
+        _stream(logits, filters, seed, offset, tokens=tokens)
+    if several or not known:
+        _filter(logits, filters, seed, offset, tokens=tokens, rest=not several)
     return tokens
 
 
@@ -277,7 +283,6 @@ def _filter(
     if not len(logits):
         return
     with logits.device:
-        logits = logits.astype(np.float32, copy=False)
         launch, smem_bytes = tiles.filter_rows(*logits.shape, _arch())
         params = _sample_params(logits, filters, seed, offset, **outputs)
         _launch(launch, params, smem_bytes=smem_bytes)
@@ -292,7 +297,7 @@ def _sample_params(
     tokens: cupy.ndarray | None = None,
     filtered: cupy.ndarray | None = None,
     top: tuple | None = None,
-    normalise: bool = False,
+    rest: bool = False,
 ) -> bytes:
     temperature, top_k, top_p, min_p, typical_p = filters
     values, indices = top or (None, None)
@@ -312,7 +317,8 @@ def _sample_params(
         *_row_value(top_k),
         logits.shape[1],
         0 if indices is None else indices.shape[1],
-        normalise,
+        rest,
+        _KINDS.index(logits.dtype.name),
     )
 
 

@@ -1,7 +1,7 @@
-// Everything that must know a whole row before it can say something about a token of it: softmax,
+// Everything that must know a whole row before it can say something about a token of it:
 // top-k of any k, top-p, min-p and typical-p, and the draw after them.
 //
-// logits (rows, vocab) float32 -> tokens (rows,) or filtered (rows, vocab); grid (rows * cluster).
+// logits (rows, vocab) -> tokens (rows,) or filtered (rows, vocab); grid (rows * cluster).
 // With Config::resident the blocks of a cluster hold the row in their shared memory as float32, so
 // that it is read from device memory once, however many passes the filters make; else each pass
 // reads the logits again.
@@ -16,7 +16,7 @@ struct Smem {
   RaceSmem race;
   SelectSmem select;
   Range range[kWarps];
-  float mass[3][kWarps], moment[kWarps];
+  float mass[2][kWarps], moment[kWarps];
   Cut typical;
   float center;
 };
@@ -37,6 +37,25 @@ __device__ __forceinline__ float min_p_logit(float high, float temperature, floa
   return from_ordered(key);
 }
 
+// Logits of the type that SampleParams names.
+struct AnyRow {
+  const char* logits;
+  int kind;
+
+  __device__ __forceinline__ AnyRow(const SampleParams& params, int row)
+      : logits(static_cast<const char*>(params.logits) +
+               row * params.row_stride * (params.kind == 0 ? 4 : 2)),
+        kind(params.kind) {}
+
+  __device__ __forceinline__ float operator()(int i) const {
+    if (kind == 0) return reinterpret_cast<const float*>(logits)[i] + 0.0f;
+    const unsigned short bits = reinterpret_cast<const unsigned short*>(logits)[i];
+    const float x = kind == 1 ? __half2float(__ushort_as_half(bits))
+                              : __uint_as_float(static_cast<unsigned>(bits) << 16);
+    return x + 0.0f;  // -0 becomes 0: they are equal
+  }
+};
+
 extern "C" __global__ void
 #if __CUDA_ARCH__ >= 900
 __cluster_dims__(Config::cluster, 1, 1)
@@ -44,9 +63,9 @@ __cluster_dims__(Config::cluster, 1, 1)
     __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SampleParams params) {
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
+  if (params.rest && params.tokens[row] != kLater) return;
   const Segment segment = own_segment(params.vocab);
-  const auto* logits = static_cast<const float*>(params.logits) + row * params.row_stride;
-  const auto read = [&](int i) { return logits[i] + 0.0f; };  // -0 becomes 0: they are equal
+  const AnyRow read(params, row);
   const auto logit = [&](int i) {
     if constexpr (Config::resident) return resident_row[i - segment.begin];
     return read(i);
@@ -154,14 +173,11 @@ __cluster_dims__(Config::cluster, 1, 1)
 
   if (params.filtered) {
     float* const out = params.filtered + static_cast<long long>(row) * params.vocab;
-    const float per_mass = params.normalise && !empty ? ptx::rcp(sum_mass(smem.mass[2])) : 0.0f;
     const double per_temperature =
         1.0 / double(temperature);  // a product rounds to the float that a quotient would give
-    const float absent = bad ? __int_as_float(0x7fc00000) : params.normalise ? 0.0f : -kInfinity;
+    const float absent = bad ? __int_as_float(0x7fc00000) : -kInfinity;
     sweep(logit, segment, [&](int i, float x) {
-      const float value =
-          params.normalise ? mass(x) * per_mass : __double2float_rn(x * per_temperature);
-      out[i] = left(i, x) & !empty ? value : absent;
+      out[i] = left(i, x) & !empty ? __double2float_rn(x * per_temperature) : absent;
     });
   }
   if (params.tokens) {

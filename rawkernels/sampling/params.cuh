@@ -14,13 +14,16 @@ struct RowValue {
 struct SampleParams {
   const void* logits;  // (rows, vocab), row_stride elements apart
   int* tokens;         // (rows,); null: no draw
-  float* filtered;  // (rows, vocab): logits over temperature or, if normalise, probabilities; null:
-                    // not wanted
-  void* top_values;  // (rows, top_count) of the logits' type; null: not wanted
+  float* filtered;     // (rows, vocab): logits over temperature; null: not wanted
+  void* top_values;    // (rows, top_count) of the logits' type; null: not wanted
   int* top_indices;
   long long row_stride;
   RowValue<unsigned long long> seed, offset;
   RowValue<float> temperature, top_p, min_p, typical_p;
   RowValue<int> top_k;
-  int vocab, top_count, normalise;
+  int vocab, top_count;
+  int rest;  // whether only the rows are left whose token is kLater
+  int kind;  // of the logits: 0 float32, 1 float16, 2 bfloat16
 };
+
+constexpr int kLater = -2;  // in place of a token, if another kernel is to draw it

@@ -40,6 +40,12 @@ __cluster_dims__(Config::cluster, 1, 1)
   if (params.tokens) {
     top_k = min(max(params.top_k[row], 1), params.vocab);
     if (heat == 0.0f || top_p == 0.0f) top_k = 1;
+    const bool many = top_k > kMaxRanked && top_k < params.vocab;
+    if (many || (unit(params.typical_p[row]) < 1.0f && top_k > 1)) {  // left to filter.cu
+      if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = kLater;
+      wait_cluster();
+      return;
+    }
   }
   const PhiloxKey philox = {params.seed[row], params.offset[row]};
   if (top_k > kMaxRanked) {
