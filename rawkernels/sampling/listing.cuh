@@ -42,18 +42,20 @@ __device__ __forceinline__ int tile_index(int base, int j) {
   return base + 32 * j + int(threadIdx.x % 32);
 }
 
-// f(base, logits) for each tile of the segment; beyond its end a logit is -inf.
-template <class F>
+// f(base, logits) for each tile of the segment, kTokens for each thread; beyond the end a logit is
+// -inf.
+template <int kTokens, class F>
 __device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment, F f) {
-  for (int base = segment.begin + int(threadIdx.x / 32) * kGroup * kUnroll; base < segment.end;
-       base += Config::threads * kTile) {
-    float x[kTile];
-    if (base + kGroup * kUnroll <= segment.end) {
+  constexpr int kWarpTile = 32 * kTokens;
+  for (int base = segment.begin + int(threadIdx.x / 32) * kWarpTile; base < segment.end;
+       base += kWarps * kWarpTile) {
+    float x[kTokens];
+    if (base + kWarpTile <= segment.end) {
 #pragma unroll
-      for (int j = 0; j < kTile; ++j) x[j] = logits(tile_index(base, j));
+      for (int j = 0; j < kTokens; ++j) x[j] = logits(tile_index(base, j));
     } else {
 #pragma unroll
-      for (int j = 0; j < kTile; ++j) {
+      for (int j = 0; j < kTokens; ++j) {
         const int i = tile_index(base, j);
         x[j] = i < segment.end ? logits(i) : -kInfinity;
       }

@@ -13,7 +13,7 @@ constexpr int kOwnSegments = kSegments / Config::cluster;
 constexpr int kMassBins = 24;
 constexpr int kSurveyBins = 256;
 constexpr float kSurveyBin = 24.0f / kSurveyBins;  // of log2 of a mass
-constexpr float kWanted = 128.0f;                  // tokens on a list, about
+constexpr float kWanted = 32.0f;                   // tokens on a list, about; more for hard filters
 static_assert(kSegments % Config::cluster == 0 && kMassBins % kWarps == 0, "work is even");
 
 constexpr Key kLowest = 0x00800000ull << 32;  // below those of all finite logits
@@ -122,7 +122,8 @@ __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, floa
   sums = reduce_block(sums, Add(), {0.0f, 0.0f}, smem.surveyed);
   // One token of the survey stands for several, but hardly the largest.
   const float each = fmaxf(1.0f, float(vocab) / kSurvey);
-  row.chance = kWanted / fmaxf(fmaf(sums.x - 1.0f, each, 1.0f), 1.0f);
+  const float wanted = kWanted * (min_p > 0.0f ? 2.0f : 1.0f) / fmaxf(top_p, 0.25f);
+  row.chance = wanted / fmaxf(fmaf(sums.x - 1.0f, each, 1.0f), 1.0f);
   row.bin_scale = row.bin_shift = 0.0f;
   if (top_p < 1.0f) {
     constexpr int kMine = kSurveyBins / 32;
@@ -171,22 +172,24 @@ __device__ __forceinline__ float2 mass_above(const Row& logits, int vocab, Key k
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float bound = key_score(key);
   const int index = key_index(key);
-  sync_cluster();  // what was summed before is no longer looked at
+  constexpr int kTokens = 16;  // whatever Config::unroll is: it decides how sums round
+  sync_cluster();              // what was summed before is no longer looked at
   for (int own = 0; own < kOwnSegments; ++own)
     logits.prefetch(segment_of(vocab, rank_in_cluster() * kOwnSegments + own));
 #pragma unroll 1
   for (int own = 0; own < kOwnSegments; ++own) {
     const int number = rank_in_cluster() * kOwnSegments + own;
     float2 sum = {0.0f, 0.0f};
-    for_each_tile(logits, segment_of(vocab, number), [&](int base, const float (&x)[kTile]) {
+    for_each_tile<kTokens>(
+        logits, segment_of(vocab, number), [&](int base, const float (&x)[kTokens]) {
 #pragma unroll
-      for (int j = 0; j < kTile; ++j) {
-        const float mass = x[j] > -kInfinity ? row.mass(x[j]) : 0.0f;
-        const bool before = (x[j] > bound) | ((x[j] == bound) & (tile_index(base, j) < index));
-        sum.x += before ? mass : 0.0f;
-        sum.y += mass;
-      }
-    });
+          for (int j = 0; j < kTokens; ++j) {
+            const float mass = x[j] > -kInfinity ? row.mass(x[j]) : 0.0f;
+            const bool before = (x[j] > bound) | ((x[j] == bound) & (tile_index(base, j) < index));
+            sum.x += before ? mass : 0.0f;
+            sum.y += mass;
+          }
+        });
     sum = reduce_warp(sum, Add());
     if (lane < Config::cluster) *of_rank(&smem.sums[number][warp], lane) = sum;
   }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void race_row(const Row& logits, int vocab, PhiloxKey
   }
   clear_list(list);
   const Segment segment = own_segment(vocab);
-  for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
+  for_each_tile<kTile>(logits, segment, [&](int base, const float (&x)[kTile]) {
     unsigned close = 0;  // bit j: token j may come first
 #pragma unroll
     for (int first = 0; first < kUnroll; first += kAtOnce) {
@@ -165,9 +165,9 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
     }
     // Another list, of what is certain now.
     sync_cluster();
-    float wanted = 8.0f * kWanted;
+    float wanted = 16.0f * kWanted;
     if (smem.row.surveyed) {
-      wanted = kWanted;
+      wanted = 2.0f * kWanted;
       __syncthreads();
       if (threadIdx.x == 0) {
         smem.row.surveyed = false;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void list_reaching(const Row& logits, Segment segment
                                               ListSmem& smem) {
   const float least = key_score(bar);
   clear_list(smem);
-  for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
+  for_each_tile<kTile>(logits, segment, [&](int base, const float (&x)[kTile]) {
     unsigned near = 0;
 #pragma unroll
     for (int j = 0; j < kTile; ++j) {

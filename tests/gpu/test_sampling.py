@@ -238,6 +238,27 @@ def test_parameters_on_the_device_are_clamped():
     assert np.array_equal(tokens.get(), sampling.sample(logits, seed=2, **arrays))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1000, 40_000])
+def test_each_row_has_its_own_filters(rng, dtype, vocab):
+    """Whatever kernels that takes."""
+    logits = logits_of(rng, 60, vocab, dtype)
+    by_row = {
+        "temperature": rng.choice([0.0, 0.7, 1.5], 60),
+        "top_k": rng.choice([1, 40, 256, 257, 700, vocab], 60),
+        "top_p": rng.choice([0.0, 0.5, 0.95, 1.0], 60),
+        "min_p": rng.choice([0.0, 0.05], 60),
+        "typical_p": rng.choice([0.8, 1.0], 60),
+    }
+    expected = sampling.sample(logits, seed=5, **by_row)
+    there = {name: cupy.asarray(value) for name, value in by_row.items()}
+    tokens = sampling.sample(cupy.asarray(logits), seed=5, **there)
+    assert np.array_equal(tokens.get(), expected)
+    some = {name: there[name] for name in ("top_k", "temperature")}
+    expected = sampling.sample(logits, **{name: by_row[name] for name in some})
+    assert np.array_equal(sampling.sample(cupy.asarray(logits), **some).get(), expected)
+
+
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 20, "top_p": 0.9}], ids=name_of)
 def test_offsets_advance_on_the_device_between_replays(rng, parameters):
     logits = logits_of(rng, 4, 3000, std=1.0)

@@ -213,7 +213,7 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
 
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:
-    unroll, blocks = (4, 4) if cluster == 1 else (8, 2)
+    unroll, blocks = (8, 2) if cluster == CLUSTER else (4, 4)
     return Variant(
         "sampling/stream.cu", "stream", SampleConfig(dtype, cluster, blocks, unroll, MAX_RANKED)
     )
