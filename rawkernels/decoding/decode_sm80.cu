@@ -84,11 +84,11 @@ __device__ __forceinline__ void locate_rows(const DecodeParams& params,
                                                        piece.head * group + index - token * group];
 }
 
-// Merges the slices' rows of a round, four of each row warp, and puts them where they belong.
-__device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int round) {
+// Merges the slices' four rows of each row warp, from `first` on, and puts them where they belong.
+__device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int first) {
   for (int i = threadIdx.x; i < 4 * kWarpsQ * Writer::kVecs; i += Config::threads) {
     const int from = i / Writer::kVecs, column = i % Writer::kVecs * 4;
-    const int row = from / 4 * kWarpRows + 4 * round + from % 4;
+    const int row = from / 4 * kWarpRows + first + from % 4;
     if (row >= writer.rows() || column >= writer.params.head_dim_v) continue;
     float2 max_sum[kWarpsK];
     decoding::Partial<T> whole;
@@ -127,13 +127,15 @@ __device__ __forceinline__ bool open_piece(const DecodeParams& params, Smem& sme
 __device__ __forceinline__ bool close_piece(const Writer& writer, Smem& smem, Slice& acc, int slice,
                                             int row_warp, int number) {
   acc.add_up();
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll 1
-  for (int round = 0; round < kWarpRows / 4 && 4 * round < writer.rows(); ++round) {
-    __syncthreads();  // the round before has been read
-    acc.put_rows(round, smem.o[slice], smem.max_sum[slice], row_warp * 4);
-    __syncthreads();
-    combine_rows(writer, smem, round);
-  }
+    for (int half = 0; half < 2 && 8 * r + 4 * half < writer.rows(); ++half) {
+      __syncthreads();  // the rows before have been read
+      acc.put_rows(r, half, smem.o[slice], smem.max_sum[slice], row_warp * 4);
+      __syncthreads();
+      combine_rows(writer, smem, 8 * r + 4 * half);
+    }
   if (!writer.parts.merges) return false;
   if (writer.parts.alone || !smem.more[1 - number % 2]) return true;
   if (threadIdx.x == 0) {

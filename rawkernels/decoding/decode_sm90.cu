@@ -202,7 +202,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   acc.add_up();
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    acc.put_rows(half, smem.of_warp[warp].staged.o[half], smem.max_sum[warp][half], 0);
+    acc.put_rows(0, half, smem.of_warp[warp].staged.o[half], smem.max_sum[warp][half], 0);
   __syncthreads();
   ptx::cluster_wait();
   constexpr int kVecs = kHeadDim / 4;

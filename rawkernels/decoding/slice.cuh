@@ -211,25 +211,22 @@ struct Slice {
         for (int c = 0; c < 2; ++c) row_sum[r][c] += __shfl_xor_sync(~0u, row_sum[r][c], distance);
   }
 
-  // Rows 4 round … 4 round + 3 of this warp to shared memory, unscaled, with their maxima and sums.
-  __device__ __forceinline__ void put_rows(int round, float (*o_rows)[kHeadDim], float2* max_sum,
-                                           int first_row) const {
+  // Rows 8 r + 4 half and the three after it, of this warp, to shared memory, unscaled, with their
+  // maxima and sums.
+  __device__ __forceinline__ void put_rows(int r, int half, float (*o_rows)[kHeadDim],
+                                           float2* max_sum, int first_row) const {
     const int lane = threadIdx.x % 32;
-    if (lane % 4 / 2 != round % 2) return;
+    if (lane % 4 / 2 != half) return;
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
-      if (r == round / 2)
+    for (int c = 0; c < 2; ++c) {
+      const int row = first_row + lane % 2 * 2 + c;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int row = first_row + lane % 2 * 2 + c;
+      for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-          for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-              o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] =
-                  o[step][r][2 * h + c];
-          if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
-        }
+        for (int h = 0; h < 2; ++h)
+          o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] = o[step][r][2 * h + c];
+      if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
+    }
   }
 
   __device__ __forceinline__ static float offset(float max) {

@@ -269,7 +269,7 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
     """The variant with the deepest rings that leave an architecture's shared memory and registers
     room."""
     shared = SHARED_KIB.get(capability(arch), 100) * 1024
-    warp_rows = min(rows, 32, 4096 // head_dim)
+    warp_rows = min(rows, 2048 // head_dim)  # O takes 64 registers
     warp_keys = 32 if head_dim == 64 else 16
     wide = warp_rows * head_dim >= 2048  # a thread needs up to 255 registers
     for warps_k, stages, blocks in (
@@ -282,7 +282,9 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
         (4, 2, 1),
         (2, 3, 1),
         (2, 2, 1),
+        (1, 6, 1),
         (1, 3, 1),
+        (1, 2, 1),
     ):
         config = Sm80DecodeConfig(
             dtype,
