@@ -59,12 +59,31 @@ def encode(
     bytes
         The 128 bytes of a CUtensorMap.
     """
+    before, after = _described(dtype, shape, strides, box, swizzled)
+    driver = _driver()
+    result, tensor_map = driver.cuTensorMapEncodeTiled(*before, pointer, *after)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: {result}, {shape=} {strides=} {box=}")
+    return ctypes.string_at(tensor_map.getPtr(), TENSOR_MAP_BYTES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of ``cuTensorMapEncodeTiled`` before and after the pointer: to make them takes
+    the host several times what the call does, and new pointers are often to arrays alike."""
     driver = _driver()
     swizzle = "128B" if swizzled else "NONE"
-    result, tensor_map = driver.cuTensorMapEncodeTiled(
+    before = (
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[dtype.name]}"),
         len(shape),
-        pointer,
+    )
+    after = (
         [driver.cuuint64_t(n) for n in shape],
         [driver.cuuint64_t(n) for n in strides],
         [driver.cuuint32_t(n) for n in box],
@@ -74,6 +93,4 @@ def encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    if result != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: {result}, {shape=} {strides=} {box=}")
-    return ctypes.string_at(tensor_map.getPtr(), TENSOR_MAP_BYTES)
+    return before, after
