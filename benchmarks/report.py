@@ -164,7 +164,7 @@ def sampling(records: list[dict[str, Any]], vocab: int = 128256) -> str:
         row = cells.setdefault(r["operation"], {column: [] for column in columns})
         for name, time in r["microseconds"].items():
             if (r["batch"], name) in row:
-                row[r["batch"], name].append(f"{time:.1f}")
+                row[r["batch"], name].append(f"{time:.1f}" if time < 100 else f"{time:.0f}")
     reads = {r["batch"]: f"{r['read_microseconds']:.1f}" for r in chosen}
     heading = [f"{name}: {batch}" for batch, name in columns]
     return "\n".join(
@@ -188,9 +188,9 @@ def provenance(records: list[dict[str, Any]], what: str) -> str:
         peers = "".join(
             f", {name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
         )
-        matmul = f"cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³) and " * (
-            "matmul_tflops" in r
-        )
+        matmul = ""
+        if "matmul_tflops" in r:
+            matmul = f"cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³) and "
         runs[(r["date"], r["commit"])] = (
             f"{what}; {m['gpu']}, driver {m['driver']}, NVRTC {m['nvrtc']}, CuPy {m['cupy']}"
             f"{peers}; {r['date']}, commit {r['commit'][:10]}. In the same process "
