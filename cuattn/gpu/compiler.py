@@ -86,6 +86,7 @@ class Report:
     registers: int
     static_smem: int
     spill_bytes: int
+    stack_bytes: int  # local memory: what spills, and arrays that are indexed at run time
     warnings: tuple[str, ...]  # serialised wgmma and the like: C7510 to C7519
     milliseconds: float
 
@@ -202,6 +203,7 @@ def compile_variant(variant: Variant, arch: str) -> Report:
         registers=_largest(r"Used (\d+) registers", log),
         static_smem=_largest(r"(\d+) bytes smem", log),
         spill_bytes=_largest(r"(\d+) bytes spill stores", log),
+        stack_bytes=_largest(r"(\d+) bytes stack frame", log),
         warnings=tuple(re.findall(r"C751\d", log)),
         milliseconds=milliseconds,
     )

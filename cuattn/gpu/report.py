@@ -98,6 +98,7 @@ def _row(report: Report) -> str:
     return (
         f"{report.arch:7} {report.variant.source} {report.variant.entry}  {config}  "
         f"threads={config.threads}  {report.registers} registers, {smem} B shared, "
-        f"{report.spill_bytes} B spilled, {report.milliseconds:.0f} ms"
+        f"{report.spill_bytes} B spilled, {report.stack_bytes} B local, "
+        f"{report.milliseconds:.0f} ms"
         + "".join(f", {warning}" for warning in sorted(set(report.warnings)))
     )
