@@ -97,3 +97,33 @@ def test_addressable():
     assert not tensormap.addressable((4096, 0, 128))
     assert not tensormap.addressable((4096, -256, 128))
     assert not tensormap.addressable((1 << 40, 256, 128))
+
+
+def test_new_pointers_change_nothing_but_the_pointer(monkeypatch):
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    calls = []
+
+    class Driver:
+        """The driver's types, and a call that needs no driver."""
+
+        def __getattr__(self, name):
+            return getattr(bindings, name)
+
+        def cuTensorMapEncodeTiled(self, *arguments):
+            calls.append(arguments)
+            return bindings.CUresult.CUDA_SUCCESS, bindings.CUtensorMap()
+
+    monkeypatch.setattr(tensormap, "_driver", Driver)
+    shape, strides, box = (128, 64, 2, 1), (256, 512, 1024), (64, 64, 1, 1)
+    for pointer in (16, 32):
+        encoded = tensormap.encode.__wrapped__(pointer, np.dtype(np.float16), shape, strides, box)
+        assert len(encoded) == tensormap.TENSOR_MAP_BYTES
+    for pointer, (kind, rank, address, *after) in zip((16, 32), calls, strict=True):
+        assert kind == bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+        assert (rank, address) == (4, pointer)
+        assert [[int(n) for n in numbers] for numbers in after[:4]] == [
+            [*shape],
+            [*strides],
+            [*box],
+            [1, 1, 1, 1],
+        ]
