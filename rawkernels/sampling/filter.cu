@@ -188,7 +188,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     };
     const PhiloxKey key = {params.seed[row], params.offset[row]};
     const auto exact = [&](int, float x) { return double(x) / double(temperature); };
-    const Draw best = race<true>(survivor, exact, segment, slope, key, smem.race, stray);
+    const Draw best = race(survivor, exact, segment, slope, key, smem.race, stray);
     const Draw winner = best_of_cluster(best, empty, smem.race);
     if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = winner.token;
   }

@@ -45,9 +45,9 @@ __device__ __forceinline__ float key_bound(float logit, float slope, PhiloxKey k
 
 // The best draw of the segment by each thread's share of it. load(i) gives the logit, -inf for one
 // that may not win, and exact(i, load(i)) the logit over temperature in float64; slope is log2(e) /
-// temperature. Sets `bad` if a NaN or +inf was met. All threads of the block must come. kSparse:
-// few tokens may win, so whole warps can be passed over.
-template <bool kSparse, class Load, class Exact>
+// temperature. Sets `bad` if a NaN or +inf was met. All threads of the block must come. Where few
+// tokens may win, whole warps are passed over.
+template <class Load, class Exact>
 __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, float slope,
                                      PhiloxKey key, RaceSmem& smem, bool& bad) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -79,12 +79,10 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
         logit[j] = i < segment.end ? load(i) : -kInfinity;
       }
     }
-    if constexpr (kSparse) {
-      bool any = false;
+    bool any = false;
 #pragma unroll
-      for (int j = 0; j < 4 * kRaceUnroll; ++j) any |= !(logit[j] == -kInfinity);
-      if (!__any_sync(0xffffffffu, any)) continue;
-    }
+    for (int j = 0; j < 4 * kRaceUnroll; ++j) any |= !(logit[j] == -kInfinity);
+    if (!__any_sync(0xffffffffu, any)) continue;
     const float bar = from_ordered(*static_cast<volatile unsigned*>(&smem.bar));
     uint4 words[kRaceUnroll];
 #pragma unroll

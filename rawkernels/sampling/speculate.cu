@@ -111,7 +111,7 @@ __cluster_dims__(Config::cluster, 1, 1)
   Draw best;
   if (rejected > 1) {
     const auto score = [&](int i) { return log_of(float(remaining(i))); };
-    best = race<true>(score, exact, segment, kLog2e, key, smem.race, bad);
+    best = race(score, exact, segment, kLog2e, key, smem.race, bad);
   } else {  // as always in a chain; what divides all of them is left out
     const float* const target = targets + (node + 1) * vocab;
     const float* const proposal = rejected ? proposals + smem.rejected[0] * vocab : nullptr;
@@ -119,7 +119,7 @@ __cluster_dims__(Config::cluster, 1, 1)
       const float rest = target[i] - (proposal ? proposal[i] : 0.0f);
       return log_of(rest < 0.0f ? 0.0f : rest);
     };
-    best = race<true>(score, exact, segment, kLog2e, key, smem.race, bad);
+    best = race(score, exact, segment, kLog2e, key, smem.race, bad);
   }
   const Draw winner = best_of_cluster(best, bad, smem.race);
   if (writes) {
