@@ -9,7 +9,6 @@ kernels take longer than its launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -40,27 +39,6 @@ def draw(*shape: int) -> Any:
     for part in (flat[i : i + (1 << 27)] for i in range(0, flat.size, 1 << 27)):
         part[...] = cupy.random.standard_normal(part.size, dtype=np.float32).astype(BFLOAT16)
     return array
-
-
-def captured(name: str, calls: list[Callable[[], Any]]) -> timing.Contestant:
-    """A contestant whose every launch is a replay of all these calls; the result is the last
-    one's."""
-    cupy.cuda.Device().synchronize()  # the inputs are there
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        calls[0]()  # compiles
-        stream.synchronize()
-        stream.begin_capture()
-        for call in calls:
-            result = call()
-        graph = stream.end_capture()
-
-    def run(replays: int, kept: list = calls) -> Any:  # with the arrays that the graph reads
-        for _ in range(replays):
-            graph.launch()
-        return result
-
-    return timing.Contestant(name, run)
 
 
 def report(
@@ -107,7 +85,11 @@ def bench_decode(benchmark, ceilings, heads, shape):
     ]
     lens = cupy.full(batch, length, np.int32)
     out = cupy.empty_like(sets[0][0])
-    ours = [captured("cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets])]
+    ours = [
+        timing.captured(
+            "cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets]
+        )
+    ]
     for page_size in (16, 64):
         order = cupy.random.permutation(batch * length // page_size).astype(np.int32)
         table = order.reshape(batch, -1)
@@ -116,7 +98,9 @@ def bench_decode(benchmark, ceilings, heads, shape):
             pages = (a.reshape(-1, page_size, heads_kv, dim) for a in (k, v))
             return cuattn.paged_attention(q, *pages, table, lens, out=out)
 
-        ours.append(captured(f"pages of {page_size}", [lambda s=s, f=call: f(*s) for s in sets]))
+        ours.append(
+            timing.captured(f"pages of {page_size}", [lambda s=s, f=call: f(*s) for s in sets])
+        )
     others = list(peers.decode(sets))
     report(benchmark, ours, others, calls=count, nbytes=nbytes, copy=ceilings["copy"])
 
@@ -133,7 +117,7 @@ def bench_mixed_lengths(benchmark, ceilings, kind):
     q = draw(len(lens), 1, 4 * heads, dim)
     arrays = (q, k, v, cupy.asarray(table), cupy.asarray(lens))
     out = cupy.empty_like(q)
-    run = captured("cuattn", [lambda: cuattn.paged_attention(*arrays, out=out)])
+    run = timing.captured("cuattn", [lambda: cuattn.paged_attention(*arrays, out=out)])
     rows = np.concatenate(
         [
             (pages_of[: -(-n // page_size), None] * page_size + np.arange(page_size)).ravel()[:n]
@@ -153,7 +137,7 @@ def bench_several_tokens(benchmark, ceilings, tokens):
     q = draw(batch, tokens, 4 * heads, dim)
     k, v = (draw(batch, length, heads, dim) for _ in "kv")
     lens, out = cupy.full(batch, length, np.int32), cupy.empty_like(q)
-    run = captured("cuattn", [lambda: cuattn.flash_decode(q, k, v, lens, out=out)])
+    run = timing.captured("cuattn", [lambda: cuattn.flash_decode(q, k, v, lens, out=out)])
     report(benchmark, [run], [], calls=1, nbytes=2 * k.nbytes, copy=ceilings["copy"])
 
 
@@ -186,7 +170,7 @@ def bench_shared_prefix(benchmark, ceilings):
             return cuattn.paged_attention(q, k, v, *table_and_lens, prefix=prefix)
 
         results.append(call().astype(np.float32))
-        ours.append(captured(name, [call]))
+        ours.append(timing.captured(name, [call]))
     for result in results[:-1]:
         assert float(abs(result - results[-1]).max()) < 2e-2 * float(abs(result).max())
     report(benchmark, ours, [], calls=1, nbytes=2 * k.nbytes, copy=ceilings["copy"])
@@ -207,5 +191,5 @@ def bench_write(benchmark, ceilings, shape, rope):
     k, v = (draw(layers, batch * new, heads, dim) for _ in "kv")
     calls = [lambda i=i: cache.write(i, ids, k[i], v[i], rope=tables) for i in range(layers)]
     nbytes = 2 * (k[0].nbytes + v[0].nbytes)
-    run = captured("cuattn", calls)
+    run = timing.captured("cuattn", calls)
     report(benchmark, [run], [], calls=layers, nbytes=nbytes, copy=ceilings["copy"])

@@ -106,23 +106,6 @@ def _inputs(vocab, batch, std, dtype):
     return [(std * draw()).astype(dtype) for _ in range(count)]
 
 
-def _captured(function, sets):
-    """``run(n)`` that replays a graph of one call on each set n times."""
-    function(sets[0])
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        kept = [function(inputs) for inputs in sets]
-        graph = stream.end_capture()
-
-    def run(launches: int) -> list:
-        for _ in range(launches):
-            graph.launch()
-        return kept
-
-    return run
-
-
 def _torch_captured(function, sets):
     import torch
 
@@ -188,7 +171,8 @@ def _shown(microseconds):
 @pytest.mark.parametrize("vocab", VOCABS)
 def bench_sampling(benchmark, ceilings, summary, vocab, dtype, rows, batch, operation):
     sets = _inputs(vocab, batch, STDS[rows], DTYPES[dtype])
-    contestants = [timing.Contestant("cuattn", _captured(OPERATIONS[operation], sets))]
+    calls = [functools.partial(OPERATIONS[operation], logits) for logits in sets]
+    contestants = [timing.captured("cuattn", calls)]
     peer = _torch_operation(operation)
     if peer is not None:
         contestants.append(timing.Contestant("torch", _torch_captured(peer, sets)))

@@ -116,6 +116,29 @@ def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 9, turn
     return {contestant.name: m for contestant, m in zip(contestants, medians, strict=True)}
 
 
+def captured(name: str, calls: list[Callable[[], Any]]) -> Contestant:
+    """A contestant whose every launch is a replay of all these calls, in one CUDA graph; the result
+    is the last one's."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()  # the inputs are there
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        calls[0]()  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        results = [call() for call in calls]
+        graph = stream.end_capture()
+
+    # Kept with it: what the graph reads and writes.
+    def run(replays: int, kept: list = calls) -> Any:
+        for _ in range(replays):
+            graph.launch()
+        return results[-1]
+
+    return Contestant(name, run)
+
+
 def rotate(function: Callable[..., Any], inputs: list[tuple]) -> Callable[[int], Any]:
     """``run(n)`` that calls `function` on each of several sets of inputs in turn, so that no call
     finds its own in L2."""
