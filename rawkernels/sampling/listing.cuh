@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ptx/prefetch.cuh"
+#include "ptx/registers.cuh"
 #include "sampling/row.cuh"
 
 using Key = unsigned long long;  // a rank_key; 0 is none
@@ -83,7 +84,8 @@ __device__ __forceinline__ float pick(const float (&x)[kTile], int j) {
 __device__ __forceinline__ int survey_base(int vocab, int group) {
   constexpr int kGroups = kSurvey / kGroup;
   const int groups = (vocab + kGroup - 1) / kGroup;
-  const int wanted = int(threadIdx.x / 32) * (kSurveyTile / 4) + group;
+  const int warp = ptx::thread_index() / 32;  // else kept in registers for another survey
+  const int wanted = warp * (kSurveyTile / 4) + group;
   return (groups <= kGroups ? wanted : wanted * groups / kGroups) * kGroup;
 }
 

@@ -1,8 +1,9 @@
 // The k largest of a row, in one pass: a survey of the row says which logit some hundreds of its
-// tokens reach, those are listed as the row is read, and the rest is done with the list.
+// tokens reach, those are listed as the row is read, and the rest is done with the list. Rows that
+// the threads of a cluster can hold need no survey.
 #pragma once
 
-#include "sampling/listing.cuh"
+#include "sampling/held.cuh"
 
 constexpr int kMaxRanked = Config::threads;  // one for each thread, and a block's share of the list
 static_assert(kMaxRanked <= kShare, "the k largest may all be in one block's segment");
@@ -10,13 +11,16 @@ static_assert(kMaxRanked <= kShare, "the k largest may all be in one block's seg
 struct RankedSmem {
   unsigned top;
   int kept;
-  Key unsorted[kMaxRanked], sorted[kMaxRanked];
+  Key unsorted[kMaxRanked];
+  union {
+    Key sorted[kMaxRanked];
+    unsigned tops[Config::threads];  // the largest of each group, until tokens are listed
+  };
 };
 
 // Above every key of the block.
 __device__ __forceinline__ Key above(Key largest, unsigned* top) {
-  const unsigned high =
-      reduce_warp(unsigned(largest >> 32), [](unsigned a, unsigned b) { return max(a, b); });
+  const unsigned high = __reduce_max_sync(0xffffffffu, unsigned(largest >> 32));
   if (threadIdx.x == 0) *top = 0;
   __syncthreads();
   if (threadIdx.x % 32 == 0) atomicMax(top, high);
@@ -68,42 +72,60 @@ __device__ __forceinline__ void list_reaching(const Row& logits, Segment segment
   share_list(smem);
 }
 
+// Lists what ranks among the k largest of the tokens that reach `lowest`, and some more, unless the
+// row is bad. Returns what they all reach.
+__device__ __forceinline__ Key list_surveyed(const Row& logits, Segment segment, int vocab, int k,
+                                             Key lowest, ListSmem& list, unsigned* top) {
+  Key bar = survey_key(logits, vocab, k, lowest, top);
+  Key least = lowest,
+      beyond = ~0ull;  // k tokens reach the one, if so many there are; not the other
+  for (;;) {
+    list_reaching(logits, segment, bar, list);
+    const Listed listed(list);
+    if (listed.bad || (listed.whole && (listed.total >= k || bar == lowest))) return bar;
+    if (listed.total < k) {
+      beyond = bar;
+    } else {
+      Key keys[kEach];
+      read_list(list, keys);
+      least = reached_by(keys, kEach, k, 2 * k, bar, beyond);
+    }
+    bar = least + (beyond - least) / 2;
+    sync_cluster();  // the list is no longer looked at
+  }
+}
+
 // The keys of the k largest of the tokens that reach `lowest`, fewer if there are fewer, in
 // descending order: one for each of the first threads of the cluster's first block, 0 for the
 // others. In other blocks all get 0. Sets `bad` if the row has a NaN or +inf.
 __device__ __forceinline__ Key kth_largest(const Row& logits, Segment segment, int vocab, int k,
                                            Key lowest, ListSmem& list, RankedSmem& smem,
                                            bool& bad) {
-  Key bar = survey_key(logits, vocab, k, lowest, &smem.top);
-  wait_cluster();
-  Key least = lowest,
-      beyond = ~0ull;  // k tokens reach the one, if so many there are; not the other
-  list_reaching(logits, segment, bar, list);
-  Key keys[kEach];
-  for (;;) {
-    const Listed listed(list);
-    if (listed.bad || (listed.whole && (listed.total >= k || bar == lowest))) break;
-    if (listed.total < k) {
-      beyond = bar;
-    } else {
-      read_list(list, keys);
-      least = reached_by(keys, kEach, k, 2 * k, bar, beyond);
-    }
-    bar = least + (beyond - least) / 2;
-    sync_cluster();  // the list is no longer looked at
-    list_reaching(logits, segment, bar, list);
+  Key bar = lowest;
+  bool complete = false;
+  if (is_held(vocab, k)) {
+    list_held(logits, segment, vocab, k, unsigned(lowest >> 32), list, smem.tops);
+    complete = Listed(list).whole;  // or very many are equal
+    if (!complete) sync_cluster();
+  } else {
+    wait_cluster();
   }
+  if (!complete) bar = list_surveyed(logits, segment, vocab, k, lowest, list, &smem.top);
   const Listed listed(list);
   bad = listed.bad;
   if (rank_in_cluster() != 0 || bad) return 0;
 
+  Key keys[kEach];
   read_list(list, keys);
-  Key largest = 0;
+  Key cut = 1;
+  const int most = min(k + 32, kMaxRanked);  // to be sorted
+  if (listed.total > most) {
+    Key largest = 0;
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) largest = max(largest, keys[e]);
-  const int used = (listed.places + Config::threads - 1) / Config::threads;
-  const Key high = above(largest, &smem.top);
-  const Key cut = listed.total <= k ? 1 : reached_by(keys, used, k, k, bar, high);
+    for (int e = 0; e < kEach; ++e) largest = max(largest, keys[e]);
+    const int used = (listed.places + Config::threads - 1) / Config::threads;
+    cut = reached_by(keys, used, k, most, bar, above(largest, &smem.top));
+  }
   if (threadIdx.x == 0) smem.kept = 0;
   smem.sorted[threadIdx.x] = 0;
   __syncthreads();
@@ -112,12 +134,13 @@ __device__ __forceinline__ Key kth_largest(const Row& logits, Segment segment, i
     if (keys[e] >= cut) smem.unsorted[atomicAdd(&smem.kept, 1)] = keys[e];
   }
   __syncthreads();
-  if (threadIdx.x < smem.kept) {
+  const int kept = smem.kept;
+  if (threadIdx.x < kept) {
     const Key own = smem.unsorted[threadIdx.x];
     int rank = 0;
 #pragma unroll 8
-    for (int other = 0; other < smem.kept; ++other) rank += smem.unsorted[other] > own;
-    smem.sorted[rank] = own;
+    for (int other = 0; other < kept; ++other) rank += smem.unsorted[other] > own;
+    if (rank < k) smem.sorted[rank] = own;
   }
   __syncthreads();
   return smem.sorted[threadIdx.x];
