@@ -5,6 +5,7 @@ Checks read only metadata, so they cost no device work and no synchronisation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -113,11 +114,35 @@ def side(xp: ModuleType, module: str) -> Any:
     return importlib.import_module(f"cuattn.{'reference' if xp is np else 'gpu'}.{module}")
 
 
-def contiguous_last_axis(xp: ModuleType, array: Any) -> Any:
-    """Return `array`, or a copy of it where its last axis is not contiguous."""
-    if array.strides[-1] == array.itemsize or array.shape[-1] <= 1:
+def contiguous(xp: ModuleType, array: Any, dtype: Any = None) -> Any:
+    """Return `array`, or a copy of it where it is not C-contiguous or not of `dtype`: for the
+    call's own use, and on a GPU in memory that :mod:`cuattn.gpu.memory` describes."""
+    if xp is np:
+        return np.ascontiguousarray(array, dtype)
+    return side(xp, "memory").contiguous(array, dtype)
+
+
+def contiguous_last_axis(xp: ModuleType, array: Any, dtype: Any = None) -> Any:
+    """Return `array`, or a copy as of :func:`contiguous` where its last axis is not contiguous, or
+    it is not of `dtype`."""
+    if (array.strides[-1] == array.itemsize or array.shape[-1] <= 1) and (
+        dtype is None or array.dtype == dtype
+    ):
         return array
-    return xp.ascontiguousarray(array)
+    return contiguous(xp, array, dtype)
+
+
+def reshaped(xp: ModuleType, array: Any, shape: tuple[int, ...]) -> Any:
+    """View `array` in another shape, or a copy as of :func:`contiguous` where no view has it."""
+    if array.flags.c_contiguous:
+        return array.reshape(shape)
+    with temporaries(xp):
+        return array.reshape(shape)
+
+
+def temporaries(xp: ModuleType) -> contextlib.AbstractContextManager:
+    """A context for arrays of the call's own, as of :func:`cuattn.gpu.memory.temporaries`."""
+    return contextlib.nullcontext() if xp is np else side(xp, "memory").temporaries()
 
 
 def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis, side
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    as_arrays,
+    check_out,
+    contiguous_last_axis,
+    reshaped,
+    side,
+)
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -253,8 +260,8 @@ def flash_attention_varlen(
         spec,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        cu_seqlens_q=cu_seqlens_q.astype(np.int32, copy=False),
-        cu_seqlens_k=cu_seqlens_k.astype(np.int32, copy=False),
+        cu_seqlens_q=contiguous_last_axis(xp, cu_seqlens_q, np.int32),
+        cu_seqlens_k=contiguous_last_axis(xp, cu_seqlens_k, np.int32),
         out=out,
         return_lse=return_lse,
     )
@@ -323,7 +330,7 @@ def scaled_dot_product_attention(
         )
     if attn_mask is not None and is_causal:
         raise ValueError(f"{name}: attn_mask must be None where is_causal=True, got an array")
-    q, k, v = (_batch_seq_heads_dim(a) for a in (query, key, value))
+    q, k, v = (_batch_seq_heads_dim(xp, a) for a in (query, key, value))
     spec = attention_spec(
         name,
         q.shape,
@@ -354,7 +361,7 @@ def scaled_dot_product_attention(
         scores = attn_mask
         if query.ndim != 4:
             scores = xp.broadcast_to(attn_mask, full)
-            scores = scores.reshape(spec.batch, spec.heads_q, *full[-2:])
+            scores = reshaped(xp, scores, (spec.batch, spec.heads_q, *full[-2:]))
         bias, mask = (None, scores) if attn_mask.dtype == np.bool_ else (scores, None)
     result, _ = _forward(name, xp, q, k, v, spec, bias=bias, mask=mask)
     result = result.swapaxes(1, 2)
@@ -415,12 +422,12 @@ def _add_batch(function: str, name: str, array: Any) -> Any:
     return array.reshape(1, *array.shape)
 
 
-def _batch_seq_heads_dim(array: Any) -> Any:
+def _batch_seq_heads_dim(xp: Any, array: Any) -> Any:
     """(..., heads, L, E) -> (batch, L, heads, E), a view wherever the leading axes merge."""
     if array.ndim == 2:
         array = array[None]
     if array.ndim != 4:
-        array = array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+        array = reshaped(xp, array, (math.prod(array.shape[:-3]), *array.shape[-3:]))
     return array.swapaxes(1, 2)
 
 

@@ -242,7 +242,7 @@ def paged_attention(
                 f"{name}: cu_seqlens_q has shape {cu_seqlens_q.shape}, must be page_table's "
                 f"{batch} sequences + 1"
             )
-        cu_seqlens_q = cu_seqlens_q.astype(np.int32, copy=False)
+        cu_seqlens_q = contiguous_last_axis(xp, cu_seqlens_q, np.int32)
     else:
         capacity, capacity_v = (batch, *capacity), (batch, *capacity_v)
     if single:
@@ -290,7 +290,7 @@ def paged_attention(
         v_pages,
         spec,
         seq_lens=seq_lens,
-        page_table=page_table.astype(np.int32, copy=False),
+        page_table=contiguous_last_axis(xp, page_table, np.int32),
         cu_seqlens_q=cu_seqlens_q,
         prefix=prefix,
         alibi_slopes=alibi_slopes,
@@ -426,7 +426,7 @@ def _decode(
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),
         spec,
-        seq_lens=seq_lens.astype(np.int32, copy=False),
+        seq_lens=contiguous_last_axis(xp, seq_lens, np.int32),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         num_splits=num_splits,

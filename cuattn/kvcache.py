@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, contiguous_last_axis, side
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    as_arrays,
+    contiguous,
+    contiguous_last_axis,
+    reshaped,
+    side,
+)
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn.decoding import MAX_PAGE_SIZE
 
@@ -123,6 +130,7 @@ class PagedKVCache:
         layout = (num_layers, num_pages, page_size, num_kv_heads)
         self._k = self._xp.empty((*layout, head_dim), self.dtype)
         self._v = self._xp.empty((*layout, head_dim_v), self.dtype)
+        self._pages = list(zip(self._k, self._v, strict=True))  # a layer's: views
 
         # A page is free, in use (references > 0), or kept for reuse: findable by its content, and
         # referenced by nobody.
@@ -328,28 +336,26 @@ class PagedKVCache:
         xp, (k, v, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
         if xp is not self._xp:
             raise ValueError(f"{name}: k is an array of {xp.__name__}, must be {self._xp.__name__}")
-        total = sum(self._new[rows].tolist())
+        counts = self._new[rows].tolist()
+        total = sum(counts)
         for label, array, pages in (("k", k, self._k), ("v", v, self._v)):
-            shape = array.shape
-            flat = (shape[0] * shape[1], *shape[2:]) if array.ndim == 4 else shape
-            uniform = array.ndim == 3 or (
-                shape[0] == len(rows) and bool((self._new[rows] == shape[1]).all())
-            )
-            if flat != (total, *pages.shape[3:]) or not uniform:
+            shape, token = array.shape, pages.shape[3:]
+            if shape != (total, *token) and not (
+                shape[2:] == token and [shape[1]] * shape[0] == counts
+            ):
                 raise ValueError(
                     f"{name}: {label} has shape {shape}, must hold the {total} new tokens of "
                     f"{len(rows)} "
-                    f"sequences: {(total, *pages.shape[3:])}"
+                    f"sequences: {(total, *token)}"
                 )
             if array.dtype != self.dtype:
                 raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")
         if rope is not None:
             self._check_rope(name, cos, sin, rows)
-            rope = (xp.ascontiguousarray(cos), xp.ascontiguousarray(sin))
+            rope = (contiguous(xp, cos), contiguous(xp, sin))
         if total:
             self._device.write(
-                contiguous_last_axis(xp, k).reshape(total, *k.shape[-2:]),
-                contiguous_last_axis(xp, v).reshape(total, *v.shape[-2:]),
+                *(_flat(xp, array, total) for array in (k, v)),
                 *self.pages(layer),
                 self._batch(ids, rows),
                 rope=rope,
@@ -441,7 +447,7 @@ class PagedKVCache:
             raise IndexError(
                 f"PagedKVCache: layer is {layer}, must be from 0 to {self.num_layers - 1}"
             )
-        return self._k[layer], self._v[layer]
+        return self._pages[layer]
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -613,7 +619,7 @@ class PagedKVCache:
                 self._device.Batch(rows.size, width), np.full(rows.size, -1, np.intp)
             )
             self._batches[rows.size] = state
-        if state.version == self._version and (state.rows == rows).all():
+        if state.version == self._version and (state.rows is rows or (state.rows == rows).all()):
             return state.batch
 
         moved = np.flatnonzero(state.rows != rows)
@@ -676,6 +682,12 @@ def _tokens(function: str, tokens: Any) -> np.ndarray:
             "must be integers in one axis"
         )
     return tokens.astype(np.int64)
+
+
+def _flat(xp: ModuleType, array: Any, total: int) -> Any:
+    """New keys or values (total, heads, features) with contiguous features."""
+    array = contiguous_last_axis(xp, array)
+    return array if array.ndim == 3 else reshaped(xp, array, (total, *array.shape[2:]))
 
 
 def _digest(parent: bytes, tokens: np.ndarray) -> bytes:

@@ -18,7 +18,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuattn._arrays import as_arrays, check_out, contiguous_last_axis, side
+from cuattn._arrays import (
+    as_arrays,
+    check_out,
+    contiguous,
+    contiguous_last_axis,
+    reshaped,
+    side,
+    temporaries,
+)
 from cuattn.reference import sampling as reference
 
 __all__ = [
@@ -311,10 +319,11 @@ def apply_penalties(
     penalties = _penalties(name, rows, tokens, repetition, frequency, presence, logit_bias, allowed)
     if out is not None:
         check_out(name, out, shape, rows.dtype)
-    result = side(xp, "sampling").apply_penalties(rows, penalties).reshape(shape)
     if out is None:
-        return result
-    out[...] = result
+        return side(xp, "sampling").apply_penalties(rows, penalties).reshape(shape)
+    with temporaries(xp):
+        result = side(xp, "sampling").apply_penalties(rows, penalties)
+    out[...] = result.reshape(shape)
     return out
 
 
@@ -465,12 +474,16 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
     xp, (logits, scores) = as_arrays(name, logits=logits, scores=scores)
     if logits.ndim != 3:
         raise ValueError(f"{name}: logits must be (batch, beams, vocab), has shape {logits.shape}")
-    _logits(name, logits.reshape(-1, logits.shape[-1]))
+    rows = contiguous_last_axis(xp, logits)
+    rows = reshaped(xp, rows, (-1, logits.shape[-1]))
+    _logits(name, rows)
     if scores.shape != logits.shape[:2]:
         raise ValueError(
             f"{name}: scores must be {logits.shape[:2]} as logits are, has shape {scores.shape}"
         )
-    return side(xp, "sampling").beam_step(logits, scores.astype(np.float32))
+    return side(xp, "sampling").beam_step(
+        rows.reshape(logits.shape), contiguous(xp, scores, np.float32)
+    )
 
 
 def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
@@ -554,11 +567,12 @@ def _penalties(
     if triple:
         if not where.shape == token.shape == value.shape or where.ndim != 1:
             raise ValueError(f"{name}: logit_bias's rows, tokens and values must be (n,) each")
-        bias: Any = (where.astype(np.int32), token.astype(np.int32), value.astype(np.float32))
+        dtypes = (np.int32, np.int32, np.float32)
+        bias: Any = tuple(map(contiguous, [xp] * 3, (where, token, value), dtypes))
     elif value is None:
         bias = None
     else:
-        bias = _broadcast_rows(name, "logit_bias", value.astype(np.float32), batch, vocab, xp)
+        bias = _broadcast_rows(name, "logit_bias", value, batch, vocab, xp, np.float32)
     if allowed is not None:
         packed = allowed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
         if not packed and allowed.dtype != np.bool_:
@@ -586,7 +600,7 @@ def _row_values(
     if _on_device(given):
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
-        return _per_row(name, parameter, given, batch).astype(dtype, copy=False)
+        return contiguous(xp, _per_row(name, parameter, given, batch), dtype)
     values = np.asarray(given)
     if values.dtype.kind not in ("iu" if dtype is np.int32 else "iuf"):
         raise TypeError(f"{name}: {parameter} must be a number or numbers, got {given!r}")
@@ -605,9 +619,9 @@ def _row_values(
             if values.ndim == 0
             else _per_row(name, parameter, values, batch)
         )
-    return (
-        values.item() if values.ndim == 0 else xp.asarray(_per_row(name, parameter, values, batch))
-    )
+    if values.ndim == 0:
+        return values.item()
+    return _uploaded(name, xp, parameter, _per_row(name, parameter, values, batch))
 
 
 def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) -> Any:
@@ -618,14 +632,15 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
         if given.dtype.kind not in "iu":
             raise TypeError(f"{name}: {parameter} must be integers, has dtype {given.dtype}")
         rows = _per_row(name, parameter, given, batch)
-        return rows.view(np.uint64) if given.dtype.itemsize == 8 else rows.astype(np.uint64)
+        return contiguous(xp, rows, None if rows.itemsize == 8 else np.uint64).view(np.uint64)
     if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
         word = int(given) & 0xFFFFFFFFFFFFFFFF
         return np.full(batch, word, np.uint64) if xp is np else word
     values = np.asarray(given)
     if values.dtype.kind not in "iu":
         raise TypeError(f"{name}: {parameter} must be an integer or integers, got {given!r}")
-    return xp.asarray(_per_row(name, parameter, values, batch).astype(np.uint64))
+    rows = _per_row(name, parameter, values, batch).astype(np.uint64)
+    return rows if xp is np else _uploaded(name, xp, parameter, rows)
 
 
 def _on_device(given: Any) -> bool:
@@ -639,7 +654,18 @@ def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
         raise ValueError(
             f"{name}: {parameter} must be a scalar or of shape ({batch},), has shape {values.shape}"
         )
-    return values if values.strides == (values.itemsize,) else values.copy()
+    return values
+
+
+def _uploaded(name: str, xp: ModuleType, parameter: str, values: np.ndarray) -> Any:
+    """An array of the host's on the device: a graph would copy from the host's memory again at each
+    replay, whatever is there by then."""
+    if side(xp, "memory").capturing():
+        raise ValueError(
+            f"{name}: {parameter} is an array on the host, must be on the device (or a scalar) "
+            "while a graph is captured"
+        )
+    return xp.asarray(values)
 
 
 def _integer(name: str, parameter: str, given: Any, low: int, high: int) -> int:
@@ -658,18 +684,24 @@ def _token_rows(name: str, parameter: str, tokens: Any, batch: int, xp: ModuleTy
         raise ValueError(
             f"{name}: {parameter} must be ({batch}, length) as logits are, has shape {tokens.shape}"
         )
-    return xp.ascontiguousarray(rows, dtype=np.int32)
+    return contiguous(xp, rows, np.int32)
 
 
 def _broadcast_rows(
-    name: str, parameter: str, values: Any, batch: int, width: int, xp: ModuleType
+    name: str,
+    parameter: str,
+    values: Any,
+    batch: int,
+    width: int,
+    xp: ModuleType,
+    dtype: Any = None,
 ) -> Any:
     if values.shape not in ((width,), (1, width), (batch, width)):
         raise ValueError(
             f"{name}: {parameter} must be ({width},) or ({batch}, {width}), has shape "
             f"{values.shape}"
         )
-    return xp.broadcast_to(contiguous_last_axis(xp, values), (batch, width))
+    return xp.broadcast_to(contiguous_last_axis(xp, values, dtype), (batch, width))
 
 
 def _speculative(
@@ -710,12 +742,12 @@ def _speculative(
             raise ValueError(
                 f"{name}: {parameter} must be ({batch}, {drafts}), has shape {array.shape}"
             )
-        integers[parameter] = xp.ascontiguousarray(array, dtype=np.int32)
+        integers[parameter] = contiguous(xp, array, np.int32)
     seed, offset = (_words(name, xp, n, v, batch) for n, v in (("seed", seed), ("offset", offset)))
     return side(xp, "sampling").speculative_sample(
         integers["draft_tokens"],
-        xp.ascontiguousarray(draft_probs),
-        xp.ascontiguousarray(target_probs),
+        contiguous(xp, draft_probs),
+        contiguous(xp, target_probs),
         integers["parents"],
         seed,
         offset,

@@ -115,6 +115,32 @@ def test_varlen_has_no_batch_stride():
     assert (p["batch"], p["seqlen_q"], p["seqlen_k"]) == (4, 50, 60)
 
 
+def test_cache_write_shape():
+    data = params.cache_write_pointers(*range(1, 10))
+    data += params.cache_write_shape(
+        (50, 3, 40, 24),
+        ((480, 160, 4), (960, 320, 4), (8000, 500, 100, 4), (4800, 300, 60, 4)),
+        (7, 11),
+        itemsize=4,
+        page_size=16,
+        uniform=5,
+        vec_bytes=16,
+        lanes_shift=6,
+        pairs=12,
+        interleaved=True,
+    )
+    p = np.frombuffer(data, params.CACHE_WRITE_PARAMS)[0]
+    names = params.CACHE_WRITE_PARAMS.names
+    assert [int(p[name]) for name in names[:9]] == list(range(1, 10))
+    strides = {"k_token": 120, "k_head": 40, "v_token": 240, "v_head": 80, "table_stride": 11}
+    strides |= {"k_page": [2000, 125, 25], "v_page": [1200, 75, 15]}
+    sizes = {"total": 50, "batch": 7, "heads": 3, "head_dim": 40, "head_dim_v": 24}
+    sizes |= {"page_shift": 4, "uniform": 5, "lanes_shift": 6, "pairs": 12, "interleaved": 1}
+    divisors = {"by_uniform": 5, "by_k_vecs": 10, "by_v_vecs": 6}
+    divisors = {name: list(params.divisor(d)) for name, d in divisors.items()}
+    assert {name: p[name].tolist() for name in names[9:]} == strides | sizes | divisors
+
+
 @given(d=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))
 def test_division_by_a_product_and_a_shift_is_exact(d, n):
     magic, shift = params.divisor(d)

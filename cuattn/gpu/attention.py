@@ -9,9 +9,10 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cuattn._arrays import contiguous_last_axis
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, sm90, tensormap, tiles
-from cuattn.gpu.memory import pointer, scratch
+from cuattn.gpu.memory import contiguous, on, pointer, scratch
 from cuattn.gpu.params import FORWARD_ARGUMENT, forward_pointers, forward_shape
 
 
@@ -48,69 +49,54 @@ def forward(
     Parameters and result as in :func:`cuattn.flash_attention`; q, k, v have a batch axis unless
     `spec` is varlen, and contiguous head_dims.
     """
-    device = q.device.id
-    if device != cupy.cuda.runtime.getDevice():
-        with cupy.cuda.Device(device):
-            return forward(
-                q,
-                k,
-                v,
+    device = q.device
+    with on(device):
+        if bias is not None and bias.dtype not in (spec.dtype, np.float32):
+            bias = contiguous(bias, spec.acc_dtype)
+        if alibi_slopes is not None:
+            alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
+        if sinks is not None:
+            sinks = contiguous(sinks, spec.acc_dtype)
+        # A copy holds what `out` does: rows that belong to no sequence stay as they are.
+        target = (
+            cupy.empty(spec.out_shape, spec.dtype)
+            if out is None
+            else contiguous_last_axis(cupy, out)
+        )
+        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+        if spec.batch and target.size:  # varlen of no sequences: nothing to compute
+            pointers = (q.data.ptr, k.data.ptr, v.data.ptr, target.data.ptr)
+            plan = _plan(
                 spec,
-                bias=bias,
-                mask=mask,
-                alibi_slopes=alibi_slopes,
-                sinks=sinks,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                out=out,
-                return_lse=return_lse,
+                device.id,
+                (q.strides, k.strides, v.strides, target.strides),
+                _layout(bias),
+                _layout(mask),
+                _layout(alibi_slopes),
+                (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
+                (pointer(bias) | pointer(mask)) % 16 == 0,
             )
-    if bias is not None and bias.dtype not in (spec.dtype, np.float32):
-        bias = bias.astype(spec.acc_dtype)
-    if alibi_slopes is not None:
-        alibi_slopes = cupy.ascontiguousarray(alibi_slopes, dtype=spec.acc_dtype)
-    if sinks is not None:
-        sinks = cupy.ascontiguousarray(sinks, dtype=spec.acc_dtype)
-    if spec.varlen:
-        cu_seqlens_q = cupy.ascontiguousarray(cu_seqlens_q)
-        cu_seqlens_k = cupy.ascontiguousarray(cu_seqlens_k)
-
-    target = out
-    if out is None or out.strides[-1] != out.itemsize:
-        target = cupy.empty(spec.out_shape, spec.dtype)
-    lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-    if spec.batch and target.size:  # varlen of no sequences: nothing to compute
-        pointers = (q.data.ptr, k.data.ptr, v.data.ptr, target.data.ptr)
-        plan = _plan(
-            spec,
-            device,
-            (q.strides, k.strides, v.strides, target.strides),
-            _layout(bias),
-            _layout(mask),
-            _layout(alibi_slopes),
-            (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
-            (pointer(bias) | pointer(mask)) % 16 == 0,
-        )
-        params = forward_pointers(
-            *pointers,
-            pointer(lse),
-            pointer(bias),
-            pointer(mask),
-            pointer(alibi_slopes),
-            pointer(sinks),
-            pointer(cu_seqlens_q),
-            pointer(cu_seqlens_k),
-        )
-        arguments = [np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]]
-        if plan.sm90 is not None:
-            workspace = scratch(plan.sm90.scratch_bytes)
-            mapped = (*pointers[:3], pointer(bias), pointer(mask))
-            arguments.append(plan.sm90.argument(mapped, workspace.ptr))
-        plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
-    if out is not None and target is not out:
-        out[...] = target
-        target = out
-    return target, lse
+            params = forward_pointers(
+                *pointers,
+                pointer(lse),
+                pointer(bias),
+                pointer(mask),
+                pointer(alibi_slopes),
+                pointer(sinks),
+                pointer(cu_seqlens_q),
+                pointer(cu_seqlens_k),
+            )
+            arguments = [np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]]
+            if plan.sm90 is not None:
+                workspace = scratch(plan.sm90.scratch_bytes)
+                mapped = (*pointers[:3], pointer(bias), pointer(mask))
+                arguments.append(plan.sm90.argument(mapped, workspace.ptr))
+            plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
+        if out is None:
+            return target, lse
+        if target is not out:
+            out[...] = target
+        return out, lse
 
 
 def _layout(array: cupy.ndarray | None) -> tuple | None:

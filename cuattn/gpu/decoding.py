@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cuattn._arrays import contiguous_last_axis
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, shared_prefix, tensormap, tiles
-from cuattn.gpu.memory import pointer, scratch
+from cuattn.gpu.memory import contiguous, on, pointer, scratch, scratch_array, temporaries
 from cuattn.gpu.params import DECODE_ARGUMENT, MERGE_PARAMS, decode_pointers, decode_shape
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
@@ -58,83 +58,64 @@ def decode(
 
     Parameters and result as of :func:`cuattn.reference.decoding.decode`.
     """
-    device = q.device.id
-    if device != cupy.cuda.runtime.getDevice():
-        with cupy.cuda.Device(device):
-            return decode(
+    with on(q.device):
+        if alibi_slopes is not None:
+            alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
+        if sinks is not None:
+            sinks = contiguous(sinks, spec.acc_dtype)
+        # Where positions count, a shared prefix is read with the rest: its queries are at as many
+        # positions as sequences. So it is where that is faster, unless the batch must not matter.
+        if isinstance(prefix, int) and (
+            spec.window_left is not None
+            or alibi_slopes is not None
+            or (num_splits is None and not _cascade_pays(spec, prefix, q.device.id))
+        ):
+            prefix = None
+
+        target = (
+            cupy.empty(spec.out_shape, spec.dtype)
+            if out is None
+            else contiguous_last_axis(cupy, out)
+        )
+        lse = None
+        if not target.size or not spec.batch:
+            lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+        elif prefix is not None:
+            lse = _cascade(
                 q,
                 k,
                 v,
+                target,
                 spec,
                 seq_lens=seq_lens,
                 page_table=page_table,
                 cu_seqlens_q=cu_seqlens_q,
                 prefix=prefix,
+                sinks=sinks,
+                num_splits=num_splits,
+                return_lse=return_lse,
+            )
+        else:
+            lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+            _launch(
+                q,
+                k,
+                v,
+                target,
+                lse,
+                spec,
+                seq_lens=seq_lens,
+                page_table=page_table,
+                cu_seqlens_q=cu_seqlens_q,
                 alibi_slopes=alibi_slopes,
                 sinks=sinks,
                 num_splits=num_splits,
-                out=out,
-                return_lse=return_lse,
             )
-    if alibi_slopes is not None:
-        alibi_slopes = cupy.ascontiguousarray(alibi_slopes, dtype=spec.acc_dtype)
-    if sinks is not None:
-        sinks = cupy.ascontiguousarray(sinks, dtype=spec.acc_dtype)
-    seq_lens = cupy.ascontiguousarray(seq_lens)
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = cupy.ascontiguousarray(cu_seqlens_q)
-    if page_table is not None and page_table.strides[1] != page_table.itemsize:
-        page_table = cupy.ascontiguousarray(page_table)
-    # Where positions count, a shared prefix is read with the rest: its queries are at as many
-    # positions as sequences. So it is where that is faster, unless the batch must not matter.
-    if isinstance(prefix, int) and (
-        spec.window_left is not None
-        or alibi_slopes is not None
-        or (num_splits is None and not _cascade_pays(spec, prefix, device))
-    ):
-        prefix = None
-
-    target = out
-    if out is None or out.strides[-1] != out.itemsize:
-        target = cupy.empty(spec.out_shape, spec.dtype)
-    lse = None
-    if not target.size or not spec.batch:
-        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-    elif prefix is not None:
-        lse = _cascade(
-            q,
-            k,
-            v,
-            target,
-            spec,
-            seq_lens=seq_lens,
-            page_table=page_table,
-            cu_seqlens_q=cu_seqlens_q,
-            prefix=prefix,
-            sinks=sinks,
-            num_splits=num_splits,
-            return_lse=return_lse,
-        )
-    else:
-        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-        _launch(
-            q,
-            k,
-            v,
-            target,
-            lse,
-            spec,
-            seq_lens=seq_lens,
-            page_table=page_table,
-            cu_seqlens_q=cu_seqlens_q,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            num_splits=num_splits,
-        )
-    if out is not None and target is not out:
-        out[...] = target
-        target = out
-    return target, lse
+        if out is None:
+            return target, lse
+        if target is not out:
+            out[...] = target
+        return out, lse
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,7 +141,8 @@ def _cascade(
     """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's
     own, merged; returns lse.
     """
-    rows = q.reshape(-1, *q.shape[-2:])
+    with temporaries():  # a copy where sequences do not lie end to end
+        rows = q.reshape(-1, *q.shape[-2:])
     total = rows.shape[0]
     if isinstance(prefix, int):
         first_key, length, pages = prefix, prefix, k.shape[:2]
@@ -187,8 +169,8 @@ def _cascade(
             (rows.data.ptr | shared_k.data.ptr | shared_v.data.ptr) % 16 == 0,
         )
     parts = 1 if plan is None else plan.parts
-    outs = _scratch_array((parts + 1, total, *spec.out_shape[-2:]), spec.acc_dtype)
-    lses = _scratch_array((parts + 1, spec.heads_q, total), spec.acc_dtype)
+    outs = scratch_array((parts + 1, total, *spec.out_shape[-2:]), spec.acc_dtype)
+    lses = scratch_array((parts + 1, spec.heads_q, total), spec.acc_dtype)
     if plan is not None:
         shared_prefix.launch(plan, rows, shared_k, shared_v, shared_table, outs, lses)
     else:
@@ -217,9 +199,9 @@ def _cascade(
         first_key=first_key,
         lse_strides=(0 if spec.varlen else spec.seqlen_q, total),
     )
-    allocate = cupy.empty if return_lse else _scratch_array
+    allocate = cupy.empty if return_lse else scratch_array
     lse = allocate((spec.heads_q, total), spec.acc_dtype)
-    merged = out if out.flags.c_contiguous else _scratch_array(out.shape, out.dtype)
+    merged = out if out.flags.c_contiguous else scratch_array(out.shape, out.dtype)
     _merge(list(outs), list(lses), merged.reshape(total, *spec.out_shape[-2:]), lse, (1, 0))
     if merged is not out:
         out[...] = merged
@@ -306,10 +288,6 @@ def _tensor_map(cache: cupy.ndarray, rows: int) -> bytes:
     )
 
 
-def _scratch_array(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    return cupy.ndarray(shape, dtype, scratch(math.prod(shape) * dtype.itemsize))
-
-
 @functools.lru_cache(maxsize=4096)
 def _plan(
     spec: AttentionSpec,
@@ -369,26 +347,25 @@ def merge(
 ) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Merge partial results. Parameters and result as of
     :func:`cuattn.reference.decoding.merge`."""
-    device = outs[0].device.id
-    if device != cupy.cuda.runtime.getDevice():
-        with cupy.cuda.Device(device):
-            return merge(outs, lses, lse_axes)
-    while len(outs) > MAX_PARTS:
-        merged = merge(outs[:MAX_PARTS], lses[:MAX_PARTS], lse_axes)
-        outs, lses = [merged[0], *outs[MAX_PARTS:]], [merged[1], *lses[MAX_PARTS:]]
-    outs = _same_strides(outs)
-    lses = [cupy.ascontiguousarray(lse) for lse in lses]
-    out, lse = cupy.empty(outs[0].shape, outs[0].dtype), cupy.empty(lses[0].shape, lses[0].dtype)
-    if out.size:
-        _merge(outs, lses, out, lse, lse_axes)
-    return out, lse
+    with on(outs[0].device):
+        while len(outs) > MAX_PARTS:
+            with temporaries():
+                out, lse = merge(outs[:MAX_PARTS], lses[:MAX_PARTS], lse_axes)
+            outs, lses = [out, *outs[MAX_PARTS:]], [lse, *lses[MAX_PARTS:]]
+        outs = _same_strides(outs)
+        lses = [contiguous(lse) for lse in lses]
+        out = cupy.empty(outs[0].shape, outs[0].dtype)
+        lse = cupy.empty(lses[0].shape, lses[0].dtype)
+        if out.size:
+            _merge(outs, lses, out, lse, lse_axes)
+        return out, lse
 
 
 def _same_strides(arrays: list[cupy.ndarray]) -> list[cupy.ndarray]:
     first = arrays[0].strides
     if first[-1] == arrays[0].itemsize and all(a.strides == first for a in arrays):
         return arrays
-    return [cupy.ascontiguousarray(a) for a in arrays]
+    return [contiguous(a) for a in arrays]
 
 
 def _merge(

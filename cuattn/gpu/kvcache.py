@@ -4,11 +4,26 @@ nothing synchronises.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any
+
 import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
-from cuattn.gpu.params import CACHE_WRITE_PARAMS, divisor
+from cuattn.gpu.memory import capturing, on, pointer, temporaries
+from cuattn.gpu.params import CACHE_WRITE_ARGUMENT, cache_write_pointers, cache_write_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All of a write's launch but the pointers."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    block: tuple[int]
+    shape: bytes  # CACHE_WRITE_PARAMS after its pointers
 
 
 class Batch:
@@ -17,9 +32,12 @@ class Batch:
     """
 
     def __init__(self, batch: int, width: int) -> None:
+        _refuse_capture("the page table")
         self.page_table = cupy.zeros((batch, width), np.int32)
         self.seq_lens = cupy.zeros(batch, np.int32)
         self.cu_new = cupy.zeros(batch + 1, np.int32)
+        arrays = (self.page_table, self.seq_lens, self.cu_new)
+        self.pointers = tuple(array.data.ptr for array in arrays)
         self.uniform = 0  # new tokens of each sequence, where all have as many
 
     def update(
@@ -31,6 +49,7 @@ class Batch:
         cu_new: np.ndarray,
     ) -> None:
         """Set some entries of the page table, and all lengths: one copy, one kernel."""
+        _refuse_capture("the page table")
         batch, width = self.page_table.shape
         header = 2 * batch + 1
         numbers = np.empty(header + 2 * pages.size, np.int32)
@@ -57,10 +76,19 @@ class Batch:
         self.uniform = int(cu_new[1]) if same else 0
 
 
+def _refuse_capture(what: str) -> None:
+    if capturing():
+        raise RuntimeError(
+            f"PagedKVCache: {what} would change while a CUDA graph is captured, and again in each "
+            "replay; call extend and page_table before the capture"
+        )
+
+
 def copy_pages(
     k_pages: cupy.ndarray, v_pages: cupy.ndarray, source: list[int], target: list[int]
 ) -> None:
     """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
+    _refuse_capture("pages")
     with cupy.cuda.Device(k_pages.device.id):
         for pages in (k_pages, v_pages):
             pages[:, target] = pages[:, source]
@@ -80,44 +108,76 @@ def write(
 
     Parameters as of :func:`cuattn.reference.kvcache.write`.
     """
-    arrays = (k, v, k_pages, v_pages)
-    aligned = all(
-        a.data.ptr % 16 == 0
-        and all(n % 16 == 0 for n in a.strides[:-1])
-        and a.shape[-1] * a.itemsize % 16 == 0
-        for a in arrays
-    )
-    variant = tiles.cache_write(k.dtype.name, k.itemsize, aligned=aligned)
-    config = variant.config
-    strides = [[n // a.itemsize for n in a.strides[:-1]] for a in arrays]
+    pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
-    params = np.zeros((), CACHE_WRITE_PARAMS)
-    for name, array in zip(("k", "v", "k_pages", "v_pages"), arrays, strict=True):
-        params[name] = array.data.ptr
-    params["page_table"], params["seq_lens"] = batch.page_table.data.ptr, batch.seq_lens.data.ptr
-    params["cu_new"], params["uniform"] = batch.cu_new.data.ptr, batch.uniform
-    if rope is not None:
-        params["cos"], params["sin"], params["pairs"] = cos.data.ptr, sin.data.ptr, cos.shape[1]
-    (params["k_token"], params["k_head"]), (params["v_token"], params["v_head"]) = strides[:2]
-    params["k_page"], params["v_page"] = strides[2:]
-    params["batch"], params["table_stride"] = batch.page_table.shape
-    params["total"], params["heads"], params["head_dim"] = k.shape
-    params["head_dim_v"], params["interleaved"] = v.shape[-1], interleaved
-    params["page_shift"] = k_pages.shape[1].bit_length() - 1
-    params["by_uniform"] = divisor(max(batch.uniform, 1))
-    for name, array in (("by_k_vecs", k), ("by_v_vecs", v)):
-        params[name] = divisor(array.shape[-1] * array.itemsize // config.vec_bytes)
-    pieces = k.shape[1] * max(k.shape[2], v.shape[2]) * k.itemsize // config.vec_bytes
-    lanes_shift = min((pieces - 1).bit_length(), config.threads.bit_length() - 1)
-    params["lanes_shift"] = lanes_shift
-    tokens = config.threads >> lanes_shift
-    with cupy.cuda.Device(k.device.id) as device:
-        compiler.kernel(variant, device.id)(
-            (-(-k.shape[0] // tokens), -(-pieces >> lanes_shift)),
-            (config.threads,),
-            (params.view((np.void, CACHE_WRITE_PARAMS.itemsize))[()],),
+    device = k.device
+    with on(device):
+        plan = _plan(
+            device.id,
+            k.dtype,
+            (*k.shape, v.shape[2]),
+            (k.strides, v.strides, k_pages.strides, v_pages.strides),
+            batch.page_table.shape,
+            batch.uniform,
+            k_pages.shape[1],
+            0 if cos is None else cos.shape[1],
+            interleaved,
+            (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
         )
+        params = cache_write_pointers(*pointers, *batch.pointers, pointer(cos), pointer(sin))
+        argument = np.frombuffer(params + plan.shape, CACHE_WRITE_ARGUMENT)[0]
+        plan.kernel(plan.grid, plan.block, (argument,))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    device: int,
+    dtype: np.dtype,
+    shape: tuple[int, int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    table_shape: tuple[int, int],
+    uniform: int,
+    page_size: int,
+    pairs: int,
+    interleaved: bool,
+    aligned: bool,
+) -> Plan:
+    """Choose and compile the kernel of a write, and pack what stays the same between calls like
+    it."""
+    total, heads, *dims = shape
+    itemsize = dtype.itemsize
+    bytes_between = (n for array in strides for n in array[:-1])
+    variant = tiles.cache_write(
+        dtype.name,
+        itemsize,
+        aligned=aligned
+        and all(n % 16 == 0 for n in (*bytes_between, *(d * itemsize for d in dims))),
+    )
+    config = variant.config
+    pieces = heads * max(dims) * itemsize // config.vec_bytes
+    lanes_shift = min((pieces - 1).bit_length(), config.threads.bit_length() - 1)
+    tokens = config.threads >> lanes_shift
+    return Plan(
+        kernel=compiler.kernel(variant, device),
+        grid=(-(-total // tokens), -(-pieces >> lanes_shift)),
+        block=(config.threads,),
+        shape=cache_write_shape(
+            shape,
+            strides,
+            table_shape,
+            itemsize=itemsize,
+            page_size=page_size,
+            uniform=uniform,
+            vec_bytes=config.vec_bytes,
+            lanes_shift=lanes_shift,
+            pairs=pairs,
+            interleaved=interleaved,
+        ),
+    )
 
 
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:
-    return table if table.data.ptr % 16 == 0 else table.copy()
+    if table.data.ptr % 16 == 0:
+        return table
+    with on(table.device), temporaries():
+        return table.copy()

@@ -1,8 +1,27 @@
-"""Device memory of a launch: addresses of arrays, and scratch."""
+"""Device memory of a call, and the device it is on.
+
+Results come from CuPy's allocator. What a call needs beside them (scratch of kernels, copies of
+arrays that a kernel cannot read as they are) is in use until the call's last kernel has run, and
+where it comes from depends on the current stream:
+
+- as a rule from CuPy's allocator too, which gives it to the next call on that stream;
+- while a CUDA graph is captured, from the graph. CuPy's pool would give it away before the graph
+  has run once, and every replay would write into what is somebody else's by then. Allocation and
+  release become nodes of the graph, whose address is the same in every replay; the memory stays
+  reserved until the graph is destroyed, and nobody has to keep anything alive but the call's
+  inputs and results. Copies are nodes as well: a replay copies what the arrays then hold.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from typing import Any
+
 import cupy
+import numpy as np
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def pointer(array: cupy.ndarray | None) -> int:
@@ -10,12 +29,36 @@ def pointer(array: cupy.ndarray | None) -> int:
     return 0 if array is None else array.data.ptr
 
 
-def scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
-    """Memory for one launch, in stream order.
+def on(device: cupy.cuda.Device) -> contextlib.AbstractContextManager:
+    """A context in which `device` is the current one."""
+    return _AS_IT_IS if device.id == cupy.cuda.runtime.getDevice() else device
 
-    While a graph is captured it is the graph's own: CuPy's pool would give it away again before the
-    graph runs.
-    """
-    if cupy.cuda.get_current_stream().is_capturing():
-        return cupy.cuda.malloc_async(nbytes)
-    return cupy.cuda.alloc(nbytes)
+
+def capturing() -> bool:
+    """Whether a graph is being captured from the current stream."""
+    return cupy.cuda.get_current_stream().is_capturing()
+
+
+def scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
+    """Memory for the duration of a call, or a graph's own."""
+    return cupy.cuda.malloc_async(nbytes) if capturing() else cupy.cuda.alloc(nbytes)
+
+
+def scratch_array(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
+    """An array, not initialised, in :func:`scratch`."""
+    return cupy.ndarray(shape, dtype, scratch(math.prod(shape) * dtype.itemsize))
+
+
+def temporaries() -> contextlib.AbstractContextManager:
+    """A context in which all that CuPy allocates is :func:`scratch`: for its own functions, whose
+    results must be released within the call."""
+    return cupy.cuda.using_allocator(cupy.cuda.malloc_async) if capturing() else _AS_IT_IS
+
+
+def contiguous(array: cupy.ndarray, dtype: Any = None) -> cupy.ndarray:
+    """Copy an array, as one of `dtype`, into :func:`scratch`; where it is that already, return
+    it."""
+    if (dtype is None or array.dtype == dtype) and array.flags.c_contiguous:
+        return array
+    with on(array.device), temporaries():
+        return cupy.ascontiguousarray(array, dtype)

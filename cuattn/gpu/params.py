@@ -130,6 +130,11 @@ CACHE_WRITE_PARAMS = np.dtype(
     ],
     align=True,
 )
+CACHE_WRITE_ARGUMENT = np.dtype((np.void, CACHE_WRITE_PARAMS.itemsize))
+
+#: Packs the 9 pointers that CACHE_WRITE_PARAMS begins with.
+cache_write_pointers = struct.Struct("9Q").pack
+_CACHE_WRITE_SHAPE = struct.Struct("11q 10i 6I")
 
 
 def divisor(d: int) -> tuple[int, int]:
@@ -137,6 +142,57 @@ def divisor(d: int) -> tuple[int, int]:
     Montgomery, 1994)."""
     shift = 31 + (d - 1).bit_length()
     return -(-(1 << shift) // d), shift
+
+
+def cache_write_shape(
+    shape: tuple[int, int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    table_shape: tuple[int, int],
+    *,
+    itemsize: int,
+    page_size: int,
+    uniform: int,
+    vec_bytes: int,
+    lanes_shift: int,
+    pairs: int,
+    interleaved: bool,
+) -> bytes:
+    """Pack CACHE_WRITE_PARAMS after its pointers.
+
+    Parameters
+    ----------
+    shape : tuple
+        Tokens, heads, head_dim and head_dim_v.
+    strides : tuple
+        Of k, v (token, head, feature) and their pages (page, slot, head, feature), in bytes.
+    table_shape : (int, int)
+        Sequences, and pages of each.
+    itemsize, vec_bytes : int
+        Bytes of an element, and of a piece that a thread copies.
+    page_size : int
+        A power of two.
+    uniform, lanes_shift, pairs, interleaved
+        As in WriteParams.
+    """
+    total, heads, head_dim, head_dim_v = shape
+    batch, width = table_shape
+    return _CACHE_WRITE_SHAPE.pack(
+        *(stride // itemsize for array in strides for stride in array[:-1]),
+        width,
+        total,
+        batch,
+        heads,
+        head_dim,
+        head_dim_v,
+        page_size.bit_length() - 1,
+        uniform,
+        lanes_shift,
+        pairs,
+        interleaved,
+        *divisor(max(uniform, 1)),
+        *divisor(head_dim * itemsize // vec_bytes),
+        *divisor(head_dim_v * itemsize // vec_bytes),
+    )
 
 
 CONTIGUOUS_PAGE_SHIFT = 30  # a contiguous cache is one page a sequence

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
-from cuattn.gpu.memory import pointer
+from cuattn.gpu.memory import pointer, scratch_array, temporaries
 
 if TYPE_CHECKING:
     from cuattn.reference.sampling import Penalties
@@ -80,7 +80,8 @@ def sample(
     if unfiltered and (top_p, min_p, typical_p) == (1, 0, 1):
         return _draw(logits, filters, seed, offset, penalties)
     if penalties is not None:
-        logits = apply_penalties(logits, penalties)
+        with temporaries():
+            logits = apply_penalties(logits, penalties)
     tokens = cupy.empty(len(logits), np.int32)
     # Typical-p and a long top-k take several passes; values on the device may ask for them.
     several = isinstance(top_k, int) and tiles.MAX_RANKED < top_k < logits.shape[1]
@@ -95,11 +96,9 @@ def sample(
 
 def top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndarray]:
     """As :func:`cuattn.reference.sampling.top_k`."""
-    if k > tiles.MAX_RANKED:
-        return _sorted_top_k(logits, k)
     values = cupy.empty((len(logits), k), logits.dtype)
     indices = cupy.empty((len(logits), k), np.int32)
-    _stream(logits, _OFF, top=(values, indices))
+    _top_k(logits, values, indices)
     return values, indices
 
 
@@ -120,7 +119,7 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
 
 def _penalty_params(penalties: Penalties) -> bytes:
     tokens, repetition, frequency, presence, bias, allowed = penalties
-    triples = tuple(map(cupy.ascontiguousarray, bias)) if isinstance(bias, tuple) else ()
+    triples = bias if isinstance(bias, tuple) else ()
     dense = None if triples else bias
     return _PACK_PENALTIES(
         tokens.data.ptr,
@@ -176,11 +175,16 @@ def logprobs(
     logits: cupy.ndarray, tokens: cupy.ndarray | None, top_n: int
 ) -> tuple[cupy.ndarray | None, cupy.ndarray | None, cupy.ndarray | None]:
     """As :func:`cuattn.reference.sampling.logprobs`."""
-    best = top_k(logits, top_n)[1] if top_n else None
-    both = [wanted for wanted in (tokens, best) if wanted is not None]
-    if not both:
+    best = None
+    if top_n:
+        best = cupy.empty((len(logits), top_n), np.int32)
+        _top_k(logits, scratch_array(best.shape, logits.dtype), best)
+    wanted = best if tokens is None else tokens
+    if wanted is None:
         return None, None, None
-    wanted = both[0] if len(both) == 1 else cupy.concatenate(both, axis=1)
+    if tokens is not None and best is not None:
+        wanted = scratch_array((len(logits), tokens.shape[1] + top_n), best.dtype)
+        wanted[:, : tokens.shape[1]], wanted[:, tokens.shape[1] :] = tokens, best
     found = cupy.empty(wanted.shape, np.float32)
     _normalise(logits, 1.0, tokens=wanted, log_probabilities=found)
     chosen = None if tokens is None else found[:, : tokens.shape[1]]
@@ -193,29 +197,35 @@ def beam_step(
     """As :func:`cuattn.reference.sampling.beam_step`: the best of each beam, then the best of
     those."""
     rows, beams, vocab = logits.shape
-    flat = logits.reshape(rows * beams, vocab)
     width = min(beams, vocab)
-    _, values, tokens = logprobs(flat, None, width)
-    total = values.reshape(rows, beams, width) + scores[:, :, None]
-    total = cupy.where(cupy.isnan(total), cupy.float32(-np.inf), total)
-    best, places = top_k(total.reshape(rows, beams * width), beams)
-    dead = best == -np.inf
-    picked = cupy.take_along_axis(tokens.reshape(rows, beams * width), places, axis=1)
-    return (
-        best,
-        cupy.where(dead, -1, picked),
-        cupy.where(dead, -1, places // width).astype(np.int32),
-    )
+    best = cupy.empty((rows, beams), np.float32)
+    added, parents = (cupy.empty((rows, beams), np.int32) for _ in range(2))
+    with temporaries():
+        flat = logits.reshape(rows * beams, vocab)
+        _, values, tokens = logprobs(flat, None, width)
+        total = values.reshape(rows, beams, width) + scores[:, :, None]
+        total = cupy.where(cupy.isnan(total), cupy.float32(-np.inf), total)
+        places = cupy.empty((rows, beams), np.int32)
+        _top_k(total.reshape(rows, beams * width), best, places)
+        dead = best == -np.inf
+        picked = cupy.take_along_axis(tokens.reshape(rows, beams * width), places, axis=1)
+        added[...] = cupy.where(dead, -1, picked)
+        parents[...] = cupy.where(dead, -1, places // width)
+    return best, added, parents
 
 
-def _sorted_top_k(logits: cupy.ndarray, k: int) -> tuple[cupy.ndarray, cupy.ndarray]:
-    """The k largest by sorting whole rows: for more than a block can list."""
-    wide = logits.astype(np.float32)
-    indices = cupy.argsort(-wide, axis=1, kind="stable")[:, :k]
-    values = cupy.take_along_axis(logits, indices, axis=1)
-    bad = ~(wide < np.inf).all(axis=1, keepdims=True)
-    values = cupy.where(bad, cupy.asarray(np.nan, logits.dtype), values)
-    return values, cupy.where(bad, -1, indices).astype(np.int32)
+def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) -> None:
+    k = indices.shape[1]
+    if k <= tiles.MAX_RANKED:
+        return _stream(logits, _OFF, top=(values, indices))
+    # More than a block can list: whole rows are sorted.
+    with temporaries():
+        wide = logits.astype(np.float32)
+        order = cupy.argsort(-wide, axis=1, kind="stable")[:, :k]
+        bad = ~(wide < np.inf).all(axis=1, keepdims=True)
+        largest = cupy.take_along_axis(wide, order, axis=1)
+        values[...] = cupy.where(bad, cupy.float32(np.nan), largest)
+        indices[...] = cupy.where(bad, -1, order)
 
 
 def _draw(
@@ -235,7 +245,9 @@ def _draw(
             segment = tiles.segment(logits.shape[1], launch.variant.config.cluster)
             nbytes = tiles.penalty_bytes(segment, *_listed(penalties))
             if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
-                return _draw(apply_penalties(logits, penalties), filters, seed, offset)
+                with temporaries():
+                    logits = apply_penalties(logits, penalties)
+                return _draw(logits, filters, seed, offset)
             arguments = _penalty_params(penalties)
         params = _sample_params(logits, filters, seed, offset, tokens=tokens)
         _launch(launch, params, arguments, smem_bytes=nbytes)
