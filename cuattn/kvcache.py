@@ -307,7 +307,8 @@ class PagedKVCache:
 
         On a GPU this is one kernel, which finds the slots from the arrays that ``page_table(ids)``
         and ``seq_lens(ids)`` return: captured in a CUDA graph, it writes wherever they point when
-        the graph runs.
+        the graph runs. They must be up to date when it is captured: after an ``extend``, call
+        ``page_table(ids)`` first.
 
         Parameters
         ----------

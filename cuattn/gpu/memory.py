@@ -7,9 +7,9 @@ where it comes from depends on the current stream:
 - as a rule from CuPy's allocator too, which gives it to the next call on that stream;
 - while a CUDA graph is captured, from the graph. CuPy's pool would give it away before the graph
   has run once, and every replay would write into what is somebody else's by then. Allocation and
-  release become nodes of the graph, whose address is the same in every replay; the memory stays
-  reserved until the graph is destroyed, and nobody has to keep anything alive but the call's
-  inputs and results. Copies are nodes as well: a replay copies what the arrays then hold.
+  release become nodes of the graph: each replay has the memory at the same address while it runs,
+  as long as there is the graph, and nobody has to keep anything alive but the call's arguments and
+  results. Copies are nodes as well: a replay copies what the arrays then hold.
 """
 
 from __future__ import annotations
