@@ -184,11 +184,12 @@ def paged_attention(
         newest of its tokens. Starts at 0, never falls, ends at total at most; rows past its end are
         not computed.
     prefix : int or (k, v), optional
-        What the whole batch shares, read once for all of it (cascade). An integer, a multiple of
-        page_size, promises that the first so many keys of every sequence are in the same pages and
-        come before all its queries; the result is what it is without. A pair of arrays (prefix_len,
-        heads_kv, head_dim) and (..., head_dim_v) are keys and values before every sequence's own,
-        which alone `page_table` and `seq_lens` then count; not with `window` or `alibi_slopes`.
+        What the whole batch shares, read once for all of it (cascade [2]_). An integer, a multiple
+        of page_size, promises that the first so many keys of every sequence are in the same pages
+        and come before all its queries; the result is what it is without. A pair of arrays
+        (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
+        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window` or
+        `alibi_slopes`.
     causal, window, scale, softcap, alibi_slopes, sinks, num_splits, return_lse, out
         As in :func:`flash_decode`.
 
@@ -208,7 +209,22 @@ def paged_attention(
     References
     ----------
     .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention", 2023. .. [2] Juravsky et al., "Hydragen", 2024 (shared prefixes).
+       PagedAttention", 2023.
+    .. [2] Juravsky et al., "Hydragen", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> rng = np.random.default_rng(0)
+    >>> pages = rng.standard_normal((8, 16, 2, 64), dtype=np.float32)  # 8 pages of 16 tokens
+    >>> page_table = np.array([[5, 0], [3, 7]], np.int32)
+    >>> seq_lens = np.array([10, 30], np.int32)  # entry [0, 1] of the table is not used
+    >>> q = rng.standard_normal((4, 8, 64), dtype=np.float32)
+    >>> cu_seqlens_q = np.array([0, 1, 4], np.int32)  # one new token, and three
+    >>> cuattn.paged_attention(
+    ...     q, pages, pages, page_table, seq_lens, cu_seqlens_q=cu_seqlens_q
+    ... ).shape
+    (4, 8, 64)
     """
     name = "paged_attention"
     prefix_k, prefix_v = prefix if isinstance(prefix, tuple) else (None, None)

@@ -33,7 +33,7 @@ class PagedKVCache:
     A step of generation is ``extend`` (room for the new tokens), ``write`` in each layer, and
     :func:`cuattn.paged_attention` over ``pages(layer)`` with ``page_table(ids)`` and
     ``seq_lens(ids)``. Sequences that begin with the same tokens share the pages that hold them
-    [1]_; a page is copied when a sequence is about to write into one that others read (copy on
+    [1]_ [2]_; a page is copied when a sequence is about to write into one that others read (copy on
     write). Bookkeeping is done on the host, in NumPy, and never waits for the device.
 
     Parameters
@@ -66,8 +66,8 @@ class PagedKVCache:
     References
     ----------
     .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention", 2023. .. [2] Zheng et al., "SGLang: Efficient Execution of Structured Language
-    Model Programs", 2024.
+       PagedAttention", 2023.
+    .. [2] Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024.
 
     Examples
     --------

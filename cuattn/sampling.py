@@ -122,6 +122,12 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     ------
     TypeError, ValueError
         An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cuattn.sampling.top_k(np.array([[1, 7, 7, 3]], np.float32), 3)
+    (array([[7., 7., 3.]], dtype=float32), array([[1, 2, 3]], dtype=int32))
     """
     name = "sampling.top_k"
     xp, logits, shape = _logits(name, logits)
@@ -176,6 +182,13 @@ def filter_logits(
     .. [1] Holtzman et al., "The Curious Case of Neural Text Degeneration", ICLR 2020.
     .. [2] Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
     .. [3] Meister et al., "Locally Typical Sampling", TACL 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    >>> cuattn.sampling.softmax(cuattn.sampling.filter_logits(logits, top_p=0.7)).round(3)
+    array([0.625, 0.375, 0.   , 0.   ], dtype=float32)
     """
     name = "sampling.filter_logits"
     xp, logits, shape = _logits(name, logits)
@@ -309,6 +322,13 @@ def apply_penalties(
     References
     ----------
     .. [1] Keskar et al., "CTRL", 2019.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> logits, tokens = np.array([2.0, -1.0, 3.0], np.float32), np.array([0, 1], np.int32)
+    >>> cuattn.sampling.apply_penalties(logits, tokens, repetition=2)
+    array([ 1., -2.,  3.], dtype=float32)
     """
     name = "sampling.apply_penalties"
     if tokens is None:

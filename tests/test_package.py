@@ -1,8 +1,10 @@
-"""What is installed: the wheel and an editable install, each in an empty virtual environment, and
-what importing costs."""
+"""What is installed: the wheel and an editable install, each in an empty virtual environment; what
+importing costs; what docstrings show."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import importlib.metadata
 import os
 import pathlib
@@ -30,6 +32,13 @@ COMPILER = [
 needs_compiler = pytest.mark.skipif(
     sys.platform == "darwin", reason="NVIDIA's compiler does not exist for macOS"
 )
+
+
+@pytest.mark.parametrize("module", ["_config", "attention", "decoding", "kvcache", "sampling"])
+def test_examples_in_docstrings(module):
+    failed, attempted = doctest.testmod(importlib.import_module(f"cuattn.{module}"))
+    assert attempted
+    assert not failed
 
 
 @pytest.fixture(scope="module")
