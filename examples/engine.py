@@ -91,8 +91,9 @@ class Engine:
     def step(self) -> list[tuple[Text, list[int]]]:
         """One pass of the model. Returns what was written: texts, each with its new tokens."""
         start = time.perf_counter()
-        if self.waiting and len(self.running) < self.max_batch:
-            # One at a time: the next then finds in the cache what this one has read.
+        while self.waiting and len(self.running) < self.max_batch:
+            if self.pays_to_wait(self.waiting[0]):
+                break
             self.join(self.waiting.popleft())
         while True:
             turns = self.turns()
@@ -115,6 +116,15 @@ class Engine:
         else:
             self.counts.update(written=sum(map(len, written)), written_seconds=seconds)
         return [(text, tokens) for text, tokens in zip(texts, written, strict=True) if tokens]
+
+    def pays_to_wait(self, text: Text) -> bool:
+        """Whether another text is about to read a page that this one can then find in the cache."""
+        size = self.cache.page_size
+        for other in self.running:
+            end = other.cached // size * size + size
+            if end < len(text.ids) and text.ids[:end] == other.ids[:end]:
+                return True
+        return False
 
     def join(self, text: Text) -> None:
         """Take a text into the batch, with what the cache has of its beginning."""

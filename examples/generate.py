@@ -49,7 +49,12 @@ def main() -> None:
         tokenizer = llama.Tokenizer(metadata)
     except (OSError, ValueError) as error:
         sys.exit(f"{arguments.model or GGUF}: {error}")
-    model = llama.Llama(metadata, weights, xp)
+    if xp is np:
+        model = llama.Llama(metadata, weights)
+    else:
+        from graphs import GraphLlama
+
+        model = GraphLlama(metadata, weights)
     dtype = arguments.cache_dtype or ("float32" if xp is np else "float16")
     engine = Engine(
         model,

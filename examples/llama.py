@@ -137,6 +137,16 @@ class Tokenizer:
 PAGE_SIZE = 16  # tokens; what two texts have in common is shared by the page
 
 
+class Pass(NamedTuple):
+    """What a pass of the model reads and is asked for, in int32 arrays."""
+
+    ids: Any  # (total,): new tokens, sequence by sequence
+    owners: Any  # (total,): the place of each one's sequence in the batch
+    cu_seqlens: Any  # (batch + 1,): where the tokens of each sequence begin
+    last: Any  # (wanted,): the tokens whose logits are wanted
+    cu_last: Any  # (batch + 1,): where those of each sequence begin
+
+
 class Llama:
     """A Llama model. What it has read of each text is in a cache of its keys and values.
 
@@ -227,37 +237,62 @@ class Llama:
         MemoryError
             The cache has not enough pages left; nothing has changed.
         """
-        xp, heads_kv = self.xp, self.heads_kv
         counts = [len(tokens) for tokens in new]
-        ids, stops = np.concatenate(new), np.cumsum(counts)
-        cache.extend(sequences, counts, tokens=ids)
+        cu_seqlens, cu_last = (np.append(0, np.cumsum(each)) for each in (counts, wanted))
+        ends = zip(cu_seqlens[1:], wanted, strict=True)
+        step = Pass(
+            np.concatenate(new),
+            np.repeat(np.arange(len(counts)), counts),
+            cu_seqlens,
+            np.concatenate([np.arange(end - n, end) for end, n in ends]),
+            cu_last,
+        )
+        cache.extend(sequences, counts, tokens=step.ids)
+        step = Pass(*(array.astype(np.int32) for array in step))
+        return self.run(cache, sequences, step) @ self.output
+
+    def run(self, cache: cuattn.PagedKVCache, sequences: list[int], step: Pass) -> Any:
+        """`forward`, given host arrays."""
+        return self.forward(cache, sequences, Pass(*map(self.xp.asarray, step)))
+
+    def forward(self, cache: cuattn.PagedKVCache, sequences: list[int], step: Pass) -> Any:
+        """The features of the tokens whose logits are wanted, (wanted, hidden size)."""
+        ids, owners, cu_seqlens, last, cu_last = step
+        xp, heads_kv = self.xp, self.heads_kv
         page_table, seq_lens = cache.page_table(sequences), cache.seq_lens(sequences)
-        cu_seqlens = xp.asarray(np.append(0, stops), xp.int32)
-        owners = xp.asarray(np.repeat(np.arange(len(counts)), counts))
         positions = xp.arange(len(ids)) + (seq_lens - cu_seqlens[1:])[owners]
         angles = xp.multiply.outer(positions.astype(xp.float32), self.frequencies)
         rotation = xp.exp(1j * angles)[:, None]
 
-        x = xp.ascontiguousarray(self.embedding[xp.asarray(ids)])
+        x = xp.ascontiguousarray(self.embedding[ids])
         for i, layer in enumerate(self.layers):
-            qkv = self.rms_norm(x, layer.attn_norm) @ layer.attn_qkv
+            qkv = self.matmul(self.rms_norm(x, layer.attn_norm), layer.attn_qkv)
             qkv = qkv.reshape(len(ids), -1, self.head_dim)
             rotate(qkv[:, :-heads_kv], rotation)
             qkv = qkv.astype(cache.dtype, copy=False)
             q, k, v = qkv[:, : self.heads], qkv[:, self.heads : -heads_kv], qkv[:, -heads_kv:]
             cache.write(i, sequences, k, v)
+            if i == len(self.layers) - 1 and len(last) < len(ids):
+                x, q, cu_seqlens = x[last], q[last], cu_last
             heads = cuattn.paged_attention(
                 q, *cache.pages(i), page_table, seq_lens, cu_seqlens_q=cu_seqlens
             )
-            x += heads.reshape(len(ids), -1).astype(x.dtype, copy=False) @ layer.attn_output
+            heads = heads.reshape(len(x), self.heads * self.head_dim)
+            self.add_matmul(x, heads.astype(x.dtype, copy=False), layer.attn_output)
 
-            gate_up = self.rms_norm(x, layer.ffn_norm) @ layer.ffn_gate_up
+            gate_up = self.matmul(self.rms_norm(x, layer.ffn_norm), layer.ffn_gate_up)
             half = len(layer.ffn_down)
-            x += self.swiglu(gate_up[:, :half], gate_up[:, half:]) @ layer.ffn_down
-        if not any(wanted):
-            return xp.empty((0, self.output.shape[1]), x.dtype)
-        last = [np.arange(stop - n, stop) for stop, n in zip(stops, wanted, strict=True)]
-        return self.rms_norm(x[xp.asarray(np.concatenate(last))], self.output_norm) @ self.output
+            swiglu = self.swiglu(gate_up[:, :half], gate_up[:, half:])
+            self.add_matmul(x, swiglu, layer.ffn_down)
+        return self.rms_norm(x, self.output_norm)
+
+    def matmul(self, x: Any, weight: Any) -> Any:
+        """`x` times a matrix of weights."""
+        return x @ weight
+
+    def add_matmul(self, out: Any, x: Any, weight: Any) -> None:
+        """The same, added to `out`."""
+        out += x @ weight
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
         """`x` scaled to a mean square of one, times `weight`."""

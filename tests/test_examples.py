@@ -10,8 +10,11 @@ import re
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
+
+import cuattn
 
 gguf = pytest.importorskip("gguf", reason="needs the extra 'examples'")
 pytest.importorskip("jinja2", reason="needs the extra 'examples'")
@@ -229,7 +232,11 @@ def test_prompts_together_and_alone(model):
 
 def read_model(model, xp=np) -> tuple[llama.Llama, dict[str, np.ndarray]]:
     path, weights = model
-    return llama.Llama(*llama.read_gguf(path), xp), weights
+    if xp is np:
+        return llama.Llama(*llama.read_gguf(path)), weights
+    from graphs import GraphLlama
+
+    return GraphLlama(*llama.read_gguf(path)), weights
 
 
 def run(engine: Engine) -> None:
@@ -265,6 +272,51 @@ def test_prompt_read_in_parts(model):
         assert error.max(initial=0) < 1e-4 * expected.std()
 
 
+class OneArray:
+    """A cache of one sequence without pages: an array of keys and one of values for each layer."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        self.k, self.v = np.full((2, LAYERS, 1, 99, HEADS_KV, HEAD_DIM), np.nan, self.dtype)
+        self.new = slice(0, 0)
+
+    def extend(self, _sequences, counts, tokens):
+        self.new = slice(self.new.stop, self.new.stop + counts[0])
+
+    def page_table(self, _sequences):
+        return None
+
+    def seq_lens(self, _sequences):
+        return np.array([self.new.stop], np.int32)
+
+    def write(self, layer, _sequences, k, v):
+        self.k[layer, 0, self.new], self.v[layer, 0, self.new] = k, v
+
+    def pages(self, layer):
+        return self.k[layer], self.v[layer]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_pages_give_what_one_array_gives(model, rng, monkeypatch, dtype):
+    """To the bit, since both round the same numbers: 16 bits may move ids, pages move none."""
+    network, _ = read_model(model)
+    first, second = rng.integers(3, len(VOCABULARY), (2, 20)).tolist()
+    writer = Engine(network, network.cache(6 * llama.PAGE_SIZE, dtype), -1, temperature=0)
+    for prompt in (first, second):  # the second gets pages here and there
+        text = writer.add(Text(prompt, 40))
+        run(writer)
+
+    def attention(q, k, v, _page_table, seq_lens, cu_seqlens_q):
+        return cuattn.flash_decode(q[None], k, v, seq_lens)[0]
+
+    monkeypatch.setattr(cuattn, "paged_attention", attention)
+    cache, ids, new = OneArray(dtype), list(second), second
+    for _ in range(40):
+        new = [int(network(cache, [0], [new], [1]).argmax())]
+        ids += new
+    assert text.ids == ids
+
+
 def check_texts_that_come_and_go(network, weights, rng, chunk, draft) -> None:
     """Greedy texts of a batch that changes at every step, in which drafts and parts of prompts
     are read together, against a plain loop of the float64 model."""
@@ -292,6 +344,19 @@ def check_texts_that_come_and_go(network, weights, rng, chunk, draft) -> None:
     # Six have two pages in common: one writes them, and each that comes after that finds them.
     assert writer.cache.hit_pages >= (10 if chunk > len(texts[-1].ids) else 2)
     assert draft or not writer.counts["proposed"]
+
+
+def test_texts_join_at_once_unless_one_reads_what_they_begin_with(model, rng):
+    network, _ = read_model(model)
+    writer = Engine(network, network.cache(4096), -1, temperature=0, max_batch=9)
+    texts = some_texts(rng, 10)  # five of them with two pages in common
+    for i in (1, 0, 2, 3, 4, 5, 6, 7, 8, 9):
+        writer.add(texts[i])
+    writer.step()
+    assert writer.running == [texts[1], texts[0], texts[2]]
+    writer.step()
+    assert len(writer.running) == 9
+    assert writer.cache.hit_pages == 2 * 3
 
 
 @pytest.mark.parametrize("chunk", [7, 2048])

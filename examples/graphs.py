@@ -1,0 +1,116 @@
+"""A Llama on a GPU whose steps are CUDA graphs: the host launches a whole pass of the model, and
+not each of its 500 operations."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, NamedTuple
+
+import cupy
+import llama
+import numpy as np
+from cuda.pathfinder import load_nvidia_dynamic_lib
+
+import cuattn
+
+
+class Captured(NamedTuple):
+    """A captured pass, and the arrays it reads and writes each time it is launched."""
+
+    graph: cupy.cuda.Graph
+    numbers: cupy.ndarray  # a llama.Pass, its arrays end to end
+    features: cupy.ndarray
+
+
+class GraphLlama(llama.Llama):
+    """A Llama on a GPU. A pass in which texts go on, and no prompt is read, is captured where it
+    has another size than all before it, and replayed from then on.
+
+    Parameters
+    ----------
+    metadata, weights
+        A checkpoint, from `llama.read_gguf` or `llama.load`.
+    """
+
+    def __init__(self, metadata: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
+        super().__init__(metadata, weights, cupy)
+        self.passes: Any = weakref.WeakKeyDictionary()  # of each cache, by their size
+        self.stream = cupy.cuda.Stream(non_blocking=True)  # where they are captured
+        self.pool = cupy.cuda.MemoryPool()  # what they have in between stays theirs
+        self.cublas = Cublas(self.stream)
+
+    def run(
+        self, cache: cuattn.PagedKVCache, sequences: list[int], step: llama.Pass
+    ) -> cupy.ndarray:
+        if len(step.last) < len(step.ids):
+            return super().run(cache, sequences, step)
+        # The cache updates this table in place, or makes a wider one; and where all texts read as
+        # many tokens, it writes them in another way.
+        table = cache.page_table(sequences)
+        size = *table.shape, len(step.ids), len(set(np.diff(step.cu_seqlens))) == 1
+        passes = self.passes.setdefault(cache, {})
+        if size not in passes:
+            passes[size] = self.capture(cache, sequences, step)
+        graph, numbers, features = passes[size]
+        numbers.set(np.concatenate(step))
+        graph.launch()
+        return features
+
+    def capture(
+        self, cache: cuattn.PagedKVCache, sequences: list[int], step: llama.Pass
+    ) -> Captured:
+        """Note down what a pass of this size launches, without doing it."""
+        numbers = cupy.asarray(np.concatenate(step))
+        parts = cupy.split(numbers, np.cumsum([len(array) for array in step[:-1]]))
+        with self.stream, cupy.cuda.using_allocator(self.pool.malloc):
+            self.stream.begin_capture()
+            try:
+                features = self.forward(cache, sequences, llama.Pass(*parts))
+            finally:
+                graph = self.stream.end_capture()
+        return Captured(graph, numbers, features)
+
+    def matmul(self, x: cupy.ndarray, weight: cupy.ndarray) -> cupy.ndarray:
+        if not self.stream.is_capturing():
+            return super().matmul(x, weight)
+        out = cupy.empty((len(x), weight.shape[1]), x.dtype)
+        self.cublas.matmul(out, x, weight, add=False)
+        return out
+
+    def add_matmul(self, out: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray) -> None:
+        if not self.stream.is_capturing():
+            return super().add_matmul(out, x, weight)
+        self.cublas.matmul(out, x, weight, add=True)
+
+
+class Cublas:
+    """Products of float32 matrices on a stream that is being captured, where CuPy refuses them."""
+
+    WORKSPACE = 32 << 20  # bytes, as cuBLAS's manual advises for Hopper
+
+    def __init__(self, stream: cupy.cuda.Stream) -> None:
+        self.library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+        self.handle = ctypes.c_void_p()
+        self.workspace = cupy.cuda.alloc(self.WORKSPACE)
+        self.call("cublasCreate_v2", ctypes.byref(self.handle))
+        self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(stream.ptr))
+        workspace = ctypes.c_void_p(self.workspace.ptr), ctypes.c_size_t(self.WORKSPACE)
+        self.call("cublasSetWorkspace_v2", self.handle, *workspace)
+
+    def matmul(
+        self, out: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, *, add: bool
+    ) -> None:
+        """`x` times `weight`, which is contiguous in either order, put into `out` or added to
+        it."""
+        # cuBLAS reads columns first: to it, this is out.T = weight.T @ x.T.
+        (n, k), m = x.shape, weight.shape[1]
+        transposed = not weight.flags.c_contiguous
+        pointers = [ctypes.c_void_p(array.data.ptr) for array in (weight, x, out)]
+        a, b, c = zip(pointers, (k if transposed else m, k, m), strict=True)
+        alpha, beta = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(add))
+        self.call("cublasSgemm_v2", self.handle, transposed, 0, m, n, k, alpha, *a, *b, beta, *c)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self.library, name)(*arguments):
+            raise RuntimeError(f"{name}: status {status}")
