@@ -286,7 +286,8 @@ def _stream(
         return
     with logits.device:
         launch = tiles.stream(logits.dtype.name, len(logits), _arch())
-        _launch(launch, _sample_params(logits, filters, seed, offset, **outputs))
+        params = _sample_params(logits, filters, seed, offset, **outputs)
+        _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
 
 
 def _filter(

@@ -11,10 +11,10 @@
 
 using Key = unsigned long long;  // a rank_key; 0 is none
 
-constexpr int kUnroll = Config::unroll;  // groups that a warp has in flight
-constexpr int kTile = 4 * kUnroll;       // tokens of a thread in them
-constexpr int kSurveyTile = 16;          // tokens of a thread in the survey
-constexpr int kSurvey = Config::threads * kSurveyTile;
+constexpr int kUnroll = Config::unroll;                 // groups that a warp has in flight
+constexpr int kTile = 4 * kUnroll;                      // tokens of a thread in them
+constexpr int kSurvey = 4096;                           // tokens in the survey
+constexpr int kSurveyTile = kSurvey / Config::threads;  // of a thread
 constexpr int kList = 2048;
 constexpr int kShare = kList / Config::cluster;  // of the list, for one block
 constexpr int kEach = kList / Config::threads;   // of the list, for one thread
@@ -24,7 +24,7 @@ struct Row {
 
   __device__ __forceinline__ float operator()(int i) const { return to_float(logits[i]); }
 
-  // Asks for a segment ahead of its use.
+  // Asks L2 for a segment ahead of its use.
   __device__ __forceinline__ void prefetch(Segment segment) const {
     constexpr int kLine = 128 / sizeof(Config::dtype);
     for (int i = segment.begin + threadIdx.x * kLine; i < segment.end; i += Config::threads * kLine)
@@ -43,15 +43,25 @@ __device__ __forceinline__ int tile_index(int base, int j) {
   return base + 32 * j + int(threadIdx.x % 32);
 }
 
-// f(base, logits) for each tile of the segment, kTokens for each thread; beyond the end a logit is
-// -inf.
-template <int kTokens, class F>
-__device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment, F f) {
-  constexpr int kWarpTile = 32 * kTokens;
-  for (int base = segment.begin + int(threadIdx.x / 32) * kWarpTile; base < segment.end;
-       base += kWarps * kWarpTile) {
-    float x[kTokens];
-    if (base + kWarpTile <= segment.end) {
+// A thread's tokens in one tile of the segment after the other, kTokens in each; beyond the end a
+// logit is -inf. The warps of a team take turns.
+template <int kTokens, int kTeam = kWarps>
+struct Tiles {
+  const Row& logits;
+  const Segment segment;
+  int base;
+
+  __device__ __forceinline__ Tiles(const Row& logits, Segment segment)
+      : logits(logits),
+        segment(segment),
+        base(segment.begin + int(threadIdx.x / 32) % kTeam * 32 * kTokens) {}
+
+  __device__ __forceinline__ bool any() const { return base < segment.end; }
+
+  __device__ __forceinline__ void next() { base += kTeam * 32 * kTokens; }
+
+  __device__ __forceinline__ void load(float (&x)[kTokens]) const {
+    if (base + 32 * kTokens <= segment.end) {
 #pragma unroll
       for (int j = 0; j < kTokens; ++j) x[j] = logits(tile_index(base, j));
     } else {
@@ -60,6 +70,28 @@ __device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment
         const int i = tile_index(base, j);
         x[j] = i < segment.end ? logits(i) : -kInfinity;
       }
+    }
+  }
+};
+
+// f(base, logits) for each tile of the segment, while the next one is on its way if there are
+// registers to hold it.
+template <class F>
+__device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment, F f) {
+  constexpr bool kAhead = Config::blocks_per_sm == 1;
+  float x[kTile], ahead[kTile];
+  Tiles<kTile> tiles(logits, segment);
+  if (kAhead) tiles.load(ahead);
+  while (tiles.any()) {
+    const int base = tiles.base;
+    if (kAhead) {
+#pragma unroll
+      for (int j = 0; j < kTile; ++j) x[j] = ahead[j];
+      tiles.next();
+      if (tiles.any()) tiles.load(ahead);
+    } else {
+      tiles.load(x);
+      tiles.next();
     }
     f(base, x);
     __syncwarp();  // lanes that went their own way would go on alone, each with its own loads

@@ -10,11 +10,13 @@
 constexpr int kSegments = 8;
 constexpr float kDoubt = 1e-4f;  // of a row's mass, more than rounding can amount to
 constexpr int kOwnSegments = kSegments / Config::cluster;
-constexpr int kMassBins = 24;
+constexpr int kSumWarps = 8;  // that take a segment together, whatever Config::threads is
+constexpr int kMassBins = Config::mass_bins;
 constexpr int kSurveyBins = 256;
 constexpr float kSurveyBin = 24.0f / kSurveyBins;  // of log2 of a mass
 constexpr float kWanted = 32.0f;                   // tokens on a list, about; more for hard filters
-static_assert(kSegments % Config::cluster == 0 && kMassBins % kWarps == 0, "work is even");
+static_assert(kSegments % Config::cluster == 0 && kWarps % kSumWarps == 0, "work is even");
+static_assert(kMassBins <= 32, "one for each lane");
 
 constexpr Key kLowest = 0x00800000ull << 32;  // below those of all finite logits
 
@@ -40,15 +42,14 @@ struct Raced {
   }
 };
 
+extern __shared__ float own_bins[][Config::threads];  // each thread's
+
 struct RacedSmem {
   Raced row;
-  union {
-    float own[kMassBins][Config::threads];  // bins of each thread
-    unsigned survey[kSurveyBins];
-  };
+  unsigned survey[kSurveyBins];
   float bins[Config::cluster][kMassBins];
-  float2 sums[kSegments][kWarps];
-  float highs[Config::cluster][kWarps];
+  float2 sums[kSegments][kSumWarps];
+  float highs[Config::cluster][kWarps], in_bin[Config::cluster][kWarps];
   float2 surveyed[kWarps];
   float survey_high[kWarps];
   float before[kMassBins], in[kMassBins], total;
@@ -165,37 +166,50 @@ __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, floa
   __syncthreads();
 }
 
+// Whether min-p keeps a logit.
+__device__ __forceinline__ bool keeps(const Raced& row, float x, float high) {
+  if (row.min_p == 0.0f) return true;
+  const float log_share = (x - high) * row.slope;
+  const float gap = log_share - ptx::lg2(row.min_p);
+  if (log_share > -126.0f && fabsf(gap) > 1e-4f) return gap > 0.0f;
+  return (double(x) - double(high)) / double(row.temperature) >= log(double(row.min_p));
+}
+
 // The mass of the tokens whose keys are above `key`, and of all.
 __device__ __forceinline__ float2 mass_above(const Row& logits, int vocab, Key key,
                                              RacedSmem& smem) {
   const Raced row = smem.row;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kSumWarps;
   const float bound = key_score(key);
   const int index = key_index(key);
   constexpr int kTokens = 16;  // whatever Config::unroll is: it decides how sums round
-  sync_cluster();              // what was summed before is no longer looked at
-  for (int own = 0; own < kOwnSegments; ++own)
-    logits.prefetch(segment_of(vocab, rank_in_cluster() * kOwnSegments + own));
+  constexpr int kTeams = kWarps / kSumWarps;
+  sync_cluster();  // what was summed before is no longer looked at
+  const int first = rank_in_cluster() * kOwnSegments;
 #pragma unroll 1
-  for (int own = 0; own < kOwnSegments; ++own) {
-    const int number = rank_in_cluster() * kOwnSegments + own;
+  for (int own = threadIdx.x / 32 / kSumWarps; own < kOwnSegments; own += kTeams) {
+    const int number = first + own;
     float2 sum = {0.0f, 0.0f};
-    for_each_tile<kTokens>(
-        logits, segment_of(vocab, number), [&](int base, const float (&x)[kTokens]) {
+    for (Tiles<kTokens, kSumWarps> tiles(logits, segment_of(vocab, number)); tiles.any();
+         tiles.next()) {
+      float x[kTokens];
+      tiles.load(x);
 #pragma unroll
-          for (int j = 0; j < kTokens; ++j) {
-            const float mass = x[j] > -kInfinity ? row.mass(x[j]) : 0.0f;
-            const bool before = (x[j] > bound) | ((x[j] == bound) & (tile_index(base, j) < index));
-            sum.x += before ? mass : 0.0f;
-            sum.y += mass;
-          }
-        });
+      for (int j = 0; j < kTokens; ++j) {
+        const float mass = x[j] > -kInfinity ? row.mass(x[j]) : 0.0f;
+        const bool before =
+            (x[j] > bound) | ((x[j] == bound) & (tile_index(tiles.base, j) < index));
+        sum.x += before ? mass : 0.0f;
+        sum.y += mass;
+      }
+    }
     sum = reduce_warp(sum, Add());
     if (lane < Config::cluster) *of_rank(&smem.sums[number][warp], lane) = sum;
   }
   sync_cluster();
   float2 sum = {0.0f, 0.0f};
-  for (int slot = lane; slot < kSegments * kWarps; slot += 32) sum = sum + (&smem.sums[0][0])[slot];
+  for (int slot = lane; slot < kSegments * kSumWarps; slot += 32)
+    sum = sum + (&smem.sums[0][0])[slot];
   return reduce_warp(sum, Add());
 }
 
@@ -224,18 +238,67 @@ __device__ __forceinline__ void add_up_bins(RacedSmem& smem) {
   __syncthreads();
 }
 
-// Whether the nucleus ends before a token.
+// By the bins, the mass of the tokens that rank before one: at least, at most.
+__device__ __forceinline__ float2 mass_before(Key token, const RacedSmem& smem) {
+  const float log_mass = smem.row.log_mass(key_score(token));
+  const int bin = __float_as_uint(smem.row.bin(log_mass)) & 0xff;
+  const float before = smem.before[bin];
+  return {before, before + (smem.in[bin] - ptx::ex2(log_mass))};
+}
+
+// Whether the nucleus is known to end before a token, or not to.
+__device__ __forceinline__ bool out_of_nucleus(Key token, const RacedSmem& smem) {
+  if (!smem.row.has_nucleus() || !smem.row.surveyed) return false;
+  const double end = double(smem.row.top_p) * smem.total;
+  return mass_before(token, smem).x > end + kDoubt * smem.total;
+}
+
+__device__ __forceinline__ bool in_nucleus(Key token, const RacedSmem& smem) {
+  if (!smem.row.has_nucleus() || !smem.row.surveyed) return !smem.row.has_nucleus();
+  const double end = double(smem.row.top_p) * smem.total;
+  return mass_before(token, smem).y < end - kDoubt * smem.total;
+}
+
+// The mass of the tokens of one's bin that rank before it.
+__device__ __forceinline__ float mass_in_bin_before(const Row& logits, int vocab, Key token,
+                                                    RacedSmem& smem) {
+  const Raced row = smem.row;
+  const float bound = key_score(token);
+  const int index = key_index(token);
+  const float bin = row.bin(row.log_mass(bound));
+  float sum = 0.0f;
+  for_each_tile(logits, own_segment(vocab), [&](int base, const float (&x)[kTile]) {
+#pragma unroll
+    for (int first = 0; first < kTile; first += 4) {
+      if (fmaxf(fmaxf(x[first], x[first + 1]), fmaxf(x[first + 2], x[first + 3])) < bound) continue;
+#pragma unroll
+      for (int j = first; j < first + 4; ++j) {
+        const float log_mass = row.log_mass(x[j]);
+        const bool before = (x[j] > bound) | ((x[j] == bound) & (tile_index(base, j) < index));
+        if (before & (row.bin(log_mass) == bin)) sum += ptx::ex2(log_mass);
+      }
+    }
+  });
+  sum = reduce_warp(sum, Add());
+  sync_cluster();  // what was summed before is no longer looked at
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (lane < Config::cluster) *of_rank(&smem.in_bin[rank_in_cluster()][warp], lane) = sum;
+  sync_cluster();
+  sum = 0.0f;
+  for (int slot = lane; slot < Config::cluster * kWarps; slot += 32)
+    sum += (&smem.in_bin[0][0])[slot];
+  return reduce_warp(sum, Add());
+}
+
+// Whether the nucleus ends before a token, by another look at the row, or two.
 __device__ __forceinline__ bool ends_before(const Row& logits, int vocab, Key token,
                                             RacedSmem& smem) {
-  const double share = smem.row.top_p;
   if (smem.row.surveyed) {
-    const float log_mass = smem.row.log_mass(key_score(token));
-    const int bin = __float_as_uint(smem.row.bin(log_mass)) & 0xff;
-    const float before = smem.before[bin], others = smem.in[bin] - ptx::ex2(log_mass);
-    const double target = share * smem.total, doubt = kDoubt * smem.total;
-    if (before > target + doubt) return true;
-    if (before + others < target - doubt) return false;
+    const float before =
+        mass_before(token, smem).x + mass_in_bin_before(logits, vocab, token, smem);
+    const double beyond = before - double(smem.row.top_p) * smem.total;
+    if (fabs(beyond) > kDoubt * smem.total) return beyond > 0.0;
   }
   const float2 sums = mass_above(logits, vocab, token, smem);
-  return !(sums.x < share * sums.y) && sums.x > 0.0f;  // the first of all is always in
+  return !(sums.x < double(smem.row.top_p) * sums.y) && sums.x > 0.0f;  // the first is always in
 }

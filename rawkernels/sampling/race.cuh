@@ -26,6 +26,7 @@ struct RaceSmem {
   unsigned bar;  // ordered(): what log2(e) times a key must reach to be looked at
   int num_close;
   int close[kClose];  // tokens to be looked at
+  unsigned bars[kWarps];
   Draw best[kWarps];
   int bad[kWarps];
   Draw block_best;
@@ -35,6 +36,16 @@ struct RaceSmem {
 __device__ __forceinline__ bool beats(const Draw& a, const Draw& b) {
   return a.token >= 0 && (b.token < 0 || a.key > b.key || (a.key == b.key && a.token < b.token));
 }
+
+// log2(e) times a token's key, nearly: less than slack() off. With E = -log1p(-u) it is log2 of the
+// token's mass, in any unit that all have in common, less log2(E).
+__device__ __forceinline__ float near_key(float log_mass, float u) {
+  const float series = u * fmaf(u, fmaf(u, fmaf(u, fmaf(u, 0.2f, 0.25f), 1 / 3.0f), 0.5f), 1.0f);
+  const float e = u < 0x1p-4f ? series : -0.6931472f * ptx::lg2(1.0f - u);
+  return fminf(fmaxf(log_mass - ptx::lg2(e), -3e38f), 3e38f);
+}
+
+__device__ __forceinline__ float slack(float key) { return fmaf(fabsf(key), 2e-6f, 5e-4f); }
 
 // log2(e) times a token's key, or a little less: -log E >= log((1 - u) / u).
 __device__ __forceinline__ float key_bound(float logit, float slope, PhiloxKey key, int i) {
@@ -148,6 +159,18 @@ __device__ __forceinline__ void best_of_block(Draw& best, bool& bad, RaceSmem& s
       bad |= smem.bad[w];
     }
   }
+}
+
+// How many of the block's candidates may come first, one a thread, by near_key(); -inf is none.
+// `may` says whether the thread's own is one of them.
+__device__ __forceinline__ int near_first(float near, bool& may, RaceSmem& smem) {
+  const auto larger = [](unsigned a, unsigned b) { return max(a, b); };
+  unsigned bar = reduce_warp(ordered(near - slack(near)), larger);
+  if (threadIdx.x % 32 == 0) smem.bars[threadIdx.x / 32] = bar;
+  __syncthreads();
+  bar = reduce_warp(threadIdx.x % 32 < kWarps ? smem.bars[threadIdx.x % 32] : 0, larger);
+  may = near > -kInfinity && !(near + slack(near) < from_ordered(bar));
+  return __syncthreads_count(may);
 }
 
 // The best draw of the cluster, known to the first thread of its first block; token -1 for a bad

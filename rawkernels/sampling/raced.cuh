@@ -20,21 +20,31 @@ __device__ __forceinline__ float half_plus(unsigned bits) {
 
 // Lists the tokens that come first, and finds the largest logit; kMass: and the mass of each bin.
 template <bool kMass>
-__device__ __forceinline__ void race_row(const Row& logits, int vocab, PhiloxKey key,
+__device__ __forceinline__ void race_row(const Row& logits, Segment segment, PhiloxKey key,
                                          ListSmem& list, RacedSmem& smem) {
   const Raced row = smem.row;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float high = -kInfinity;
   if constexpr (kMass) {
 #pragma unroll
-    for (int b = 0; b < kMassBins; ++b) smem.own[b][threadIdx.x] = 0.0f;
+    for (int b = 0; b < kMassBins; ++b) own_bins[b][threadIdx.x] = 0.0f;
   }
   clear_list(list);
-  const Segment segment = own_segment(vocab);
-  for_each_tile<kTile>(logits, segment, [&](int base, const float (&x)[kTile]) {
+  for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
     unsigned close = 0;  // bit j: token j may come first
 #pragma unroll
     for (int first = 0; first < kUnroll; first += kAtOnce) {
+      float tops[kAtOnce];
+      bool any = false;
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const float* const quad = x + 4 * (first + n);
+        tops[n] = ptx::max_nan(ptx::max_nan(quad[0], quad[1]), ptx::max_nan(quad[2], quad[3]));
+        high = fmaxf(high, tops[n]);
+        any |= !(tops[n] < row.least);
+      }
+      // Min-p leaves most warps of a peaked row nothing to draw for.
+      if (!kMass && !__any_sync(0xffffffffu, any)) continue;
       uint4 words[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
@@ -49,20 +59,16 @@ __device__ __forceinline__ void race_row(const Row& logits, int vocab, PhiloxKey
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float log_mass = row.log_mass(quad[j]);
-            // Each thread has a column: `own` is strided by threads, that is by 1 << 10 bytes.
-            char* const column = reinterpret_cast<char*>(&smem.own[0][threadIdx.x]);
-            static_assert(sizeof(smem.own[0]) == 1 << 10, "");
-            const unsigned offset = __float_as_uint(row.bin(log_mass)) << 10;
+            // Each thread has a column.
+            char* const column = reinterpret_cast<char*>(&own_bins[0][threadIdx.x]);
+            const unsigned offset = __float_as_uint(row.bin(log_mass)) * sizeof(own_bins[0]);
             *reinterpret_cast<float*>(column + offset) += ptx::ex2(log_mass);
           }
         }
         // Hardly ever would the largest of four come first with the smallest of their numbers.
-        const float top =
-            ptx::max_nan(ptx::max_nan(quad[0], quad[1]), ptx::max_nan(quad[2], quad[3]));
-        high = fmaxf(high, top);
         const unsigned bits[4] = {words[n].x, words[n].y, words[n].z, words[n].w};
         const unsigned least = min(min(bits[0], bits[1]), min(bits[2], bits[3]));
-        if (half_plus(least) > fmaf(row.mass(top), row.chance, 0.5f)) continue;
+        if (half_plus(least) > fmaf(row.mass(tops[n]), row.chance, 0.5f)) continue;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (!(half_plus(bits[j]) > fmaf(row.mass(quad[j]), row.chance, 0.5f)))
@@ -86,7 +92,7 @@ __device__ __forceinline__ void race_row(const Row& logits, int vocab, PhiloxKey
     for (int bin = warp; bin < kMassBins; bin += kWarps) {
       float sum = 0.0f;
 #pragma unroll
-      for (int t = lane; t < Config::threads; t += 32) sum += smem.own[bin][t];
+      for (int t = lane; t < Config::threads; t += 32) sum += own_bins[bin][t];
       sum = reduce_warp(sum, Add());
       if (lane < Config::cluster) *of_rank(&smem.bins[rank_in_cluster()][bin], lane) = sum;
     }
@@ -96,40 +102,56 @@ __device__ __forceinline__ void race_row(const Row& logits, int vocab, PhiloxKey
   share_list(list);
 }
 
-// The first of the list that min-p keeps and that ranks before row.out; 0 if there is none, or if a
-// token that is not listed might come before. Known to all threads.
+// The first of the listed tokens that may be kept and that rank before row.out; 0 if there is none,
+// or if one that is not listed might come before. Known to all threads.
 __device__ __forceinline__ Key first_listed(const ListSmem& list, int places, float high,
                                             PhiloxKey key, RacedSmem& smem) {
   const Raced& row = smem.row;
-  const double bound = log(double(row.min_p));
-  Draw best = {0.0, -1};
+  const auto at = [&](int place) -> Key {
+    const bool listed =
+        place < places && place / Config::cluster < list.found[place % Config::cluster];
+    const Key token = listed ? list.keys[place] : 0;
+    const bool may = token > row.out && keeps(row, key_score(token), high);
+    return may && !out_of_nucleus(token, smem) ? token : 0;
+  };
+  const auto uniform = [&](Key token) {
+    return philox_uniform(key, kTokenStream, key_index(token));
+  };
+  if (threadIdx.x == 0) smem.first = 0;
+  int rivals = 2;
+  bool may;
   Key token = 0;
+  float near = -kInfinity;
+  if (places <= Config::threads) {
+    token = at(threadIdx.x);
+    if (token != 0) near = near_key(row.log_mass(key_score(token)), uniform(token));
+    rivals = near_first(near, may, smem.race);
+  }
+  if (rivals > 1) {  // too close for float32, or not looked at
+    Draw best = {0.0, -1};
 #pragma unroll 1
-  for (int place = threadIdx.x; place < places; place += Config::threads) {
-    if (place / Config::cluster >= list.found[place % Config::cluster]) continue;
-    const Key candidate = list.keys[place];
-    const double x = key_score(candidate);
-    if (candidate <= row.out || !((x - double(high)) / double(row.temperature) >= bound)) continue;
-    const int i = key_index(candidate);
-    const double noise = -log(-log1p(-double(philox_uniform(key, kTokenStream, i))));
-    const float log_mass = row.log_mass(float(x));
-    const bool sure = log_mass + kLog2e * float(noise) >
-                      fmaf(fabsf(log_mass), 1e-6f, 1e-3f) - ptx::lg2(row.chance);
-    const Draw draw = {x / double(row.temperature) + noise, i};
-    if (sure && beats(draw, best)) {
+    for (int place = threadIdx.x; place < places; place += Config::threads) {
+      const Key other = at(place);
+      if (other == 0) continue;
+      const double noise = -log(-log1p(-double(uniform(other))));
+      const Draw draw = {double(key_score(other)) / double(row.temperature) + noise,
+                         key_index(other)};
+      if (!beats(draw, best)) continue;
       best = draw;
-      token = candidate;
+      token = other;
     }
+    const int own = best.token;
+    bool bad = false;
+    best_of_block(best, bad, smem.race);
+    if (threadIdx.x == 0) smem.race.block_best = best;
+    __syncthreads();
+    may = own >= 0 && own == smem.race.block_best.token;
+    if (may) near = near_key(row.log_mass(key_score(token)), uniform(token));
   }
-  const int own = best.token;
-  bool bad = false;
-  best_of_block(best, bad, smem.race);
-  if (threadIdx.x == 0) {
-    smem.race.block_best = best;
-    smem.first = 0;
+  if (may) {
+    const float others = -ptx::lg2(row.chance);  // the keys of those not listed are below
+    if (near - slack(near) > others + slack(others)) smem.first = token;
   }
-  __syncthreads();
-  if (own >= 0 && own == smem.race.block_best.token) smem.first = token;
   __syncthreads();
   return smem.first;
 }
@@ -143,10 +165,10 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
   wait_cluster();
   for (;;) {
     if (smem.row.has_nucleus() && smem.row.surveyed) {
-      race_row<true>(logits, vocab, key, list, smem);
+      race_row<true>(logits, own_segment(vocab), key, list, smem);
       add_up_bins(smem);
     } else {
-      race_row<false>(logits, vocab, key, list, smem);
+      race_row<false>(logits, own_segment(vocab), key, list, smem);
     }
     float high = -kInfinity;
     for (int slot = threadIdx.x % 32; slot < Config::cluster * kWarps; slot += 32)
@@ -158,7 +180,7 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
     while (listed.whole && smem.total < kInfinity) {
       const Key first = first_listed(list, listed.places, high, key, smem);
       if (first == 0) break;
-      if (!smem.row.has_nucleus() || !ends_before(logits, vocab, first, smem))
+      if (in_nucleus(first, smem) || !ends_before(logits, vocab, first, smem))
         return key_index(first);
       if (threadIdx.x == 0) smem.row.out = first;
       __syncthreads();

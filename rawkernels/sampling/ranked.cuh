@@ -5,7 +5,8 @@
 
 #include "sampling/held.cuh"
 
-constexpr int kMaxRanked = Config::threads;  // one for each thread, and a block's share of the list
+constexpr int kMaxRanked = 256;
+static_assert(kMaxRanked <= Config::threads, "one for each of the first threads");
 static_assert(kMaxRanked <= kShare, "the k largest may all be in one block's segment");
 
 struct RankedSmem {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void list_reaching(const Row& logits, Segment segment
                                               ListSmem& smem) {
   const float least = key_score(bar);
   clear_list(smem);
-  for_each_tile<kTile>(logits, segment, [&](int base, const float (&x)[kTile]) {
+  for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
     unsigned near = 0;
 #pragma unroll
     for (int j = 0; j < kTile; ++j) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ Key kth_largest(const Row& logits, Segment segment, i
     cut = reached_by(keys, used, k, most, bar, above(largest, &smem.top));
   }
   if (threadIdx.x == 0) smem.kept = 0;
-  smem.sorted[threadIdx.x] = 0;
+  if (threadIdx.x < kMaxRanked) smem.sorted[threadIdx.x] = 0;
   __syncthreads();
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
@@ -143,5 +144,5 @@ __device__ __forceinline__ Key kth_largest(const Row& logits, Segment segment, i
     if (rank < k) smem.sorted[rank] = own;
   }
   __syncthreads();
-  return smem.sorted[threadIdx.x];
+  return threadIdx.x < kMaxRanked ? smem.sorted[threadIdx.x] : 0;
 }

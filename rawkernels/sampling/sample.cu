@@ -26,22 +26,22 @@ struct Smem {
   Draw warp_best[kWarps], block_best[Config::cluster];
 };
 
-// The best draw of the block, known to its first thread.
-__device__ __forceinline__ Draw best_of_block(Draw best, Smem& smem) {
+__device__ __forceinline__ Draw best_of_warp(Draw best) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
     const Draw other = {shuffle_xor(best.key, lanes), shuffle_xor(best.token, lanes)};
     if (beats(other, best)) best = other;
   }
+  return best;
+}
+
+// The best draw of the block, known to its first warp.
+__device__ __forceinline__ Draw best_of_block(Draw best, Smem& smem) {
+  best = best_of_warp(best);
   if (threadIdx.x % 32 == 0) smem.warp_best[threadIdx.x / 32] = best;
   __syncthreads();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) {
-      if (beats(smem.warp_best[w], best)) best = smem.warp_best[w];
-    }
-  }
-  return best;
+  if (threadIdx.x >= 32) return best;
+  return best_of_warp(smem.warp_best[min(int(threadIdx.x), kWarps - 1)]);
 }
 
 // The best draw of the cluster, known to the first thread of its first block, from each block's,
@@ -93,16 +93,6 @@ __device__ __forceinline__ Draw argmax(const Config::dtype* logits, Segment segm
   return best;
 }
 
-// log2(e) times a token's key, nearly: less than slack() off. With E = -log1p(-u) it is
-// log2(e) logit / temperature - log2(E).
-__device__ __forceinline__ float near_key(float logit, float slope, float u) {
-  const float series = u * fmaf(u, fmaf(u, fmaf(u, fmaf(u, 0.2f, 0.25f), 1 / 3.0f), 0.5f), 1.0f);
-  const float e = u < 0x1p-4f ? series : -0.6931472f * ptx::lg2(1.0f - u);
-  return fminf(fmaxf(fmaf(logit, slope, -ptx::lg2(e)), -3e38f), 3e38f);
-}
-
-__device__ __forceinline__ float slack(float key) { return fmaf(fabsf(key), 2e-6f, 5e-4f); }
-
 // The Gumbel race, in which any token may win. Four tokens at a time are told that they have lost:
 // if the largest logit of them would with the smallest number of them. What stands out is listed
 // with a key of float32; only where two are closer than these tell apart, float64 decides. Gives
@@ -149,7 +139,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   const auto consider = [&](int i, float y, float u) {
     if (!(y < kInfinity)) smem.bad = 1;
     if (!(y > -kInfinity)) return;
-    const float near = near_key(y, slope, u);
+    const float near = near_key(y * slope, u);
     const int place = atomicAdd(&smem.listed, 1);
     if (place < kClose) {
       smem.close[place] = i;
@@ -162,7 +152,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   float start = -kMaxFloat;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float near = near_key(x[j], slope, philox_unit(philox_word(words[0], 32 * j)));
+    const float near = near_key(x[j] * slope, philox_unit(philox_word(words[0], 32 * j)));
     start = fmaxf(start, near - slack(near));
   }
   start = reduce_warp(start, [](float a, float b) { return fmaxf(a, b); });

@@ -78,7 +78,8 @@ __cluster_dims__(Config::cluster, 1, 1)
   bool keeps = key != 0;
   const float high = key_score(smem.ranked.sorted[0]);
   if (top_p < 1.0f) {
-    smem.mass[threadIdx.x] = keeps ? ptx::ex2((x - high) * log2_per_logit(temperature)) : 0.0f;
+    if (threadIdx.x < kMaxRanked)
+      smem.mass[threadIdx.x] = keeps ? ptx::ex2((x - high) * log2_per_logit(temperature)) : 0.0f;
     __syncthreads();
     float before = 0.0f, sum = 0.0f;
 #pragma unroll 8
@@ -89,11 +90,16 @@ __cluster_dims__(Config::cluster, 1, 1)
     keeps &= double(before) < double(top_p) * double(sum) || threadIdx.x == 0;
   }
   if (min_p > 0.0f) keeps &= (double(x) - double(high)) / double(temperature) >= log(double(min_p));
-  Draw best = {0.0, -1};
-  if (keeps) {
-    const double u = philox_uniform(philox, kTokenStream, i);
-    best = {double(x) / double(temperature) - log(-log1p(-u)), i};
+  const float u = philox_uniform(philox, kTokenStream, max(i, 0));
+  const float log_mass = (x - high) * log2_per_logit(temperature);
+  bool may;
+  const int rivals = near_first(keeps ? near_key(log_mass, u) : -kInfinity, may, smem.race);
+  if (rivals < 2) {
+    if (rivals == 1 ? may : threadIdx.x == 0) params.tokens[row] = may ? i : -1;
+    return;
   }
+  Draw best = {0.0, -1};
+  if (may) best = {double(x) / double(temperature) - log(-log1p(-double(u))), i};
   best_of_block(best, bad, smem.race);
-  if (threadIdx.x == 0) params.tokens[row] = bad ? -1 : best.token;
+  if (threadIdx.x == 0) params.tokens[row] = best.token;
 }

@@ -130,8 +130,10 @@ def kvcache(rng: np.random.Generator, dtype: np.dtype) -> None:
 
 
 def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
-    """Rows of whole quads and not, aligned and not, shared by blocks and not, with penalties."""
-    for rows, vocab in [(3, 700), (2, 20003), (130, 1028)]:
+    """Rows of whole quads and not, aligned and not, shared by eight blocks, by two and by none,
+    with penalties.
+    """
+    for rows, vocab in [(3, 700), (2, 5003), (17, 1028), (256, 130)]:
         (wide,) = arrays(rng, dtype, (rows, vocab + 8))
         tokens = cupy.asarray(rng.integers(-1, vocab, (rows, 70)))
         (bias,) = arrays(rng, np.dtype(np.float32), (vocab,))
@@ -143,6 +145,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
             cuattn.sampling.softmax(logits, temperature=0.0)
             cuattn.sampling.logprobs(logits, tokens[:, 0], top_n=5)
             cuattn.sampling.filter_logits(logits, top_p=0.9, typical_p=0.9)
+            cuattn.sampling.sample(logits, top_p=0.9, min_p=0.01)
             for filters in ({}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}):
                 cuattn.sampling.sample(logits, **filters)
                 cuattn.sampling.sample(

@@ -11,6 +11,7 @@ from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 
 LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule
+FEW_ROWS = 16  # up to so many, a cluster shares a row; for more, two blocks do
 WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
 ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part of a row
 PENALTY_BYTES = 56 * 1024  # of shared memory, at most, for the penalties of a block's segment
@@ -21,7 +22,7 @@ FILTER_THREADS = 448  # 512 would spill
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig(Config):
-    """sampling/sample.cu, sampling/stream.cu and sampling/speculate.cu."""
+    """sampling/sample.cu and sampling/speculate.cu."""
 
     dtype: str
     cluster: int
@@ -38,6 +39,27 @@ class SampleConfig(Config):
     def smem_bytes(self) -> int:
         """At most: a launch asks for what its penalties take."""
         return PENALTY_BYTES if self.penalised else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig(Config):
+    """sampling/stream.cu."""
+
+    dtype: str
+    cluster: int
+    blocks_per_sm: int
+    unroll: int  # groups of 128 tokens that a warp has in flight
+    threads_per_block: int
+    mass_bins: int = 24
+
+    @property
+    def threads(self) -> int:
+        return self.threads_per_block
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bins of mass, a column for each thread."""
+        return 4 * self.mass_bins * self.threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +127,16 @@ class PenalizeConfig(Config):
 def sample(dtype: str, rows: int, arch: str, *, penalised: bool = False) -> Launch:
     """Choose the kernel of a draw that no filter precedes."""
     cluster = _cluster(rows, arch, together=penalised)
+    if capability(arch) == 90 and FEW_ROWS < rows < WHOLE_ROWS and not penalised:
+        cluster = 2
     return Launch(_sample_variant(dtype, cluster, arch), (rows * cluster,))
 
 
 def stream(dtype: str, rows: int, arch: str) -> Launch:
     """Choose the kernel of what one reading of the rows tells."""
     cluster = _cluster(rows, arch)
-    if capability(arch) == 90 and 16 < rows < 2 * WHOLE_ROWS:
-        cluster = 4
+    if capability(arch) == 90 and FEW_ROWS < rows < 2 * WHOLE_ROWS:
+        cluster = 2
     return Launch(_stream_variant(dtype, cluster), (rows * cluster,))
 
 
@@ -165,9 +189,8 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
     """Every variant of the kernels in sampling/."""
     hopper = capability(arch) >= 90
     for dtype in LOGIT_DTYPES:
-        for cluster in _clusters(arch):
+        for cluster in (1, 2, CLUSTER) if capability(arch) == 90 else _clusters(arch):
             yield _sample_variant(dtype, cluster, arch)
-        for cluster in (1, 4, CLUSTER) if capability(arch) == 90 else _clusters(arch):
             yield _stream_variant(dtype, cluster)
         yield from _softmax_variants(dtype, arch)
         yield penalize(dtype, 1, 1, 0, 0)[0].variant
@@ -189,13 +212,9 @@ def _cluster(rows: int, arch: str, *, together: bool = False) -> int:
 
 
 def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
-    if cluster == 1:
-        blocks, unroll = 4, 4
-    else:
-        blocks, unroll = 5 if capability(arch) == 90 else 2, 2  # newer ones need more registers
-    config = SampleConfig(
-        dtype, cluster, blocks, unroll, threads_per_block=256, penalised=cluster > 1
-    )
+    few = 5 if capability(arch) == 90 else 2  # newer ones need more registers
+    shape = {1: (4, 4, 256), 2: (2, 4, 512), CLUSTER: (few, 2, 256)}[cluster]
+    config = SampleConfig(dtype, cluster, *shape, penalised=cluster == CLUSTER)
     return Variant("sampling/sample.cu", "sample", config)
 
 
@@ -213,10 +232,8 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
 
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:
-    unroll, blocks = (8, 2) if cluster == CLUSTER else (4, 4)
-    return Variant(
-        "sampling/stream.cu", "stream", SampleConfig(dtype, cluster, blocks, unroll, MAX_RANKED)
-    )
+    shape = {1: (4, 4, 256), 2: (1, 4, 512), CLUSTER: (2, 8, 256)}[cluster]
+    return Variant("sampling/stream.cu", "stream", StreamConfig(dtype, cluster, *shape))
 
 
 def _row_bytes(arch: str) -> int:
