@@ -82,6 +82,13 @@ struct Partial {
     for (int e = 0; e < 4; ++e) o.x[e] = fma(factor, other.x[e], o.x[e]);
     sum = fma(factor, other_sum, sum);
   }
+  // Adds that of the lane at a distance, which adds this one.
+  __device__ __forceinline__ void add_lane(int distance) {
+    raise(fmax(max, __shfl_xor_sync(~0u, max, distance)));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) o.x[e] += __shfl_xor_sync(~0u, o.x[e], distance);
+    sum += __shfl_xor_sync(~0u, sum, distance);
+  }
 };
 
 // The results of a block, row by row: either the item's result or a partial one; kBatch parts are
@@ -113,9 +120,10 @@ struct Writer {
     if (parts.parts == 1) {
       put_result(row, column, result);
     } else {
+      Unit* slot = static_cast<Unit*>(params.partials) + parts.slot(parts.part) * kSlotUnits;
       const Acc max_sum[2] = {result.max, result.sum};
-      put_numbers(o_units(parts.part, row, column), kVecs, result.o.x);
-      if (column % 64 == 0) put_numbers(max_sum_units(parts.part, row, column), 1, max_sum);
+      put_numbers(slot + o_unit(row, column), kVecs, result.o.x);
+      if (column % 64 == 0) put_numbers(slot + max_sum_unit(row, column), 1, max_sum);
     }
   }
 
@@ -124,20 +132,19 @@ struct Writer {
   // initial value, since no stale content is this launch's random one, and are cleared for a replay
   // of the launch in a CUDA graph.
   __device__ __forceinline__ void merge_parts() const {
-    for (int i = threadIdx.x; i / 32 * 32 < rows() * kVecs; i += Config::threads)
-      merge(i / kVecs, i % kVecs * 4);
+    constexpr int kPanels = kHeadDim / 64;
+    for (int i = threadIdx.x / 32; i < rows() * kPanels; i += Config::threads / 32)
+      if (i % kPanels * 64 < params.head_dim_v) merge(i / kPanels, i % kPanels);
   }
 
  private:
-  __device__ __forceinline__ Unit* row_of(int part, int row) const {
-    constexpr unsigned long long kSlotUnits = kRows * kUnits;
-    return static_cast<Unit*>(params.partials) + parts.slot(part) * kSlotUnits + row * kUnits;
+  static constexpr unsigned long long kSlotUnits = kRows * kUnits;
+
+  __device__ __forceinline__ static unsigned o_unit(int row, int column) {
+    return row * kUnits + column / 4;
   }
-  __device__ __forceinline__ Unit* o_units(int part, int row, int column) const {
-    return row_of(part, row) + column / 4;
-  }
-  __device__ __forceinline__ Unit* max_sum_units(int part, int row, int column) const {
-    return row_of(part, row) + kOUnits * kVecs + column / 64 * kMaxSumUnits;
+  __device__ __forceinline__ static unsigned max_sum_unit(int row, int column) {
+    return row * kUnits + kOUnits * kVecs + column / 64 * kMaxSumUnits;
   }
 
   template <int n>
@@ -154,64 +161,72 @@ struct Writer {
     }
   }
 
-  // False where they are not there yet.
-  template <int n>
-  __device__ __forceinline__ bool get_numbers(const Unit* units, int stride,
-                                              Acc (&numbers)[n]) const {
-    bool there = true;
-#pragma unroll
-    for (int i = 0; i < n / kNumbers; ++i) {
-      const Unit unit = ptx::load_relaxed(units + i * stride);
-      there &= unit.high == params.ticket;
-#pragma unroll
-      for (int j = 0; j < kNumbers; ++j)
-        numbers[i * kNumbers + j] = reinterpret_cast<const Acc*>(&unit.low)[j];
-    }
-    return there;
-  }
-
-  // By whole warps, so that a unit that some lanes share is not cleared before all have read it.
-  __device__ __forceinline__ void merge(int row, int column) const {
-    const bool exists = row < rows() && column < params.head_dim_v;
+  // By a warp, 64 columns of a row: four a lane, in two halves of the warp that take every second
+  // part. The others wait for the last part's read, so it takes few instructions: what does not
+  // exist is read as its neighbour is, and not added. All lanes have read a unit before its ticket
+  // is cleared.
+  __device__ __forceinline__ void merge(int row, int panel) const {
+    const int lane = threadIdx.x % 32, half = lane / 16;
+    const int column = panel * 64 + lane % 16 * 4;
+    Unit* const units = static_cast<Unit*>(params.partials);
+    Unit* const o_units = units + o_unit(row, min(column, params.head_dim_v - 1));
+    Unit* const max_sum_units = units + max_sum_unit(row, column);
+    const Parts all = parts;
     Partial<T> whole;
 #pragma unroll 1
-    for (int first = 0; first < parts.parts; first += kBatch) {
-      Vec<Acc> o[kBatch];
-      Acc max_sum[kBatch][2];
-      bool there;
+    for (int first = half; first - half < all.parts; first += 2 * kBatch) {
+      unsigned slot[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) slot[i] = all.slot(min(first + 2 * i, all.parts - 1));
+      Unit o[kBatch][kOUnits], max_sum[kBatch][kMaxSumUnits];
+      unsigned long long missing;
       do {
-        there = true;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (!exists || first + i >= parts.parts) {
-            o[i] = {};
-            max_sum[i][0] = minus_infinity<Acc>();  // weighs nothing
-            max_sum[i][1] = 0;
-          } else {
-            there &= get_numbers(o_units(first + i, row, column), kVecs, o[i].x);
-            there &= get_numbers(max_sum_units(first + i, row, column), 1, max_sum[i]);
-          }
-        }
-      } while (__any_sync(~0u, !there));
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (exists && first + i < parts.parts) {
 #pragma unroll
           for (int unit = 0; unit < kOUnits; ++unit)
-            o_units(first + i, row, column)[unit * kVecs].high = 0;
-          if (column % 64 == 0)
+            o[i][unit] = ptx::load_relaxed(o_units + slot[i] * kSlotUnits + unit * kVecs);
 #pragma unroll
-            for (int unit = 0; unit < kMaxSumUnits; ++unit)
-              max_sum_units(first + i, row, column)[unit].high = 0;
+          for (int unit = 0; unit < kMaxSumUnits; ++unit)
+            max_sum[i][unit] = ptx::load_relaxed(max_sum_units + slot[i] * kSlotUnits + unit);
         }
+        missing = 0;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+          for (int unit = 0; unit < kOUnits; ++unit) missing |= o[i][unit].high ^ params.ticket;
+#pragma unroll
+          for (int unit = 0; unit < kMaxSumUnits; ++unit)
+            missing |= max_sum[i][unit].high ^ params.ticket;
+        }
+      } while (__any_sync(~0u, missing != 0));
       Acc new_max = whole.max;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, max_sum[i][0]);
+      for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, number(max_sum[i], 0));
       whole.raise(new_max);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) whole.add(o[i], max_sum[i][0], max_sum[i][1]);
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + 2 * i < all.parts) {
+          Vec<Acc> numbers;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) numbers.x[e] = number(o[i], e);
+          whole.add(numbers, number(max_sum[i], 0), number(max_sum[i], 1));
+        }
+#pragma unroll
+        for (int unit = 0; unit < kOUnits; ++unit)
+          o_units[slot[i] * kSlotUnits + unit * kVecs].high = 0;
+#pragma unroll
+        for (int unit = 0; unit < kMaxSumUnits; ++unit)
+          max_sum_units[slot[i] * kSlotUnits + unit].high = 0;
+      }
     }
-    if (exists) put_result(row, column, whole);
+    whole.add_lane(16);
+    if (half == 0 && column < params.head_dim_v) put_result(row, column, whole);
+  }
+
+  template <int n>
+  __device__ __forceinline__ static Acc number(const Unit (&units)[n], int i) {
+    return reinterpret_cast<const Acc*>(&units[i / kNumbers].low)[i % kNumbers];
   }
 
   __device__ __forceinline__ void put_result(int row, int column, Partial<T> result) const {

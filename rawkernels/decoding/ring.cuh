@@ -57,6 +57,7 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
   constexpr int kChunks = kHeadDim / 8;
   constexpr int kPassRows = kThreads / kChunks;
   constexpr int kPasses = kWarpKeys / kPassRows;
+  constexpr int kSpan = 16;  // keys that lie in one page, of pages that have so many
   static_assert(kThreads % kChunks == 0 && 8 % kPassRows == 0 && kWarpKeys % kPassRows == 0,
                 "whole passes of 16-byte copies, eight rows in a number of them");
   const int thread = threadIdx.x % kThreads;
@@ -71,20 +72,22 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
   const unsigned from_begin = key + row - begin;
   const unsigned count = end - begin;
   const int mask = (1 << params.page_shift) - 1;
-  if (mask >= kWarpKeys - 1) {  // all in one page
-    page = __shfl_sync(~0u, page, max(begin - key, 0) % 32);
-    const int slot = (key & mask) + row;
-    k += page * ks.page + slot * ks.seq;
-    v += page * vs.page + slot * vs.seq;
+  if (mask >= kSpan - 1) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const unsigned at = pass * kPassRows * Tile::kRowBytes;
-      const unsigned permuted = pass * kPassRows % 8 * 16;
-      const bool inside = from_begin + pass * kPassRows < count;
-      ptx::cp_async_16((k_tile ^ permuted) + at, k, inside && k_exists);
-      ptx::cp_async_16((v_tile ^ permuted) + at, v, inside && v_exists);
-      k += kPassRows * ks.seq;
-      v += kPassRows * vs.seq;
+    for (int span = 0; span < kWarpKeys; span += kSpan) {
+      const long long its_page = __shfl_sync(~0u, page, max(begin - key, span) % 32);
+      const int slot = (key + span & mask) + row;
+      const T* k_row = k + its_page * ks.page + slot * ks.seq;
+      const T* v_row = v + its_page * vs.page + slot * vs.seq;
+#pragma unroll
+      for (int i = span; i < span + kSpan; i += kPassRows) {
+        const unsigned at = i * Tile::kRowBytes, permuted = i % 8 * 16;
+        const bool inside = from_begin + i < count;
+        ptx::cp_async_16((k_tile ^ permuted) + at, k_row, inside && k_exists);
+        ptx::cp_async_16((v_tile ^ permuted) + at, v_row, inside && v_exists);
+        k_row += kPassRows * ks.seq;
+        v_row += kPassRows * vs.seq;
+      }
     }
   } else {
 #pragma unroll 1

@@ -103,9 +103,9 @@ struct Parts {
   int first_slot;
 
   // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one
-  // that goes on in the next group and one that came from the group before.
+  // that came from the group before and one that begins here.
   __device__ __forceinline__ unsigned slot(int i) const {
-    return first_slot + (balanced ? 2 * i + (i + 1 < parts) : i) * gridDim.x;
+    return first_slot + (balanced ? 2 * i + (i == 0) : i) * gridDim.x;
   }
 };
 

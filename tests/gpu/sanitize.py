@@ -57,8 +57,8 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Lengths from 0 to more than was promised, contiguous and in pages that are all needed to the
     last slot, whole and in parts, and merged.
 
-    Two warps and more share the keys of tiles of 64 rows, by barriers of their own, which racecheck
-    takes for barriers of the block. Where all have as many keys it cannot miscount.
+    Two warps and more share the keys of tiles of 32 and 64 rows, by barriers of their own, which
+    racecheck takes for barriers of the block. Where all have as many keys it cannot miscount.
     """
     page_size, capacity, prefix = 16, 512, 256
     table = cupy.asarray(rng.permutation(4 * capacity // page_size).astype(np.int32).reshape(4, -1))
@@ -75,7 +75,7 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
             {"window": (100, 3), "softcap": 5.0, "alibi_slopes": slopes},
         ]
         for seqlen_q, more in itertools.product((1, 3), options):
-            lens = ragged if seqlen_q * heads // 2 <= 32 else even
+            lens = ragged if seqlen_q * heads // 2 <= 8 else even
             (q,) = arrays(rng, dtype, (4, seqlen_q, heads, head_dim))
             cuattn.flash_decode(q, k, v, lens, **more, return_lse=True)
             cuattn.flash_decode(q[:1], k[:1], v[:1], lens[-1:], **more)
@@ -83,12 +83,19 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         (q,) = arrays(rng, dtype, (33, heads, head_dim))
         cuattn.paged_attention(q, *pages, table, even, cu_seqlens_q=cu_seqlens)
         table[:, : prefix // page_size] = table[0, : prefix // page_size]
-        cuattn.paged_attention(q[:4], *pages, table, ragged + prefix, prefix=prefix)
+        lens = ragged if heads // 2 <= 8 else even
+        cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
+    for head_dim, heads in itertools.product((64, 128), (2, 5)):  # clusters of each size
+        q, k, v = arrays(
+            rng, dtype, (4, 2, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
+        )
+        cuattn.flash_decode(q, k, v, ragged, window=(100, 3), return_lse=True)
 
 
 def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Few rows and many, in pages that are all needed to the last slot, and in arrays that end
-    within a tile of keys.
+    within a tile of keys. The sequences' own keys are such that racecheck cannot miscount, as in
+    `decode`.
     """
     for dims, group, page_size in [
         ((64, 64), 4, 16),
@@ -96,15 +103,18 @@ def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
         ((256, 192), 1, 128),
         ((72, 40), 12, 16),
     ]:
-        shared = max(256 // page_size, 1) * page_size
+        first, own = max(256 // page_size, 1), max(64 // page_size, 1)  # pages
         for tokens in (1, 40):
             (q,) = arrays(rng, dtype, (tokens, 1, 2 * group, dims[0]))
-            count = shared // page_size + tokens
+            count = first + tokens * own
             pages = arrays(rng, dtype, *((count, page_size, 2, dim) for dim in dims))
-            table = np.tile(np.arange(shared // page_size + 1, dtype=np.int32), (tokens, 1))
-            table[:, -1] += np.arange(tokens, dtype=np.int32)
-            table, lens = cupy.asarray(table), cupy.full(tokens, shared + page_size, np.int32)
-            cuattn.paged_attention(q, *pages, table, lens, prefix=shared, return_lse=True)
+            table = np.tile(np.arange(first + own, dtype=np.int32), (tokens, 1))
+            table[:, first:] += own * np.arange(tokens, dtype=np.int32)[:, None]
+            lens = cupy.full(tokens, table.shape[1] * page_size, np.int32)
+            table = cupy.asarray(table)
+            cuattn.paged_attention(
+                q, *pages, table, lens, prefix=first * page_size, return_lse=True
+            )
             prefix = tuple(arrays(rng, dtype, *((301, 2, dim) for dim in dims)))
             cuattn.paged_attention(q, *pages, table, lens, prefix=prefix)
 

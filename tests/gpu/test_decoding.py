@@ -200,6 +200,18 @@ def test_every_option_of_few_sequences(rng, decode_tier, dtype, option):
             check(call(q, return_lse=True, **on_device(options)), q, caches, **options)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [1, 5, 10])
+def test_clusters_of_every_size(rng, decode_tier, dim, heads):
+    """The more sequences and key heads, the smaller they are."""
+    caches = Caches(rng, [700, 1, 130], 700, heads, dim, dim, BFLOAT16)
+    options = drawn(OPTIONS["all"], rng, 3, 3 * heads)
+    q = rng.standard_normal((3, 2, 3 * heads, dim)).astype(BFLOAT16)
+    for more in ({"causal": True}, options):
+        for call in (caches.contiguous, caches.paged):
+            check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
+
+
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 2100, 5000])
 def test_one_sequence(rng, decode_tier, length):
     """A sequence alone is dealt out without a search."""

@@ -16,9 +16,14 @@ from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
-#: Capacities, in keys, up to which clusters serve however few there are, and beyond which they do
-#: not: all of the device reads faster than a part of it.
-SMALL_CAPACITY, LARGE_CAPACITY = 2048, 16384
+#: Clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key head: as
+#: many as run at a time on an H200's 132 multiprocessors.
+CLUSTERS = {8: 14, 4: 33}
+CLUSTER_TILE_KEYS = 16
+#: By head_dim, how many keys of all pairs clusters read at most, and a capacity up to which they
+#: serve however few or many these are: beyond, decode_sm80.cu reads faster than it starts slower.
+MOST_CLUSTER_KEYS = {64: 1 << 16, 128: 3 << 16}
+SMALL_CAPACITY = 2048
 
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
@@ -226,23 +231,35 @@ def sm90_decode(
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
         return None
-    if spec.varlen or rows > 8:
+    if spec.varlen or rows > 8 or num_splits is not None:
         return None
-    if (spec.head_dim, spec.head_dim_v) != (128, 128):
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in MOST_CLUSTER_KEYS:
         return None
-    variant = _sm90_decode_variant(spec.dtype.name)
-    config, clusters = variant.config, spec.batch * spec.heads_kv
-    if num_splits is not None or (page_size is not None and page_size < config.warp_keys):
+    pairs = spec.batch * spec.heads_kv
+    fitting = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
+    cluster = next(fitting, None)
+    if cluster is None or (page_size is not None and page_size < CLUSTER_TILE_KEYS):
         return None
-    blocks = clusters * config.cluster
-    enough = blocks >= multiprocessors * 0.4 or spec.seqlen_k <= SMALL_CAPACITY
-    if not enough or blocks > multiprocessors * 0.85 or spec.seqlen_k > LARGE_CAPACITY:
+    if spec.seqlen_k > SMALL_CAPACITY and (
+        pairs * cluster < multiprocessors * 0.4
+        or pairs * spec.seqlen_k > MOST_CLUSTER_KEYS[spec.head_dim]
+    ):
         return None
-    return variant
+    return _sm90_decode_variant(spec.dtype.name, spec.head_dim, cluster)
 
 
-def _sm90_decode_variant(dtype: str) -> Variant:
-    config = Sm90DecodeConfig(dtype, head_dim=128, warp_keys=16, warps=8, stages=3, cluster=8)
+def _sm90_decode_variant(dtype: str, head_dim: int, cluster: int) -> Variant:
+    """A block has a multiprocessor in clusters of 8, half of one in clusters of 4."""
+    tiles = 24 if cluster == 8 else 12  # of head_dim 128 that fit
+    warps = 8 if cluster == 8 or head_dim == 64 else 4
+    config = Sm90DecodeConfig(
+        dtype,
+        head_dim,
+        warp_keys=CLUSTER_TILE_KEYS,
+        warps=warps,
+        stages=tiles * 128 // head_dim // warps,
+        cluster=cluster,
+    )
     return Variant("decoding/decode_sm90.cu", "decode_sm90", config)
 
 
@@ -476,7 +493,9 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     if capability(arch) >= 80:
         for dtype in ("float16", "bfloat16"):
             if capability(arch) == 90:
-                yield _sm90_decode_variant(dtype)
+                for head_dim in MOST_CLUSTER_KEYS:
+                    for cluster in CLUSTERS:
+                        yield _sm90_decode_variant(dtype, head_dim, cluster)
             for head_dim in (64, 128, 256):
                 for rows in DECODE_ROWS[head_dim]:
                     yield _sm80_decode_variant(dtype, head_dim, rows, arch)
