@@ -48,8 +48,9 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
     if "sm90" in launch.variant.source:
         assert aligned
         assert launch.grid == (config.cluster, spec.heads_kv, spec.batch)
-        assert spec.batch * spec.heads_kv * config.cluster <= 0.85 * multiprocessors
+        assert spec.batch * spec.heads_kv * config.cluster <= multiprocessors
         assert spec.seqlen_q * spec.heads_q <= 8 * spec.heads_kv
+        assert config.smem_bytes <= (227 if config.cluster == 8 else 113) * 1024
         return
     lanes, groups = launch.grid
     assert spec.heads_kv % lanes == 0
@@ -63,24 +64,30 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
 
 
 @pytest.mark.parametrize(
-    ("change", "clusters"),
+    ("change", "cluster"),
     [
-        ({}, True),
-        ({"page_size": 16}, True),
-        ({"page_size": 8}, False),  # smaller than a tile
-        ({"num_splits": "fixed"}, False),
-        ({"num_splits": 2}, False),
-        ({"arch": "sm_80"}, False),
-        ({"aligned": False}, False),
-        ({"addressable": False}, False),
-        ({"batch": 2}, False),  # 16 clusters do not run at the same time
-        ({"heads": 2}, False),  # too few to read fast
-        ({"heads": 2, "capacity": 1024}, True),
-        ({"dim": 64}, False),
-        ({"tokens": 3}, False),  # 12 rows
+        ({}, 8),
+        ({"page_size": 16}, 8),
+        ({"page_size": 8}, None),  # smaller than a tile
+        ({"num_splits": "fixed"}, None),
+        ({"num_splits": 2}, None),
+        ({"arch": "sm_80"}, None),
+        ({"aligned": False}, None),
+        ({"addressable": False}, None),
+        ({"batch": 2}, 4),  # 16 clusters of 8 do not run at the same time
+        ({"batch": 4, "capacity": 1024}, 4),
+        ({"batch": 4}, None),  # too many keys
+        ({"batch": 5, "capacity": 1024}, None),  # too many pairs
+        ({"heads": 2}, None),  # too few to read fast
+        ({"heads": 2, "capacity": 1024}, 8),
+        ({"dim": 64}, 8),
+        ({"dim": 64, "heads": 32, "capacity": 2048}, 4),
+        ({"dim": 64, "heads": 32}, None),
+        ({"dim": 256}, None),
+        ({"tokens": 3}, None),  # 12 rows
     ],
 )
-def test_few_sequences_have_clusters(change, clusters):
+def test_few_sequences_have_clusters(change, cluster):
     call = {"batch": 1, "tokens": 1, "heads": 8, "capacity": 8192, "dim": 128, "arch": "sm_90a"}
     call |= {"aligned": True, "addressable": True, "page_size": None, "num_splits": None} | change
     cache = (call["batch"], call["capacity"], call["heads"], call["dim"])
@@ -97,7 +104,8 @@ def test_few_sequences_have_clusters(change, clusters):
         multiprocessors=132,
         **{name: call[name] for name in ("aligned", "addressable", "page_size", "num_splits")},
     )
-    assert (launch.variant.entry == "decode_sm90") == clusters
+    assert (launch.variant.entry == "decode_sm90") == (cluster is not None)
+    assert cluster is None or launch.variant.config.cluster == cluster
 
 
 @given(heads=st.integers(1, 300), blocks=st.integers(1, 600))

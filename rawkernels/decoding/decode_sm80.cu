@@ -37,7 +37,7 @@ using Slice = decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
 using Loader = decoding::Loader<T, Work, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
                                 Config::query_buffers>;
-using Writer = decoding::Writer<T, kRows, kHeadDim, true, kHeadDim == 256 ? 4 : 8>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, true, kWarpsK == 8 ? 8 : 4>;
 
 struct Smem {
   alignas(128) Stage ring[kWarpsK][kStages];

@@ -81,7 +81,7 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
             cuattn.flash_decode(q[:1], k[:1], v[:1], lens[-1:], **more)
             cuattn.paged_attention(q, *pages, table, lens, **more, return_lse=True)
         (q,) = arrays(rng, dtype, (33, heads, head_dim))
-        cuattn.paged_attention(q, *pages, table, even, cu_seqlens_q=cu_seqlens)
+        cuattn.paged_attention(q, *pages, table, even, cu_seqlens_q=cu_seqlens, causal=False)
         table[:, : prefix // page_size] = table[0, : prefix // page_size]
         lens = ragged if heads // 2 <= 8 else even
         cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
