@@ -61,6 +61,7 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
   for (int i = 0; i < 2; ++i) {
     float sum = tile::quad_sum(softmax.row_sum[i]);
     float max = tile::OnlineSoftmax::offset(softmax.row_max[i], scale_log2);
+    if (kBent && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
     float rescale = 1.0f;
     if (params.sinks != nullptr) {
       const float sink = static_cast<const float*>(params.sinks)[tile.head] * tile::kLog2e;
@@ -153,6 +154,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   tile::OnlineSoftmax softmax;
   float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
   unsigned p[kTileN / 4];
+  BentScores<kBent> bent(params, sm90);
 
   const auto clear = [&] {
 #pragma unroll
@@ -183,8 +185,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       ring_q.advance();
     }
     const int row = tile.row + first_row, column = block * kTileN + lane_column;
-    if constexpr (Config::score)
-      bend_scores(s, sm90.cap_scale, slope, static_cast<float>(row + tile.diagonal() - column));
+    if constexpr (Config::score) {
+      const float distance = static_cast<float>(row + tile.diagonal() - column);
+      if (bent.bend(s, distance)) return;
+      bend_scores(s, sm90.cap_scale, slope, distance);
+    }
     if constexpr (Config::elementwise) {
       ptx::mbarrier_wait(rows.full, rows_parity);
       rows_parity ^= 1;
@@ -222,7 +227,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_keys(s, smem.q[0][consumer], smem.k[0]);
   ptx::wgmma_wait_group<0>();
   receive_scores();
-  softmax.update(s, scale_log2, correction);
+  bent.update(softmax, s, scale_log2, correction);
   tile::pack_fragment<T>(p, s);
   clear();
 
@@ -248,11 +253,16 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     multiply_keys(s, smem.q[ring_q.index][consumer], smem.k[ring_k.index]);
     multiply_values(o, p, smem.v[ring_v.index]);
     pass_turn();
+    bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN, hidden.has(block),
+                slope);
     ptx::wgmma_wait_group<1>();
     receive_scores();
     const tile::OnlineSoftmax before = softmax;
-    if (fresh) softmax = tile::OnlineSoftmax();
-    const bool grown = __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max));
+    if (fresh) {
+      softmax = tile::OnlineSoftmax();
+      bent.start(softmax);
+    }
+    const bool grown = bent.outgrown(softmax, s, scale_log2, block_max);
     if (grown) softmax.raise(block_max, scale_log2, correction);
     // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and
     // the packing of P into the registers that P V reads hides behind the exponentials (5% faster
@@ -267,7 +277,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     } else if (grown) {
       tile::scale_rows(o, correction);
     }
-    softmax.exponentiate(s, scale_log2);
+    bent.exponentiate(softmax, s, scale_log2);
     tile::pack_fragment<T>(p, s);
   }
 

@@ -9,6 +9,8 @@
 #include "ptx/math.cuh"
 #include "tile/softmax.cuh"
 
+constexpr bool kBent = Config::score && !Config::elementwise;  // by softcap or ALiBi alone
+
 // The first of a lane's two rows among its consumer's 64.
 __device__ __forceinline__ int lane_row() {
   return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -48,6 +50,116 @@ __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
   for (int i = 0; i < kTileN / 2; ++i)
     if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) s[i] = tile::negative_infinity();
 }
+
+// Scores with softcap or ALiBi but neither bias nor mask. A consumer's time is the length of its
+// chain of instructions, and a branch costs as much as twenty of them; so what most blocks of a
+// call need is known before their products are, and then no more than one question is asked.
+template <bool kAny>
+struct BentScores {
+  // A softcap bounds scores, so no maxima are needed where exponents relative to half the cap, from
+  // -1.5 to 0.5 times this, are in range: of float, which bfloat16 shares.
+  static constexpr float kBoundLog2 = 75.0f;
+  static constexpr float kBoundMax = 0.5f;
+
+  enum Kind { kOther, kCapped, kAside };
+
+  const Sm90Params& sm90;
+  const bool bounded;     // maxima are spared
+  Kind kind = kOther;     // of the block
+  float lowered[2] = {};  // what is yet to be subtracted from the scores of each row
+  float slope;            // ALiBi's, negative for keys after the queries
+
+  __device__ __forceinline__ BentScores(const ForwardParams& params, const Sm90Params& sm90)
+      : sm90(sm90),
+        bounded(has_range_of_float(T()) && params.alibi_slopes == nullptr &&
+                sm90.cap_scale != 0.0f && sm90.scale_log2 <= kBoundLog2) {}
+
+  // To be told of a block whose products are under way: from its first key to the consumer's first
+  // query, and whether some of its keys are hidden from some of the queries.
+  __device__ __forceinline__ void expect(int block_distance, bool partial, float head_slope) {
+    const bool aside = block_distance >= kTileN - 1 || block_distance <= -63;
+    kind = partial ? kOther : bounded ? kCapped : sm90.cap_scale == 0.0f && aside ? kAside : kOther;
+    slope = block_distance > 0 ? head_slope : -head_slope;
+  }
+
+  // Whether the block's scores are done with this; else bend_scores and hiding of keys are to come.
+  // `distance` as there.
+  __device__ __forceinline__ bool bend(float (&s)[kTileN / 2], float distance) {
+    lowered[0] = lowered[1] = 0.0f;
+    if (kind == kCapped) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i) s[i] = ptx::tanh(s[i] * sm90.cap_scale);
+      return true;
+    }
+    if (kind == kAside) {
+      // All keys are on one side of all queries, so the distance is linear in both.
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i)
+        s[i] = fmaf(slope, static_cast<float>(i / 4 * 8 + i % 2), s[i]);
+      lowered[0] = slope * distance;
+      lowered[1] = fmaf(slope, 8.0f, lowered[0]);
+      return true;
+    }
+    return false;
+  }
+
+  // Of a new tile.
+  __device__ __forceinline__ void start(tile::OnlineSoftmax& softmax) const {
+    if (bounded) softmax.row_max[0] = softmax.row_max[1] = kBoundMax;
+  }
+
+  // As OnlineSoftmax has them.
+  __device__ __forceinline__ void update(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
+                                         float scale_log2, float (&correction)[2]) const {
+    start(softmax);
+    if (bounded)
+      softmax.exponentiate(s, scale_log2);
+    else
+      softmax.update(s, scale_log2, correction);
+  }
+  __device__ __forceinline__ bool outgrown(const tile::OnlineSoftmax& softmax,
+                                           const float (&s)[kTileN / 2], float scale_log2,
+                                           float (&block_max)[2]) const {
+    return !bounded &&
+           __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max, [&](float max, int row) {
+             return max - lowered[row];
+           }));
+  }
+
+  __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
+                                               float scale_log2) const {
+    softmax.exponentiate(s, scale_log2,
+                         {softmax.row_max[0] + lowered[0], softmax.row_max[1] + lowered[1]});
+  }
+
+ private:
+  __device__ __forceinline__ static constexpr bool has_range_of_float(__half) { return false; }
+  __device__ __forceinline__ static constexpr bool has_range_of_float(__nv_bfloat16) {
+    return true;
+  }
+};
+
+// All other scores.
+template <>
+struct BentScores<false> {
+  __device__ __forceinline__ BentScores(const ForwardParams&, const Sm90Params&) {}
+  __device__ __forceinline__ void expect(int, bool, float) {}
+  __device__ __forceinline__ bool bend(float (&)[kTileN / 2], float) { return false; }
+  __device__ __forceinline__ void start(tile::OnlineSoftmax&) const {}
+  __device__ __forceinline__ void update(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
+                                         float scale_log2, float (&correction)[2]) const {
+    softmax.update(s, scale_log2, correction);
+  }
+  __device__ __forceinline__ bool outgrown(const tile::OnlineSoftmax& softmax,
+                                           const float (&s)[kTileN / 2], float scale_log2,
+                                           float (&block_max)[2]) const {
+    return __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max));
+  }
+  __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
+                                               float scale_log2) const {
+    softmax.exponentiate(s, scale_log2);
+  }
+};
 
 template <class Element>
 __device__ __forceinline__ void copy_elements(unsigned char* to, const void* from, long long stride,

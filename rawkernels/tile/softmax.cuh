@@ -48,6 +48,13 @@ struct OnlineSoftmax {
   template <int n>
   __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2,
                                            float (&block_max)[2]) const {
+    return outgrown(s, scale_log2, block_max, [](float max, int) { return max; });
+  }
+
+  // The same of scores that are yet to be lowered, row by row: lower(score, row).
+  template <int n, class Lower>
+  __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2,
+                                           float (&block_max)[2], const Lower& lower) const {
     // Four chains a row: in one chain each maximum waits for the one before, 390 of a block's 2770
     // cycles in forward_sm90.
     static_assert(n >= 16, "a chain starts from two scores of its own");
@@ -62,7 +69,7 @@ struct OnlineSoftmax {
     for (int row = 0; row < 2; ++row) {
       block_max[row] =
           fmaxf(fmaxf(chain[0][row], chain[1][row]), fmaxf(chain[2][row], chain[3][row]));
-      block_max[row] = fmaxf(block_max[row], row_max[row]);
+      block_max[row] = fmaxf(lower(block_max[row], row), row_max[row]);
     }
     return fmaxf(block_max[0] - row_max[0], block_max[1] - row_max[1]) * scale_log2 > kLag;
   }
@@ -86,7 +93,14 @@ struct OnlineSoftmax {
   // Third, perhaps in parts: scores s[kBegin] to s[kEnd - 1].
   template <int kBegin = 0, int kEnd = 1 << 30, int n>
   __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) {
-    const float offsets[2] = {offset(row_max[0], scale_log2), offset(row_max[1], scale_log2)};
+    exponentiate<kBegin, kEnd>(s, scale_log2, row_max);
+  }
+
+  // The same relative to something else than row_max.
+  template <int kBegin = 0, int kEnd = 1 << 30, int n>
+  __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2,
+                                               const float (&max)[2]) {
+    const float offsets[2] = {offset(max[0], scale_log2), offset(max[1], scale_log2)};
     float sum[2][2] = {};  // two chains a row
 #pragma unroll
     for (int i = kBegin; i < min(n, kEnd); ++i) {

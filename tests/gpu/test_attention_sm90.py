@@ -128,6 +128,51 @@ def test_bias_and_mask_may_lie_anyhow(head_dim, layout, given, rng):
         formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 50.0, 60.0])
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)])
+def test_softcap_of_scores_anywhere(head_dim, softcap, dtype, rng):
+    """Rows whose scores are all near the cap, near its negative, or between: maxima are kept for
+    some caps and types, and spared for others."""
+    axis = rng.standard_normal(head_dim)
+    height = np.linspace(-3.0, 3.0, 600) * softcap * head_dim**0.5 / (axis @ axis)
+    q, k, v = (rng.standard_normal((1, n, 2, head_dim)) for n in (600, 500, 500))
+    q, k, v = (a.astype(dtype) for a in (q + height[:, None, None] * axis, k + axis, v))
+    sinks = np.array([-80.0, 2.0], np.float32)
+    arrays = [cupy.asarray(a) for a in (q, k, v)]
+    for options in ({}, {"causal": True}, {"window": (150, 20)}):
+        exact, exact_lse = formulas.attention(q, k, v, softcap=softcap, sinks=sinks, **options)
+        plain, plain_lse = formulas.attention(
+            q, k, v, softcap=softcap, sinks=sinks, **options, precision=dtype
+        )
+        out, lse = cuattn.flash_attention(
+            *arrays, softcap=softcap, sinks=cupy.asarray(sinks), **options, return_lse=True
+        )
+        formulas.assert_accurate(out.get(), exact, plain)
+        formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(500, 1000), (1000, 500)])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_alibi_before_and_after_the_queries(head_dim, seqlen_q, seqlen_k, softcap, rng):
+    """Blocks of keys on one side of all queries of a tile, and those that the diagonal crosses."""
+    q, k, v = (normal(rng, 1, n, 4, head_dim) for n in (seqlen_q, seqlen_k, seqlen_k))
+    slopes = np.array([0.7, 0.004, -0.02, 0.0], np.float32)
+    arrays = [cupy.asarray(a) for a in (q, k, v)]
+    for options in ({}, {"causal": True}, {"window": (300, 200)}):
+        more = options if softcap is None else {**options, "softcap": softcap}
+        exact, exact_lse = formulas.attention(q, k, v, alibi_slopes=slopes, **more)
+        plain, plain_lse = formulas.attention(
+            q, k, v, alibi_slopes=slopes, **more, precision=BFLOAT16
+        )
+        out, lse = cuattn.flash_attention(
+            *arrays, alibi_slopes=cupy.asarray(slopes), **more, return_lse=True
+        )
+        formulas.assert_accurate(out.get(), exact, plain)
+        formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
+
+
 def test_varlen_maps_stay_within_small_allocations(rng):
     """Arrays with nothing mapped before or after them, which a map must not touch."""
     for total in (1, 60, 500, 5000):
