@@ -167,23 +167,42 @@ def walk(spec, config, section, blocks):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [512, 2048, 8192, 16384])
-@pytest.mark.parametrize("causal", [False, True])
-def test_hopper_blocks_have_the_same_to_do(head_dim, seqlen, causal):
-    """The busiest of 132 blocks has 4% more than the average at most, or one tile more where all
-    cost the same."""
-    spec = forward_spec(seqlen, head_dim, causal=causal)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1023, 0)}])
+def test_hopper_blocks_have_the_same_to_do(head_dim, seqlen, options):
+    """The busiest of 132 blocks has little more than the average, or one tile more where all cost
+    the same."""
+    spec = forward_spec(seqlen, head_dim, **options)
     config = hopper_config(spec)
     section = tiles.sm90_section(spec, config, 132)
-    assert (section > 0) == causal
+    assert (section > 0) == bool(options)
     found = walk(spec, config, section, 132)
     rows = -(-seqlen // config.tile_m)
     every = sorted(tile for block in found for tile in block)
     assert every == [(head, m) for head in range(spec.batch * spec.heads_q) for m in range(rows)]
 
     def cost(m):
-        last = min((m + 1) * config.tile_m, seqlen) if causal else seqlen
-        return 1 + -(-last // config.tile_n)
+        last = min((m + 1) * config.tile_m, seqlen) if options else seqlen
+        first = max(m * config.tile_m - 1023, 0) if "window" in options else 0
+        return 1 + -(-last // config.tile_n) - first // config.tile_n
 
     load = [sum(cost(m) for _, m in block) for block in found]
     mean = sum(load) / len(load)
-    assert max(load) <= (1.04 * mean if causal else mean + cost(0))
+    most = 1.07 if "window" in options else 1.04  # a block has eight tiles of head_dim 256
+    assert max(load) <= (most * mean if options else mean + cost(0))
+
+
+def test_hopper_takes_varlen_tiles_of_several_heads_at_a_time():
+    """As many as L2 holds the keys of, were a sequence a few times as long as the mean."""
+
+    def section(total, sequences, **options):
+        shape = (total, 16, 128)
+        dtypes = [np.dtype(ml_dtypes.bfloat16)] * 3
+        spec = attention_spec(
+            "flash_attention_varlen", *[shape] * 3, *dtypes, sequences=sequences, **options
+        )
+        return tiles.sm90_section(spec, hopper_config(spec), 132)
+
+    assert section(32768, 64, causal=True) == 16
+    assert 1 < section(32768, 10, causal=True) < 16
+    assert section(1 << 20, 2, causal=True) == 1
+    assert section(1 << 20, 2, window=(1023, 0)) > 1

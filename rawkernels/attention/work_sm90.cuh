@@ -20,7 +20,7 @@ struct Sm90Params {
     unsigned tiles;
   }* taken;
   unsigned long long ticket;  // a random number of this launch's own
-  int section;                // heads that are worked on together; 0: all tiles cost the same
+  int section;  // heads that are worked on together; 0: fixed-length tiles cost the same
   // Scores are softcap * tanh(cap_scale * q·k), or scale * q·k where cap_scale is 0. The last
   // factor waits: kernels keep scores over score_scale, unless there is a bias, and exp(x) is
   // exp2(x * log2(e)).
@@ -227,9 +227,8 @@ struct FixedWalk {
   }
 };
 
-// Tiles of a varlen call are taken by whichever block is free: no one knows their cost before. One
-// head after another, as the keys and values of one head stay in L2. All lanes of one warp
-// together.
+// Tiles of a varlen call are taken by whichever block is free: no one knows their cost before. The
+// tiles of a section of heads at a time, last first, as above. All lanes of one warp together.
 struct VarlenWalk {
   const ForwardParams& params;
   const Sm90Params& sm90;
@@ -249,10 +248,13 @@ struct VarlenWalk {
     Tile tile;
     tile.row = -1;
     while (item < total && tile.row < 0) {
-      const tile::Sequence found = tile::varlen_sequence<kTileM>(params, slots - 1 - item % slots);
+      const int first_head = item / (slots * sm90.section) * sm90.section;
+      const int size = min(sm90.section, params.heads_q - first_head);
+      const unsigned place = item - first_head * slots;
+      const tile::Sequence found = tile::varlen_sequence<kTileM>(params, slots - 1 - place / size);
       tile.row = found.tile * kTileM;
       tile.batch = found.index;
-      tile.head = item / slots;
+      tile.head = first_head + place % size;
       tile.head_kv = tile.head / (params.heads_q / params.heads_kv);
       tile.queries = sequence(static_cast<int>(found.begin_q), found.seqlen_q);
       tile.keys = sequence(static_cast<int>(found.begin_k), found.seqlen_k);
