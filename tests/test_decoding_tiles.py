@@ -78,11 +78,12 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"batch": 4, "capacity": 1024}, 4),
         ({"batch": 4}, None),  # too many keys
         ({"batch": 5, "capacity": 1024}, None),  # too many pairs
-        ({"heads": 2}, None),  # too few to read fast
-        ({"heads": 2, "capacity": 1024}, 8),
-        ({"dim": 64}, 8),
+        ({"heads": 2}, 8),
+        ({"heads": 2, "capacity": 65536}, None),  # too few to read fast
+        ({"dim": 64, "capacity": 4096}, 4),
+        ({"dim": 64}, None),
         ({"dim": 64, "heads": 32, "capacity": 2048}, 4),
-        ({"dim": 64, "heads": 32}, None),
+        ({"dim": 64, "heads": 32, "capacity": 4096}, None),
         ({"dim": 256}, None),
         ({"tokens": 3}, None),  # 12 rows
     ],

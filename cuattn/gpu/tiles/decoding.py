@@ -16,14 +16,14 @@ from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
-#: Clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key head: as
-#: many as run at a time on an H200's 132 multiprocessors.
-CLUSTERS = {8: 14, 4: 33}
+#: Clusters that decode_sm90.cu comes with, by head_dim, and for how many pairs of a sequence and a
+#: key head: as many as run at a time on an H200's 132 multiprocessors.
+CLUSTERS = {64: {4: 33}, 128: {8: 14, 4: 33}}
 CLUSTER_TILE_KEYS = 16
-#: By head_dim, how many keys of all pairs clusters read at most, and a capacity up to which they
-#: serve however few or many these are: beyond, decode_sm80.cu reads faster than it starts slower.
+#: How many keys a block reads at most, and how many all pairs have: beyond, decode_sm80.cu starts
+#: later but reads faster.
+MOST_BLOCK_KEYS = {64: 1024, 128: 4096}
 MOST_CLUSTER_KEYS = {64: 1 << 16, 128: 3 << 16}
-SMALL_CAPACITY = 2048
 
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
@@ -226,24 +226,21 @@ def sm90_decode(
     num_splits: int | str | None,
 ) -> Variant | None:
     """Choose a variant of decoding/decode_sm90.cu: for so few sequences that each can have a
-    cluster for every key head, and these about half of the device or little to read.
+    cluster for every key head, and these little to read.
     """
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
         return None
     if spec.varlen or rows > 8 or num_splits is not None:
         return None
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in MOST_CLUSTER_KEYS:
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTERS:
         return None
-    pairs = spec.batch * spec.heads_kv
-    fitting = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
-    cluster = next(fitting, None)
+    pairs, clusters = spec.batch * spec.heads_kv, CLUSTERS[spec.head_dim].items()
+    cluster = next((n for n, most in clusters if pairs <= most * multiprocessors / 132), None)
     if cluster is None or (page_size is not None and page_size < CLUSTER_TILE_KEYS):
         return None
-    if spec.seqlen_k > SMALL_CAPACITY and (
-        pairs * cluster < multiprocessors * 0.4
-        or pairs * spec.seqlen_k > MOST_CLUSTER_KEYS[spec.head_dim]
-    ):
+    most = min(MOST_BLOCK_KEYS[spec.head_dim] * cluster, MOST_CLUSTER_KEYS[spec.head_dim] // pairs)
+    if spec.seqlen_k > most:
         return None
     return _sm90_decode_variant(spec.dtype.name, spec.head_dim, cluster)
 
@@ -493,8 +490,8 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     if capability(arch) >= 80:
         for dtype in ("float16", "bfloat16"):
             if capability(arch) == 90:
-                for head_dim in MOST_CLUSTER_KEYS:
-                    for cluster in CLUSTERS:
+                for head_dim, clusters in CLUSTERS.items():
+                    for cluster in clusters:
                         yield _sm90_decode_variant(dtype, head_dim, cluster)
             for head_dim in (64, 128, 256):
                 for rows in DECODE_ROWS[head_dim]:
