@@ -77,21 +77,29 @@ __cluster_dims__(Config::cluster, 1, 1)
       continue;
     }
     double sum = 0.0;
-    for (int base = segment.begin + threadIdx.x; base < segment.end;
-         base += kAhead * Config::threads) {
-      float p[kAhead], q[kAhead];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const int i = min(base + k * Config::threads, segment.end - 1);
-        p[k] = targets[(node + 1) * vocab + i];
-        q[k] = proposal[i];
+    const auto add = [&](double p, float q) {
+      const double rest = p - double(q);
+      sum += rest > 0.0 || rest != rest ? rest : 0.0;
+    };
+    if (rejected > 0) {
+      for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
+        add(remaining(i), proposal[i]);
       }
+    } else {
+      const float* const target = targets + (node + 1) * vocab;
+      for (int base = segment.begin + threadIdx.x; base < segment.end;
+           base += kAhead * Config::threads) {
+        float p[kAhead], q[kAhead];
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const int i = base + k * Config::threads;
-        if (i >= segment.end) continue;
-        const double rest = (rejected > 0 ? remaining(i) : double(p[k])) - double(q[k]);
-        sum += rest > 0.0 || rest != rest ? rest : 0.0;
+        for (int k = 0; k < kAhead; ++k) {
+          const int i = min(base + k * Config::threads, segment.end - 1);
+          p[k] = target[i];
+          q[k] = proposal[i];
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          if (base + k * Config::threads < segment.end) add(p[k], q[k]);
+        }
       }
     }
     sum = reduce_cluster(sum, Add(), 0.0, smem.sums[sums++ % 2]);
