@@ -1,5 +1,5 @@
-"""From logits to tokens, beside torch and one read of the logits at the copy ceiling; replays of
-captured graphs, inputs rotated past L2.
+"""From logits to tokens, beside torch and one read of the logits at the copy ceiling, and
+probabilities beside a kernel that only copies; replays of captured graphs, inputs rotated past L2.
 
 ``pytest benchmarks/bench_sampling.py --benchmark-json=benchmarks/results/NAME.json``
 """
@@ -152,7 +152,7 @@ def _table(found):
     for operation, vocab, dtype, rows in dict.fromkeys(key[:4] for key in found):
         cells = [found.get((operation, vocab, dtype, rows, batch), {}) for batch in BATCHES]
         yield f"{operation}, {vocab}, {dtype}, {rows}"
-        for who in ("floor", "cuattn", "torch"):
+        for who in ("floor", "copy", "cuattn", "torch"):
             if any(who in cell for cell in cells):
                 yield f"    {who:10} " + "".join(f"{_shown(cell.get(who)):>9}" for cell in cells)
         recorded = FLASHINFER.get((operation, vocab), ())
@@ -176,6 +176,11 @@ def bench_sampling(benchmark, ceilings, summary, vocab, dtype, rows, batch, oper
     peer = _torch_operation(operation)
     if peer is not None:
         contestants.append(timing.Contestant("torch", _torch_captured(peer, sets)))
+    if (operation, dtype) == ("softmax", "float32"):  # of one size: reads and writes as much
+        from benchmarks.ceilings import copied
+
+        copies = [functools.partial(copied, logits) for logits in sets]
+        contestants.append(timing.captured("copy", copies))
     benchmark.group = "sampling"
     seconds = timing.race(benchmark, contestants, rounds=5, turn=1e-3)
     read = sets[0].nbytes / ceilings["copy"]

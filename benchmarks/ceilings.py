@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import cupy
@@ -10,6 +11,15 @@ from cupy.cuda import cublas, device
 
 from benchmarks.timing import by_events
 
+#: 64 bytes a thread, as four accesses of 16, each a warp's 512 bytes in a row.
+_COPY = r"""
+extern "C" __global__ void copy(const uint4* source, uint4* target, unsigned long long n) {
+  for (int k = 0; k < 4; ++k) {
+    const unsigned long long i = (blockIdx.x * 4ull + k) * blockDim.x + threadIdx.x;
+    if (i < n) target[i] = source[i];
+  }
+}
+"""
 _CUDA_TYPES = {"float16": 2, "bfloat16": 14}  # cudaDataType: CUDA_R_16F, CUDA_R_16BF
 _CUBLAS_COMPUTE_32F = 68
 _CUBLAS_GEMM_DEFAULT = -1
@@ -31,6 +41,22 @@ def copy_bytes_per_second(nbytes: int = 1 << 31) -> float:
             target.data.copy_from_device_async(source.data, nbytes)
 
     return 2 * nbytes / _median(run, 4)
+
+
+@functools.cache
+def _copy_kernel() -> cupy.RawKernel:
+    return cupy.RawKernel(_COPY, "copy")
+
+
+def copied(source: cupy.ndarray) -> cupy.ndarray:
+    """A copy, by a kernel that does nothing else: what a kernel that reads and writes as much could
+    take, at this size. (A copy that is captured in a graph becomes something slower.)"""
+    target = cupy.empty_like(source)
+    count, threads = source.nbytes // 16, 512
+    assert source.nbytes % 16 == 0
+    blocks = -(-count // (4 * threads))
+    _copy_kernel()((blocks,), (threads,), (source, target, np.uint64(count)))
+    return target
 
 
 def matmul_flops_per_second(dtype: str, n: int = 8192) -> float:

@@ -63,5 +63,5 @@ __device__ __forceinline__ void read(float (&x)[kValues], const Config::dtype* l
 }
 
 __device__ __forceinline__ void write4(float* out, float a, float b, float c, float d) {
-  __stcs(reinterpret_cast<float4*>(out), make_float4(a, b, c, d));
+  __stcg(reinterpret_cast<float4*>(out), make_float4(a, b, c, d));
 }
