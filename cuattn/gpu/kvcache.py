@@ -57,7 +57,8 @@ class Batch:
         numbers[batch:header] = cu_new
         numbers[header::2] = positions * width + columns
         numbers[header + 1 :: 2] = pages
-        with cupy.cuda.Device(self.page_table.device.id) as device:
+        device = self.page_table.device
+        with on(device):
             kernel = compiler.kernel(tiles.CACHE_UPDATE, device.id)
             threads = tiles.CACHE_UPDATE.config.threads
             kernel(
@@ -89,7 +90,7 @@ def copy_pages(
 ) -> None:
     """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
     _refuse_capture("pages")
-    with cupy.cuda.Device(k_pages.device.id):
+    with on(k_pages.device):
         for pages in (k_pages, v_pages):
             pages[:, target] = pages[:, source]
 
