@@ -195,8 +195,9 @@ def look_up(ids: list[int], count: int) -> list[int]:
     before."""
     if count < 1 or len(ids) <= NGRAM:
         return []
-    windows = np.lib.stride_tricks.sliding_window_view(np.array(ids[:-1]), NGRAM)
-    (found,) = np.nonzero((windows == ids[-NGRAM:]).all(axis=1))
+    before = np.array(ids)
+    same = [before[i : i - NGRAM] == ids[i - NGRAM] for i in range(NGRAM)]
+    (found,) = np.nonzero(np.logical_and.reduce(same))
     if not found.size:
         return []
     start = int(found[-1]) + NGRAM
