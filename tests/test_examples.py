@@ -378,6 +378,7 @@ def test_texts_on_the_gpu(model, rng, monkeypatch):
         writer = Engine(side, side.cache(4096), 0, **options)
         texts = [writer.add(text) for text in copies(both[0] if both else some_texts(rng, 6))]
         run(writer)
+        assert side is not network or network.passes[writer.cache]  # some were captured
         both.append(texts)
     assert [text.reply for text in both[0]] == [text.reply for text in both[1]]
 
