@@ -16,6 +16,7 @@ import argparse
 import codecs
 import collections
 import json
+import math
 import os
 import random
 import subprocess
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +65,7 @@ def main() -> None:
         draft=arguments.draft,
         max_batch=arguments.max_batch,
         temperature=arguments.temperature,
-        top_k=arguments.top_k,
+        top_k=arguments.top_k and min(arguments.top_k, len(tokenizer.tokens)),
         top_p=arguments.top_p,
         min_p=arguments.min_p,
         repetition=arguments.repetition_penalty,
@@ -104,17 +106,24 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--chat", action="store_true", help="talk; without --prompt, to what stdin says")
     add("--system", metavar="TEXT", help="what the model is told before each chat")
-    add("--max-new-tokens", metavar="N", type=positive, default=256)
-    add("--temperature", metavar="T", type=float, default=0.5, help="0: always the likeliest token")
-    add("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens")
-    add("--top-p", metavar="P", type=float, help="draw from the likeliest that make up P")
-    add("--min-p", metavar="P", type=float, help="draw from those with P of the likeliest's share")
-    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: repeat less")
+    add("--max-new-tokens", metavar="N", type=between(1), default=256)
+    share = between(0.0, 1.0)
+    add("--temperature", metavar="T", type=between(0.0), default=0.5, help="0: the likeliest token")
+    add("--top-k", metavar="K", type=between(1), help="draw from the K likeliest tokens")
+    add("--top-p", metavar="P", type=share, help="draw from the likeliest that make up P")
+    add("--min-p", metavar="P", type=share, help="draw from those with P of the likeliest's share")
+    add(
+        "--repetition-penalty",
+        metavar="R",
+        type=between(0.1),
+        default=1.0,
+        help="above 1: repeat less",
+    )
     add("--seed", metavar="N", type=int, help="the same seed writes the same text")
     add(
         "--draft",
         metavar="K",
-        type=int,
+        type=between(0),
         default=0,
         help="propose K tokens by looking up what "
         "came before: the same text, sooner where it repeats something",
@@ -125,10 +134,8 @@ def parse_arguments() -> argparse.Namespace:
         choices=("float16", "bfloat16", "float32"),
         help="default: float32, and on a GPU float16",
     )
-    add("--cache-tokens", metavar="N", type=positive, default=16384, help="for all texts together")
-    add(
-        "--max-batch", metavar="N", type=positive, default=64, help="texts that are written at once"
-    )
+    add("--cache-tokens", metavar="N", type=between(1), default=16384, help="of all texts together")
+    add("--max-batch", metavar="N", type=between(1), default=64, help="texts written at once")
     add("--model", metavar="PATH", type=Path, help="GGUF file of another Llama model")
     add("--show-ids", action="store_true", help="print the new tokens' ids too, as JSON")
     arguments = parser.parse_args()
@@ -140,11 +147,16 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def positive(text: str) -> int:
-    """A number from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
+def between(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An option's type: a number of low's type, from low to high."""
+
+    def number(text: str) -> float:
+        value = type(low)(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+        return value
+
+    return number
 
 
 def array_module(device: str) -> ModuleType:

@@ -230,6 +230,14 @@ def test_prompts_together_and_alone(model):
         assert alone == [reply]
 
 
+@pytest.mark.parametrize("option", ["top-k=0", "top-p=2", "min-p=nan", "temperature=-1", "draft=x"])
+def test_options_out_of_range(option, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", f"--{option}"])
+    with pytest.raises(SystemExit):
+        generate.parse_arguments()
+    assert f"argument --{option.partition('=')[0]}: " in capsys.readouterr().err
+
+
 def read_model(model, xp=np) -> tuple[llama.Llama, dict[str, np.ndarray]]:
     path, weights = model
     if xp is np:
