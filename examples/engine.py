@@ -81,6 +81,7 @@ class Engine:
         self.sampling, self.draft, self.max_batch = sampling, draft, max_batch
         self.waiting: collections.deque[Text] = collections.deque()
         self.running: list[Text] = []
+        self.room = max_batch  # how many texts may run, as far as the cache lets them
         self.counts: collections.Counter[str] = collections.Counter()  # tokens and seconds
 
     def add(self, text: Text) -> Text:
@@ -91,7 +92,7 @@ class Engine:
     def step(self) -> list[tuple[Text, list[int]]]:
         """One pass of the model. Returns what was written: texts, each with its new tokens."""
         start = time.perf_counter()
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and len(self.running) < self.room:
             if self.pays_to_wait(self.waiting[0]):
                 break
             self.join(self.waiting.popleft())
@@ -106,6 +107,8 @@ class Engine:
                     raise
                 self.waiting.appendleft(self.running[-1])
                 self.leave(self.running[-1])
+                self.room = len(self.running)
+        self.room = min(self.room + 1, self.max_batch)
         reading = any(len(turn.new) > turn.wanted for turn in turns)
         chosen = iter(self.choose(logits, turns))
         written = [self.keep(turn, [next(chosen) for _ in range(turn.wanted)]) for turn in turns]

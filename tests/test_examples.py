@@ -475,6 +475,24 @@ def test_a_text_too_long_for_the_cache(model):
         writer.step()
 
 
+def test_a_full_cache_is_asked_for_little_more(model, rng):
+    network, _ = read_model(model)
+    calls, steps = [], 0
+
+    def asked(*arguments):
+        calls.append(arguments)
+        return network(*arguments)
+
+    asked.xp = network.xp
+    writer = Engine(asked, network.cache(6 * llama.PAGE_SIZE), 0, temperature=0)
+    for text in some_texts(rng, 40, limit=10):
+        writer.add(text)
+    while writer.waiting or writer.running:
+        writer.step()
+        steps += 1
+    assert steps < len(calls) <= 2 * steps + 40
+
+
 def test_drafts_continue_what_stood_before(rng):
     for length in (0, 1, 2, 3, 10, 50):
         for count in (0, 1, 6):
