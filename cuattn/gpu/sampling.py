@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
-from cuattn.gpu.memory import pointer, scratch_array, temporaries
+from cuattn.gpu.memory import on, pointer, scratch_array, temporaries
 
 if TYPE_CHECKING:
     from cuattn.reference.sampling import Penalties
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SAMPLE_PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in ("logits", "tokens", "filtered")),
-        *((name, np.uint64) for name in ("top_values", "top_indices")),
+        *((name, np.uint64) for name in ("top_values", "top_indices", "amended")),
         ("row_stride", np.int64),
         *((name, [("per_row", np.uint64), ("value", np.uint64)]) for name in ("seed", "offset")),
         *(
@@ -31,16 +31,16 @@ SAMPLE_PARAMS = np.dtype(
             for name in ("temperature", "top_p", "min_p", "typical_p")
         ),
         ("top_k", np.dtype([("per_row", np.uint64), ("value", np.int32)], align=True)),
-        *((name, np.int32) for name in ("vocab", "top_count", "rest", "kind")),
+        *((name, np.int32) for name in ("vocab", "top_count", "rest", "kind", "amended_bits")),
     ],
     align=True,
 )
 _WORD, _FLOAT, _INT = "QQ", "Qf4x", "Qi4x"  # RowValue of each type
-_PACK_SAMPLE = struct.Struct("5Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "4i").pack
-#: SoftmaxParams, PenaltyParams, PenalizeParams and SpeculateParams, each of the kernel's file.
+_PACK_SAMPLE = struct.Struct("6Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "5i4x").pack
+#: SoftmaxParams, PenaltyParams and so on, each of the kernel's file.
 _PACK_SOFTMAX = struct.Struct("4Qq" + _FLOAT + "3i4x").pack
 _PACK_PENALTIES = struct.Struct("6Q2q" + 3 * _FLOAT + "4i").pack
-_PACK_PENALIZE = struct.Struct("2Qq2i").pack
+_PACK_PENALIZE = struct.Struct("3Qq3i4x").pack
 _PACK_SPECULATE = struct.Struct("6Q" + 2 * _WORD + "2i").pack
 _NO_PENALTIES = _PACK_PENALTIES(*[0] * 18)
 
@@ -79,16 +79,22 @@ def sample(
     unfiltered = isinstance(top_k, int) and top_k >= logits.shape[1]
     if unfiltered and (top_p, min_p, typical_p) == (1, 0, 1):
         return _draw(logits, filters, seed, offset, penalties)
+    amended = None
     if penalties is not None:
-        with temporaries():
-            logits = apply_penalties(logits, penalties)
+        # The k largest can be told by a table of what is penalised.
+        ranked = isinstance(top_k, int) and top_k <= tiles.MAX_RANKED
+        if ranked and isinstance(typical_p, float) and typical_p == 1:
+            amended = _amend(logits, penalties)
+        if amended is None:
+            with temporaries():
+                logits = apply_penalties(logits, penalties)
     tokens = cupy.empty(len(logits), np.int32)
     # Typical-p and a long top-k take several passes; values on the device may ask for them.
     several = isinstance(top_k, int) and tiles.MAX_RANKED < top_k < logits.shape[1]
     several |= isinstance(typical_p, float) and typical_p < 1
     known = isinstance(top_k, int) and isinstance(typical_p, float)
     if not several:
-        _stream(logits, filters, seed, offset, tokens=tokens)
+        _stream(logits, filters, seed, offset, tokens=tokens, amended=amended)
     if several or not known:
         _filter(logits, filters, seed, offset, tokens=tokens, rest=not several)
     return tokens
@@ -110,11 +116,29 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
             shape = logits.shape
             launch, segment = tiles.penalize(logits.dtype.name, *shape, *_listed(penalties))
             params = _PACK_PENALIZE(
-                logits.data.ptr, out.data.ptr, _row_stride(logits), shape[1], segment
+                logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
             )
             nbytes = tiles.penalty_bytes(min(shape[1], segment), *_listed(penalties))
             _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
     return out
+
+
+def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
+    """For each row, a table of the tokens that are penalised and of what their logits become; None
+    if that may be too many of them."""
+    dense = isinstance(penalties.bias, cupy.ndarray) or penalties.allowed is not None
+    listed = _listed(penalties)
+    choice = None if dense else tiles.amend(logits.dtype.name, len(logits), *listed)
+    if choice is None or not len(logits):
+        return None
+    launch, bits, nbytes = choice
+    with on(logits.device):
+        table = scratch_array((len(logits), 1 << bits, 2), np.dtype(np.int32))
+        params = _PACK_PENALIZE(
+            logits.data.ptr, 0, table.data.ptr, _row_stride(logits), logits.shape[1], 0, bits
+        )
+        _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
+    return table
 
 
 def _penalty_params(penalties: Penalties) -> bytes:
@@ -310,6 +334,7 @@ def _sample_params(
     tokens: cupy.ndarray | None = None,
     filtered: cupy.ndarray | None = None,
     top: tuple | None = None,
+    amended: cupy.ndarray | None = None,
     rest: bool = False,
 ) -> bytes:
     temperature, top_k, top_p, min_p, typical_p = filters
@@ -320,6 +345,7 @@ def _sample_params(
         pointer(filtered),
         pointer(values),
         pointer(indices),
+        pointer(amended),
         _row_stride(logits),
         *_row_value(seed),
         *_row_value(offset),
@@ -332,6 +358,7 @@ def _sample_params(
         0 if indices is None else indices.shape[1],
         rest,
         _KINDS.index(logits.dtype.name),
+        0 if amended is None else (amended.shape[1] - 1).bit_length(),
     )
 
 

@@ -9,7 +9,7 @@
 #include "sampling/quads.cuh"
 
 // Tokens of a thread, at most; what registers there are.
-constexpr int kHeld = Config::cluster == 8 ? 80 : 32;
+constexpr int kHeld = Config::threads * Config::blocks_per_sm <= 512 ? 80 : 32;
 constexpr int kMaxHeldRanks = Config::threads / 2;  // beyond, too many tokens would be listed
 
 __device__ __forceinline__ bool is_held(int vocab, int k) {
@@ -47,11 +47,11 @@ __device__ __forceinline__ unsigned reached_by_groups(const unsigned (&tops)[Con
   return low;
 }
 
-// Lists what ranks among the k largest, and some more; nothing below `lowest`, an ordered() logit.
-// The first time that the blocks meet.
-__device__ __forceinline__ void list_held(const Row& logits, Segment segment, int vocab, int k,
-                                          unsigned lowest, ListSmem& list,
-                                          unsigned (&tops)[Config::threads]) {
+// Lists what reaches a logit that k tokens of the row do, before some are amended, or at least
+// `lowest`, an ordered() logit. Returns what is reached. The first time that the blocks meet.
+__device__ __forceinline__ Key list_held(const Row& logits, Segment segment, int vocab, int k,
+                                         unsigned lowest, const AmendedRow& amended, ListSmem& list,
+                                         unsigned (&tops)[Config::threads]) {
   const Places places = {segment.begin, segment.end, has_quads(logits.logits, 0, vocab)};
   float x[kHeld];
   read(x, logits.logits, places);
@@ -74,21 +74,32 @@ __device__ __forceinline__ void list_held(const Row& logits, Segment segment, in
   const int group = (rank_in_cluster() * Config::threads + int(threadIdx.x)) / Config::cluster;
   of_rank(tops, threadIdx.x % Config::cluster)[group] = group_top;
   sync_cluster();
-  const float bar = from_ordered(max(reached_by_groups(tops, k), lowest));
+  const unsigned least = max(reached_by_groups(tops, k), lowest);
+  const float bar = from_ordered(least);
   if (top >= bar) {
     unsigned near = 0;
 #pragma unroll
     for (int q = 0; q < kHeld / 4; ++q) near |= unsigned(quad_tops[q] >= bar) << q;
     for (; near != 0; near &= near - 1) {
       const int first = 4 * (__ffs(near) - 1);
+      float x[4];
+      unsigned hits = 0;
 #pragma unroll
-      for (int value = first; value < first + 4; ++value) {
-        const int i = places.token(value);
-        if (i >= segment.end) continue;
-        const float x = logits(i) + 0.0f;
-        if (x >= bar) add_to_list(rank_key(x, i), list);
+      for (int k = 0; k < 4; ++k) {
+        const int i = places.token(first + k);
+        x[k] = i < segment.end ? logits(i) : -kInfinity;
+        hits |= unsigned(x[k] >= bar) << k;
+      }
+      for (; hits != 0; hits &= hits - 1) {
+        const int k = __ffs(hits) - 1, i = places.token(first + k);
+        const float before = k < 2 ? (k == 0 ? x[0] : x[1]) : (k == 2 ? x[2] : x[3]);
+        const float value = amended.of(i, before) + 0.0f;
+        if (value >= bar && i < segment.end) add_to_list(rank_key(value, i), list);
       }
     }
   }
+  const Key reached = static_cast<Key>(least) << 32;
+  list_amended(logits, amended, reached, list);
   share_list(list);
+  return reached;
 }

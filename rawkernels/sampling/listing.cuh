@@ -144,6 +144,33 @@ __device__ __forceinline__ void add_to_list(Key key, ListSmem& smem) {
   if (place < kShare) smem.keys[place * Config::cluster + rank] = key;
 }
 
+// Lists the tokens of the row that reach `bar` only as amended.
+__device__ __forceinline__ void list_amended(const Row& logits, const AmendedRow& amended, Key bar,
+                                             ListSmem& smem) {
+  if (!amended.slots) return;
+  constexpr int kAhead = 4, kStep = Config::cluster * Config::threads;
+  const int slots = 1 << amended.bits;
+#pragma unroll 1
+  for (int first = rank_in_cluster() * Config::threads + threadIdx.x; first < slots;
+       first += kAhead * kStep) {
+    Amended changed[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const int slot = first + n * kStep;
+      changed[n] = slot < slots ? amended.slots[slot] : Amended{-1, 0.0f};
+    }
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const int token = changed[n].token;
+      const float value = changed[n].logit + 0.0f;
+      if (token < 0) continue;
+      if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
+      const Key key = rank_key(value, token);
+      if (key >= bar && rank_key(logits(token) + 0.0f, token) < bar) add_to_list(key, smem);
+    }
+  }
+}
+
 // Gives each block what all of them listed.
 __device__ __forceinline__ void share_list(ListSmem& smem) {
   if constexpr (Config::cluster > 1) {

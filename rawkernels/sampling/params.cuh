@@ -2,6 +2,8 @@
 // cuattn/gpu/sampling.py.
 #pragma once
 
+#include "sampling/amended.cuh"
+
 // A parameter: one value a row where per_row is set, else one for all.
 template <class T>
 struct RowValue {
@@ -17,6 +19,7 @@ struct SampleParams {
   float* filtered;     // (rows, vocab): logits over temperature; null: not wanted
   void* top_values;    // (rows, top_count) of the logits' type; null: not wanted
   int* top_indices;
+  const Amended* amended;  // (rows, 2^amended_bits): logits to be had from there; null: none
   long long row_stride;
   RowValue<unsigned long long> seed, offset;
   RowValue<float> temperature, top_p, min_p, typical_p;
@@ -24,6 +27,7 @@ struct SampleParams {
   int vocab, top_count;
   int rest;  // whether only the rows are left whose token is kLater
   int kind;  // of the logits: 0 float32, 1 float16, 2 bfloat16
+  int amended_bits;
 };
 
 constexpr int kLater = -2;  // in place of a token, if another kernel is to draw it

@@ -1,8 +1,10 @@
 // Penalties, biases and the mask of allowed tokens: logits (rows, vocab) -> out (rows, vocab), of
-// one type.
+// one type. A block takes a segment of one row, a multiple of 2048 tokens; grid (ceil(vocab /
+// segment), rows).
 //
-// A block takes a segment of one row, a multiple of 2048 tokens; grid (ceil(vocab / segment),
-// rows).
+// Or, for those who need only know of the few tokens that penalties and biases of single tokens
+// concern, a table of them for each row, grid (1, rows).
+#include "sampling/amend.cuh"
 #include "sampling/penalties.cuh"
 #include "sampling/quads.cuh"
 
@@ -11,16 +13,22 @@ constexpr int kValues = 8;  // of a thread, in flight together
 struct PenalizeParams {
   const void* logits;  // (rows, vocab), row_stride elements apart
   void* out;           // contiguous rows
+  Amended* amended;    // (rows, 2^bits), in place of all this; else null
   long long row_stride;
-  int vocab, segment;
+  int vocab, segment, bits;
 };
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     penalize(const PenalizeParams params, const PenaltyParams penalties) {
   const int row = blockIdx.y;
+  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
+  if (params.amended) {
+    Amended* const out = params.amended + (static_cast<long long>(row) << params.bits);
+    amend(penalties, row, logits, params.vocab, penalty_smem, out, params.bits);
+    return;
+  }
   const int begin = blockIdx.x * params.segment;
   const Segment segment = {begin, min(begin + params.segment, params.vocab)};
-  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
   auto* out = static_cast<Config::dtype*>(params.out) + static_cast<long long>(row) * params.vocab;
   const Penalties penalised(penalties, row, segment, logits);
   const bool quads = has_quads(params.logits, params.row_stride, params.vocab) &&

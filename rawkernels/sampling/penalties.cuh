@@ -8,21 +8,8 @@
 // few, and what is not allowed, are -inf, and turns to the listed ones afterwards.
 #pragma once
 
-#include "sampling/params.cuh"
+#include "sampling/penalty.cuh"
 #include "sampling/row.cuh"
-
-struct PenaltyParams {
-  const int* tokens;       // (rows, length) contiguous, -1 for none
-  const float* bias;       // (rows, vocab), bias_stride apart; null: none
-  const int* triple_rows;  // (triples,) each
-  const int* triple_tokens;
-  const float* triple_values;
-  const void* allowed;  // bytes, or bits of 32-bit words if packed; null: all
-  long long bias_stride, allowed_stride;
-  RowValue<float> repetition, frequency, presence;
-  int length, triples, packed;
-  int any;  // whether anything is to be done
-};
 
 // As penalty_bytes() of cuattn/gpu/tiles/sampling.py has it.
 extern __shared__ double penalty_smem[];
@@ -72,13 +59,7 @@ class Penalties {
 
     for (int n = threadIdx.x; n < num_listed_; n += Config::threads) {
       const int i = tokens_[n], place = i - segment.begin;
-      double y = to_float(logits[i]);
-      if (counts_[n] > 0) {
-        const double repetition = params.repetition[row];
-        y = y > 0.0 ? y / repetition : y * repetition;
-        y -= double(params.frequency[row]) * counts_[n];
-        y -= double(params.presence[row]);
-      }
+      double y = penalised(params, row, to_float(logits[i]), counts_[n]);
       if (params.triples) y += biases[n];
       if (bias_) y += double(bias_[i]);
       const bool excluded = words_[place / 32].excluded >> place % 32 & 1;

@@ -50,8 +50,8 @@ __device__ __forceinline__ Key survey_key(const Row& logits, int vocab, int k, K
 }
 
 // Lists the tokens whose keys reach `bar`.
-__device__ __forceinline__ void list_reaching(const Row& logits, Segment segment, Key bar,
-                                              ListSmem& smem) {
+__device__ __forceinline__ void list_reaching(const Row& logits, Segment segment,
+                                              const AmendedRow& amended, Key bar, ListSmem& smem) {
   const float least = key_score(bar);
   clear_list(smem);
   for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
@@ -64,24 +64,26 @@ __device__ __forceinline__ void list_reaching(const Row& logits, Segment segment
       const int j = __ffs(near) - 1;
       const int i = tile_index(base, j);
       if (i >= segment.end) continue;
-      const float value = pick(x, j) + 0.0f;  // -0 becomes 0: they are equal
+      const float value = amended.of(i, pick(x, j)) + 0.0f;  // -0 becomes 0: they are equal
       if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
       const Key key = rank_key(value, i);
       if (key >= bar) add_to_list(key, smem);
     }
   });
+  list_amended(logits, amended, bar, smem);
   share_list(smem);
 }
 
 // Lists what ranks among the k largest of the tokens that reach `lowest`, and some more, unless the
 // row is bad. Returns what they all reach.
 __device__ __forceinline__ Key list_surveyed(const Row& logits, Segment segment, int vocab, int k,
-                                             Key lowest, ListSmem& list, unsigned* top) {
+                                             Key lowest, const AmendedRow& amended, ListSmem& list,
+                                             unsigned* top) {
   Key bar = survey_key(logits, vocab, k, lowest, top);
   Key least = lowest,
       beyond = ~0ull;  // k tokens reach the one, if so many there are; not the other
   for (;;) {
-    list_reaching(logits, segment, bar, list);
+    list_reaching(logits, segment, amended, bar, list);
     const Listed listed(list);
     if (listed.bad || (listed.whole && (listed.total >= k || bar == lowest))) return bar;
     if (listed.total < k) {
@@ -100,18 +102,21 @@ __device__ __forceinline__ Key list_surveyed(const Row& logits, Segment segment,
 // descending order: one for each of the first threads of the cluster's first block, 0 for the
 // others. In other blocks all get 0. Sets `bad` if the row has a NaN or +inf.
 __device__ __forceinline__ Key kth_largest(const Row& logits, Segment segment, int vocab, int k,
-                                           Key lowest, ListSmem& list, RankedSmem& smem,
-                                           bool& bad) {
+                                           Key lowest, const AmendedRow& amended, ListSmem& list,
+                                           RankedSmem& smem, bool& bad) {
   Key bar = lowest;
   bool complete = false;
   if (is_held(vocab, k)) {
-    list_held(logits, segment, vocab, k, unsigned(lowest >> 32), list, smem.tops);
-    complete = Listed(list).whole;  // or very many are equal
+    const int before = amended.slots ? max(k, min(4 * k, kMaxHeldRanks)) : k;  // some will be less
+    bar =
+        list_held(logits, segment, vocab, before, unsigned(lowest >> 32), amended, list, smem.tops);
+    const Listed listed(list);
+    complete = listed.whole && (listed.total >= k || bar == lowest);  // or very many are equal
     if (!complete) sync_cluster();
   } else {
     wait_cluster();
   }
-  if (!complete) bar = list_surveyed(logits, segment, vocab, k, lowest, list, &smem.top);
+  if (!complete) bar = list_surveyed(logits, segment, vocab, k, lowest, amended, list, &smem.top);
   const Listed listed(list);
   bad = listed.bad;
   if (rank_in_cluster() != 0 || bad) return 0;

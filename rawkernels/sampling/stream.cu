@@ -58,9 +58,13 @@ __cluster_dims__(Config::cluster, 1, 1)
 
   // -inf has a rank as well, if no probability.
   const Key lowest = static_cast<Key>(ordered(params.top_indices ? -kInfinity : -kMaxFloat)) << 32;
+  AmendedRow amended = {nullptr, params.amended_bits};
+  if (params.amended) {
+    amended.slots = params.amended + (static_cast<long long>(row) << params.amended_bits);
+  }
   bool bad;
-  const Key key =
-      kth_largest(logits, segment, params.vocab, top_k, lowest, smem.list, smem.ranked, bad);
+  const Key key = kth_largest(logits, segment, params.vocab, top_k, lowest, amended, smem.list,
+                              smem.ranked, bad);
   if (rank_in_cluster() != 0) return;
 
   const float x = key_score(key);

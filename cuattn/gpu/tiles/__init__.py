@@ -32,6 +32,7 @@ from cuattn.gpu.tiles.decoding import (
 from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 from cuattn.gpu.tiles.sampling import (
     MAX_RANKED,
+    amend,
     filter_rows,
     penalize,
     penalty_bytes,
@@ -50,6 +51,7 @@ __all__ = [
     "Launch",
     "Sm90DecodeConfig",
     "Sm90ForwardConfig",
+    "amend",
     "blocks_of_keys",
     "cache_write",
     "capability",

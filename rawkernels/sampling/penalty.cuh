@@ -1,0 +1,28 @@
+// What is asked for before anything else is done with the logits, and what it makes of one of them.
+// Mirrored field by field by _PACK_PENALTIES in cuattn/gpu/sampling.py.
+#pragma once
+
+#include "sampling/params.cuh"
+
+struct PenaltyParams {
+  const int* tokens;       // (rows, length) contiguous, -1 for none
+  const float* bias;       // (rows, vocab), bias_stride apart; null: none
+  const int* triple_rows;  // (triples,) each
+  const int* triple_tokens;
+  const float* triple_values;
+  const void* allowed;  // bytes, or bits of 32-bit words if packed; null: all
+  long long bias_stride, allowed_stride;
+  RowValue<float> repetition, frequency, presence;
+  int length, triples, packed;
+  int any;  // whether anything is to be done
+};
+
+// What the logit y becomes of a token that was met `count` times; biases come on top.
+__device__ __forceinline__ double penalised(const PenaltyParams& params, int row, double y,
+                                            int count) {
+  if (count == 0) return y;
+  const double repetition = params.repetition[row];
+  y = y > 0.0 ? y / repetition : y * repetition;
+  y -= double(params.frequency[row]) * count;
+  return y - double(params.presence[row]);
+}
