@@ -229,9 +229,9 @@ def sample(
         64 bits of each count. Arrays on the device may change between replays of a captured graph.
     tokens, repetition, frequency, presence, logit_bias, allowed
         As in :func:`apply_penalties`: the token is that of ``sample(apply_penalties(logits, ...),
-        ...)``. No penalised copy of the logits is made without filters, nor by an int `top_k` up to
-        256 where neither a dense bias nor a mask is given, for some thousands of `tokens`. `tokens`
-        is needed for `repetition`, `frequency` and `presence` alone.
+        ...)``. No penalised copy of the logits is made without filters, nor of many rows by an int
+        `top_k` up to 256, if there are neither a dense bias nor a mask. `tokens` is needed for
+        `repetition`, `frequency` and `presence` alone.
 
     Returns
     -------

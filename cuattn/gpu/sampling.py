@@ -125,11 +125,11 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
 
 def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
     """For each row, a table of the tokens that are penalised and of what their logits become; None
-    if that may be too many of them."""
+    where :func:`apply_penalties` is better."""
     dense = isinstance(penalties.bias, cupy.ndarray) or penalties.allowed is not None
     listed = _listed(penalties)
-    choice = None if dense else tiles.amend(logits.dtype.name, len(logits), *listed)
-    if choice is None or not len(logits):
+    choice = None if dense else tiles.amend(logits.dtype.name, *logits.shape, *listed)
+    if choice is None or not logits.size:
         return None
     launch, bits, nbytes = choice
     with on(logits.device):

@@ -156,6 +156,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
             cuattn.sampling.logprobs(logits, tokens[:, 0], top_n=5)
             cuattn.sampling.filter_logits(logits, top_p=0.9, typical_p=0.9)
             cuattn.sampling.sample(logits, top_p=0.9, min_p=0.01)
+            cuattn.sampling.top_k(logits, 129)
             for filters in ({}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}):
                 cuattn.sampling.sample(logits, **filters)
                 cuattn.sampling.sample(
@@ -204,6 +205,7 @@ def main() -> None:
         each_tier(tiles.attention.FORWARD_TIERS, attention, forward, "forward")
     if "decode" in named or not named:
         each_tier(tiles.decoding.DECODE_TIERS, decoding, decode, "decode")
+    tiles.sampling.AMEND_LOGITS = 0  # tables of what is penalised for rows of any size
     decoding._cascade_pays = lambda *call: True  # of a prefix of any length
     for call, names in ((shared_prefix, ["float16"]), (kvcache, ["float16", "float32", "float64"])):
         for name in names if call.__name__ in named or not named else []:

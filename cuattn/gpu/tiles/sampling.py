@@ -15,6 +15,7 @@ FEW_ROWS = 16  # up to so many, a cluster shares a row; for more, two blocks do
 WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
 ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part of a row
 PENALTY_BYTES = 56 * 1024  # of shared memory, at most, for the penalties of a block's segment
+AMEND_LOGITS = 1 << 22  # that a copy of takes longer than a table of those that are penalised
 AMEND_BYTES = 64 * 1024  # the same for the penalised tokens of a whole row, in penalize.cu
 PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes at least
 MAX_RANKED = 256  # the k of the largest that sampling/stream.cu finds
@@ -186,14 +187,17 @@ def penalize(dtype: str, rows: int, vocab: int, length: int, triples: int) -> tu
     return Launch(variant, (-(-vocab // size), rows)), size
 
 
-def amend(dtype: str, rows: int, length: int, triples: int) -> tuple[Launch, int, int] | None:
+def amend(
+    dtype: str, rows: int, vocab: int, length: int, triples: int
+) -> tuple[Launch, int, int] | None:
     """Choose the kernel that penalises the tokens it is told of, and no others; also the bits of a
-    slot's number in a row's table, and dynamic shared memory. None if there are too many tokens.
+    slot's number in a row's table, and dynamic shared memory. None if it is not worth while, or
+    there are too many tokens.
     """
     variant = Variant("sampling/penalize.cu", "penalize", PenalizeConfig(dtype))
     bits = (2 * max(length + triples, 8) - 1).bit_length()  # at most half of them are taken
     nbytes = (8 + 8 * bool(triples)) << bits
-    if nbytes > variant.config.smem_bytes:
+    if rows * vocab < AMEND_LOGITS or nbytes > variant.config.smem_bytes:
         return None
     return Launch(variant, (1, rows)), bits, nbytes
 
