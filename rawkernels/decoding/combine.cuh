@@ -92,9 +92,9 @@ struct Partial {
 };
 
 // The results of a block, row by row: either the item's result or a partial one; kBatch parts are
-// on their way from L2 at a time when they are merged. A partial result is
-// written in units of 16 bytes, half of each numbers and half the launch's ticket, so that no flag
-// and no fence is needed: who finds the ticket has found the numbers.
+// on their way from L2 to a lane at a time when they are merged. A partial result is written in
+// units of 16 bytes, half of each numbers and half the launch's ticket, so that no flag and no
+// fence is needed: who finds the ticket has found the numbers.
 template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch>
 struct Writer {
   using Acc = typename Accumulator<T>::type;
@@ -105,7 +105,9 @@ struct Writer {
   // Units of a row: O's, a column of four in kOUnits parts that lie apart, so that neighbouring
   // threads' lie together; then maximum and sum, once for every 64 columns.
   static constexpr int kOUnits = 4 / kNumbers, kMaxSumUnits = 2 / kNumbers;
-  static constexpr int kUnits = kOUnits * kVecs + kMaxSumUnits * (kHeadDim / 64);
+  static constexpr int kPanels = kHeadDim / 64;
+  static constexpr int kUnits = kOUnits * kVecs + kMaxSumUnits * kPanels;
+  static constexpr bool kAhead = sizeof(Acc) == 4;  // double leaves no registers for it
 
   const DecodeParams& params;
   const Piece& piece;
@@ -131,10 +133,40 @@ struct Writer {
   // blocks before it, which run, or have run, whatever else the device is doing. Tickets need no
   // initial value, since no stale content is this launch's random one, and are cleared for a replay
   // of the launch in a CUDA graph.
+  //
+  // A warp merges 64 columns of a row at a time: four a lane, in two halves of the warp that take
+  // every second part. Others wait for the last part's read, so kBatch parts a lane are asked for
+  // while those before are added up, and that takes few instructions: what does not exist is read
+  // as its neighbour is, and not added. All lanes have read a unit before its ticket is cleared.
   __device__ __forceinline__ void merge_parts() const {
-    constexpr int kPanels = kHeadDim / 64;
-    for (int i = threadIdx.x / 32; i < rows() * kPanels; i += Config::threads / 32)
-      if (i % kPanels * 64 < params.head_dim_v) merge(i / kPanels, i % kPanels);
+    const int tasks = rows() * kPanels, lane = threadIdx.x % 32;
+    Unit units[kBatch][kOUnits + kMaxSumUnits];
+    Numbers numbers[kBatch];
+    Partial<T> whole;
+    Round asked = {static_cast<int>(threadIdx.x) / 32, 0}, read = {-1, 0};
+#pragma unroll 1
+    while (true) {
+      while (asked.task < tasks && asked.task % kPanels * 64 >= params.head_dim_v)
+        asked.task += Config::threads / 32;
+      const bool more = asked.task < tasks;
+      if (kAhead && more) ask(asked, units);
+      if (read.task >= 0) {
+        add_up(read, numbers, whole);
+        if (read.first + 2 * kBatch >= parts.parts) {
+          whole.add_lane(16);
+          const int column = column_of(read);
+          if (lane < 16 && column < params.head_dim_v) put_result(row_of(read), column, whole);
+          whole = {};
+        }
+        read.task = -1;
+      }
+      if (!more) return;
+      if (!kAhead) ask(asked, units);
+      if (!take(units, numbers)) continue;
+      read = asked;
+      asked.first += 2 * kBatch;
+      if (asked.first >= parts.parts) asked = {asked.task + Config::threads / 32, 0};
+    }
   }
 
  private:
@@ -161,67 +193,79 @@ struct Writer {
     }
   }
 
-  // By a warp, 64 columns of a row: four a lane, in two halves of the warp that take every second
-  // part. The others wait for the last part's read, so it takes few instructions: what does not
-  // exist is read as its neighbour is, and not added. All lanes have read a unit before its ticket
-  // is cleared.
-  __device__ __forceinline__ void merge(int row, int panel) const {
-    const int lane = threadIdx.x % 32, half = lane / 16;
-    const int column = panel * 64 + lane % 16 * 4;
-    Unit* const units = static_cast<Unit*>(params.partials);
-    Unit* const o_units = units + o_unit(row, min(column, params.head_dim_v - 1));
-    Unit* const max_sum_units = units + max_sum_unit(row, column);
-    const Parts all = parts;
-    Partial<T> whole;
-#pragma unroll 1
-    for (int first = half; first - half < all.parts; first += 2 * kBatch) {
-      unsigned slot[kBatch];
+  struct Round {  // of a warp's reads
+    int task;     // 64 columns of a row
+    int first;    // part
+  };
+  struct Numbers {
+    Vec<Acc> o;
+    Acc max_sum[2];
+  };
+
+  __device__ __forceinline__ static int row_of(Round round) { return round.task / kPanels; }
+  // The first of this lane's four.
+  __device__ __forceinline__ static int column_of(Round round) {
+    return round.task % kPanels * 64 + threadIdx.x % 16 * 4;
+  }
+  // The batch's part i, which may not exist: this half warp's.
+  __device__ __forceinline__ static int part_of(Round round, int i) {
+    return round.first + 2 * i + threadIdx.x % 32 / 16;
+  }
+
+  // Visits this lane's units of the batch's part i, with their numbers.
+  template <class Visit>
+  __device__ __forceinline__ void each_unit(Round round, int i, const Visit& visit) const {
+    Unit* const slot = static_cast<Unit*>(params.partials) +
+                       parts.slot(min(part_of(round, i), parts.parts - 1)) * kSlotUnits;
+    const int row = row_of(round), column = column_of(round);
+    Unit* const o = slot + o_unit(row, min(column, params.head_dim_v - 1));
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) slot[i] = all.slot(min(first + 2 * i, all.parts - 1));
-      Unit o[kBatch][kOUnits], max_sum[kBatch][kMaxSumUnits];
-      unsigned long long missing;
-      do {
+    for (int unit = 0; unit < kOUnits; ++unit) visit(o[unit * kVecs], unit);
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+    for (int unit = 0; unit < kMaxSumUnits; ++unit)
+      visit(slot[max_sum_unit(row, column) + unit], kOUnits + unit);
+  }
+
+  template <int n>
+  __device__ __forceinline__ void ask(Round round, Unit (&units)[kBatch][n]) const {
 #pragma unroll
-          for (int unit = 0; unit < kOUnits; ++unit)
-            o[i][unit] = ptx::load_relaxed(o_units + slot[i] * kSlotUnits + unit * kVecs);
+    for (int i = 0; i < kBatch; ++i)
+      each_unit(round, i,
+                [&](const Unit& from, int unit) { units[i][unit] = ptx::load_relaxed(&from); });
+  }
+
+  // Whether they are there, for all lanes.
+  template <int n>
+  __device__ __forceinline__ bool take(const Unit (&units)[kBatch][n],
+                                       Numbers (&numbers)[kBatch]) const {
+    unsigned long long missing = 0;
 #pragma unroll
-          for (int unit = 0; unit < kMaxSumUnits; ++unit)
-            max_sum[i][unit] = ptx::load_relaxed(max_sum_units + slot[i] * kSlotUnits + unit);
-        }
-        missing = 0;
+    for (int i = 0; i < kBatch; ++i)
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+      for (int unit = 0; unit < n; ++unit) missing |= units[i][unit].high ^ params.ticket;
+    if (__any_sync(~0u, missing != 0)) return false;
 #pragma unroll
-          for (int unit = 0; unit < kOUnits; ++unit) missing |= o[i][unit].high ^ params.ticket;
+    for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-          for (int unit = 0; unit < kMaxSumUnits; ++unit)
-            missing |= max_sum[i][unit].high ^ params.ticket;
-        }
-      } while (__any_sync(~0u, missing != 0));
-      Acc new_max = whole.max;
+      for (int e = 0; e < 4; ++e) numbers[i].o.x[e] = number(units[i], e);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, number(max_sum[i], 0));
-      whole.raise(new_max);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + 2 * i < all.parts) {
-          Vec<Acc> numbers;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) numbers.x[e] = number(o[i], e);
-          whole.add(numbers, number(max_sum[i], 0), number(max_sum[i], 1));
-        }
-#pragma unroll
-        for (int unit = 0; unit < kOUnits; ++unit)
-          o_units[slot[i] * kSlotUnits + unit * kVecs].high = 0;
-#pragma unroll
-        for (int unit = 0; unit < kMaxSumUnits; ++unit)
-          max_sum_units[slot[i] * kSlotUnits + unit].high = 0;
-      }
+      for (int e = 0; e < 2; ++e) numbers[i].max_sum[e] = number(units[i], 4 + e);
     }
-    whole.add_lane(16);
-    if (half == 0 && column < params.head_dim_v) put_result(row, column, whole);
+    return true;
+  }
+
+  __device__ __forceinline__ void add_up(Round round, const Numbers (&numbers)[kBatch],
+                                         Partial<T>& whole) const {
+    Acc new_max = whole.max;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) new_max = fmax(new_max, numbers[i].max_sum[0]);
+    whole.raise(new_max);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (part_of(round, i) < parts.parts)
+        whole.add(numbers[i].o, numbers[i].max_sum[0], numbers[i].max_sum[1]);
+      each_unit(round, i, [](Unit& unit, int) { unit.high = 0; });
+    }
   }
 
   template <int n>

@@ -20,7 +20,7 @@ constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 ? 4 : 2;  // keys on their 
 constexpr int kLaneDims = kHeadDim / 32;                       // lane l has columns l, l + 32, …
 
 using Work = decoding::Schedule<kRows, kTileKeys>;
-using Writer = decoding::Writer<T, kRows, kHeadDim, false, 4>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, false, 1>;
 
 static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
 

@@ -28,6 +28,7 @@ constexpr int kRows = kWarpRows * kWarpsQ;
 constexpr int kTileKeys = kWarpKeys * kWarpsK;
 constexpr int kSliceThreads = 32 * kWarpsQ;
 constexpr int kRowBlocks = kWarpRows / 8;
+constexpr int kMergeBatch = kHeadDim == 256 ? 1 : kRows == 8 ? 4 : 2;  // that registers hold
 static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK,
               "a warp for each part, a thread for each row");
 
@@ -37,7 +38,7 @@ using Slice = decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
 using Loader = decoding::Loader<T, Work, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
                                 Config::query_buffers>;
-using Writer = decoding::Writer<T, kRows, kHeadDim, true, kWarpsK == 8 ? 8 : 4>;
+using Writer = decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch>;
 
 struct Smem {
   alignas(128) Stage ring[kWarpsK][kStages];
