@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -103,6 +105,31 @@ def _as_array(function: str, name: str, array: Any) -> Any:
         f"{function}: {name} must be a NumPy or CuPy array (or have __cuda_array_interface__ or "
         f"__dlpack__), got {type(array).__module__}.{type(array).__qualname__}"
     )
+
+
+def on_their_gpu(function: Callable) -> Callable:
+    """Let a public function run with the GPU of its first array as the current one: whatever it
+    allocates is there."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for given in itertools.chain(args, kwargs.values()):
+            if (gpu := _gpu(given)) is not None:
+                with side(sys.modules["cupy"], "memory").on(gpu):
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _gpu(given: Any) -> Any:
+    """The GPU that an array is on, or None."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(given, cupy.ndarray):
+        return given.device
+    if hasattr(given, "__cuda_array_interface__"):
+        return _as_array("", "", given).device
+    return None
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from cuattn._arrays import (
     check_out,
     contiguous,
     contiguous_last_axis,
+    on_their_gpu,
     reshaped,
     side,
     temporaries,
@@ -46,6 +47,7 @@ _LOGIT_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np
 _MAX_ROW = 1 << 30
 
 
+@on_their_gpu
 def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     """Probabilities of the tokens.
 
@@ -78,6 +80,7 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     return side(xp, "sampling").softmax(logits, temperature).reshape(shape)
 
 
+@on_their_gpu
 def greedy(logits: Any) -> Any:
     """The likeliest token of each row, the first of equals.
 
@@ -101,6 +104,7 @@ def greedy(logits: Any) -> Any:
     return tokens.reshape(shape[:-1])
 
 
+@on_their_gpu
 def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     """The k largest logits of each row, in descending order, equals by index.
 
@@ -136,6 +140,7 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     return values.reshape(*shape[:-1], k), indices.reshape(*shape[:-1], k)
 
 
+@on_their_gpu
 def filter_logits(
     logits: Any,
     *,
@@ -196,6 +201,7 @@ def filter_logits(
     return side(xp, "sampling").filter_logits(logits, filters).reshape(shape)
 
 
+@on_their_gpu
 def sample(
     logits: Any,
     *,
@@ -278,6 +284,7 @@ def sample(
     return result.reshape(shape[:-1])
 
 
+@on_their_gpu
 def apply_penalties(
     logits: Any,
     tokens: Any,
@@ -348,6 +355,7 @@ def apply_penalties(
     return out
 
 
+@on_their_gpu
 def speculative_sample(
     draft_tokens: Any, draft_probs: Any, target_probs: Any, *, seed: Any = 0, offset: Any = 0
 ) -> tuple[Any, Any]:
@@ -385,6 +393,7 @@ def speculative_sample(
     return _speculative(name, draft_tokens, draft_probs, target_probs, None, seed, offset)
 
 
+@on_their_gpu
 def speculative_sample_tree(
     draft_tokens: Any,
     parents: Any,
@@ -428,6 +437,7 @@ def speculative_sample_tree(
     return _speculative(name, draft_tokens, draft_probs, target_probs, parents, seed, offset)
 
 
+@on_their_gpu
 def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, Any, Any]:
     """Log-probabilities of chosen tokens and of the likeliest ones.
 
@@ -468,6 +478,7 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
     return chosen, values, indices
 
 
+@on_their_gpu
 def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
     """One step of beam search: the best continuations of each row's beams.
 
@@ -670,7 +681,11 @@ def _on_device(given: Any) -> bool:
 
 def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
     if _on_device(values):
-        _, (values,) = as_arrays(name, **{parameter: values})
+        xp, (values,) = as_arrays(name, **{parameter: values})
+        if values.device.id != (gpu := xp.cuda.runtime.getDevice()):
+            raise ValueError(
+                f"{name}: {parameter} is on GPU {values.device.id}, and logits are on GPU {gpu}"
+            )
     if values.shape != (batch,):
         raise ValueError(
             f"{name}: {parameter} must be a scalar or of shape ({batch},), has shape {values.shape}"
