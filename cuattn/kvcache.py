@@ -617,7 +617,7 @@ class PagedKVCache:
         width = self._table.shape[1]
         if state is None or state.batch.page_table.shape[1] != width:
             state = _BatchState(
-                self._device.Batch(rows.size, width), np.full(rows.size, -1, np.intp)
+                self._device.Batch(self._k, rows.size, width), np.full(rows.size, -1, np.intp)
             )
             self._batches[rows.size] = state
         if state.version == self._version and (state.rows is rows or (state.rows == rows).all()):

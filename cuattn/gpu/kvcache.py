@@ -31,11 +31,12 @@ class Batch:
     :class:`cuattn.reference.kvcache.Batch`.
     """
 
-    def __init__(self, batch: int, width: int) -> None:
+    def __init__(self, pages: cupy.ndarray, batch: int, width: int) -> None:
         _refuse_capture("the page table")
-        self.page_table = cupy.zeros((batch, width), np.int32)
-        self.seq_lens = cupy.zeros(batch, np.int32)
-        self.cu_new = cupy.zeros(batch + 1, np.int32)
+        with on(pages.device):
+            self.page_table = cupy.zeros((batch, width), np.int32)
+            self.seq_lens = cupy.zeros(batch, np.int32)
+            self.cu_new = cupy.zeros(batch + 1, np.int32)
         arrays = (self.page_table, self.seq_lens, self.cu_new)
         self.pointers = tuple(array.data.ptr for array in arrays)
         self.uniform = 0  # new tokens of each sequence, where all have as many

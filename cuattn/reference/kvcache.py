@@ -6,7 +6,8 @@ import numpy as np
 
 
 class Batch:
-    """The page table, lengths and new tokens of some sequences; updated in place.
+    """The page table, lengths and new tokens of some sequences, where the pages are; updated in
+    place.
 
     Attributes
     ----------
@@ -18,7 +19,7 @@ class Batch:
         To which sequence each of those tokens belongs, and where in it.
     """
 
-    def __init__(self, batch: int, width: int) -> None:
+    def __init__(self, pages: np.ndarray, batch: int, width: int) -> None:
         self.page_table = np.zeros((batch, width), np.int32)
         self.seq_lens = np.zeros(batch, np.int32)
         self.cu_new = np.zeros(batch + 1, np.int32)
