@@ -2,6 +2,7 @@
 
 Arguments and results are those of :mod:`cuattn.reference.sampling`, save that a parameter that is
 the same for all rows is a Python number, which travels as a kernel argument. Nothing is read back.
+Arrays are on the current device: the public functions see to that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
-from cuattn.gpu.memory import on, pointer, scratch_array, temporaries
+from cuattn.gpu.memory import pointer, scratch_array, temporaries
 
 if TYPE_CHECKING:
     from cuattn.reference.sampling import Penalties
@@ -112,14 +113,13 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.apply_penalties`."""
     out = cupy.empty(logits.shape, logits.dtype)
     if out.size:
-        with logits.device:
-            shape = logits.shape
-            launch, segment = tiles.penalize(logits.dtype.name, *shape, *_listed(penalties))
-            params = _PACK_PENALIZE(
-                logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
-            )
-            nbytes = tiles.penalty_bytes(min(shape[1], segment), *_listed(penalties))
-            _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
+        shape = logits.shape
+        launch, segment = tiles.penalize(logits.dtype.name, *shape, *_listed(penalties))
+        params = _PACK_PENALIZE(
+            logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
+        )
+        nbytes = tiles.penalty_bytes(min(shape[1], segment), *_listed(penalties))
+        _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
     return out
 
 
@@ -132,12 +132,11 @@ def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
     if choice is None or not logits.size:
         return None
     launch, bits, nbytes = choice
-    with on(logits.device):
-        table = scratch_array((len(logits), 1 << bits, 2), np.dtype(np.int32))
-        params = _PACK_PENALIZE(
-            logits.data.ptr, 0, table.data.ptr, _row_stride(logits), logits.shape[1], 0, bits
-        )
-        _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
+    table = scratch_array((len(logits), 1 << bits, 2), np.dtype(np.int32))
+    params = _PACK_PENALIZE(
+        logits.data.ptr, 0, table.data.ptr, _row_stride(logits), logits.shape[1], 0, bits
+    )
+    _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
     return table
 
 
@@ -190,8 +189,7 @@ def speculative_sample(
             nodes - 1,
             vocab,
         )
-        with target_probs.device:
-            _launch(tiles.speculate(rows, _arch()), params)
+        _launch(tiles.speculate(rows, _arch()), params)
     return tokens, accepted
 
 
@@ -262,19 +260,18 @@ def _draw(
     tokens = cupy.empty(len(logits), np.int32)
     if not len(logits):
         return tokens
-    with logits.device:
-        launch = tiles.sample(logits.dtype.name, len(logits), _arch(), penalised=bool(penalties))
-        arguments, nbytes = _NO_PENALTIES, 0
-        if penalties is not None:
-            segment = tiles.segment(logits.shape[1], launch.variant.config.cluster)
-            nbytes = tiles.penalty_bytes(segment, *_listed(penalties))
-            if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
-                with temporaries():
-                    logits = apply_penalties(logits, penalties)
-                return _draw(logits, filters, seed, offset)
-            arguments = _penalty_params(penalties)
-        params = _sample_params(logits, filters, seed, offset, tokens=tokens)
-        _launch(launch, params, arguments, smem_bytes=nbytes)
+    launch = tiles.sample(logits.dtype.name, len(logits), _arch(), penalised=bool(penalties))
+    arguments, nbytes = _NO_PENALTIES, 0
+    if penalties is not None:
+        segment = tiles.segment(logits.shape[1], launch.variant.config.cluster)
+        nbytes = tiles.penalty_bytes(segment, *_listed(penalties))
+        if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
+            with temporaries():
+                logits = apply_penalties(logits, penalties)
+            return _draw(logits, filters, seed, offset)
+        arguments = _penalty_params(penalties)
+    params = _sample_params(logits, filters, seed, offset, tokens=tokens)
+    _launch(launch, params, arguments, smem_bytes=nbytes)
     return tokens
 
 
@@ -288,19 +285,18 @@ def _normalise(
 ) -> None:
     if not len(logits):
         return
-    with logits.device:
-        launch = tiles.softmax(logits.dtype.name, *logits.shape, _arch())
-        params = _PACK_SOFTMAX(
-            logits.data.ptr,
-            pointer(probabilities),
-            pointer(tokens),
-            pointer(log_probabilities),
-            _row_stride(logits),
-            *_row_value(temperature),
-            *logits.shape,
-            0 if tokens is None else tokens.shape[1],
-        )
-        _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
+    launch = tiles.softmax(logits.dtype.name, *logits.shape, _arch())
+    params = _PACK_SOFTMAX(
+        logits.data.ptr,
+        pointer(probabilities),
+        pointer(tokens),
+        pointer(log_probabilities),
+        _row_stride(logits),
+        *_row_value(temperature),
+        *logits.shape,
+        0 if tokens is None else tokens.shape[1],
+    )
+    _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
 
 
 def _stream(
@@ -308,10 +304,9 @@ def _stream(
 ) -> None:
     if not len(logits):
         return
-    with logits.device:
-        launch = tiles.stream(logits.dtype.name, len(logits), _arch())
-        params = _sample_params(logits, filters, seed, offset, **outputs)
-        _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
+    launch = tiles.stream(logits.dtype.name, len(logits), _arch())
+    params = _sample_params(logits, filters, seed, offset, **outputs)
+    _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
 
 
 def _filter(
@@ -319,10 +314,9 @@ def _filter(
 ) -> None:
     if not len(logits):
         return
-    with logits.device:
-        launch, smem_bytes = tiles.filter_rows(*logits.shape, _arch())
-        params = _sample_params(logits, filters, seed, offset, **outputs)
-        _launch(launch, params, smem_bytes=smem_bytes)
+    launch, smem_bytes = tiles.filter_rows(*logits.shape, _arch())
+    params = _sample_params(logits, filters, seed, offset, **outputs)
+    _launch(launch, params, smem_bytes=smem_bytes)
 
 
 def _sample_params(
