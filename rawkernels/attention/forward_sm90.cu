@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       bent.start(softmax);
     }
     const bool grown = bent.outgrown(softmax, s, scale_log2, block_max);
-    if (grown) softmax.raise(block_max, scale_log2, correction);
+    if (grown) bent.raise(softmax, block_max, scale_log2, correction);
     // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and
     // the packing of P into the registers that P V reads hides behind the exponentials (5% faster
     // than exponentials first, on an H200).

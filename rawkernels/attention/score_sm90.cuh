@@ -51,6 +51,9 @@ __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
     if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) s[i] = tile::negative_infinity();
 }
 
+__device__ __forceinline__ constexpr bool has_range_of_float(const __half*) { return false; }
+__device__ __forceinline__ constexpr bool has_range_of_float(const __nv_bfloat16*) { return true; }
+
 // Scores with softcap or ALiBi but neither bias nor mask. A consumer's time is the length of its
 // chain of instructions, and a branch costs as much as twenty of them; so what most blocks of a
 // call need is known before their products are, and then no more than one question is asked.
@@ -60,6 +63,10 @@ struct BentScores {
   // -1.5 to 0.5 times this, are in range: of float, which bfloat16 shares.
   static constexpr float kBoundLog2 = 75.0f;
   static constexpr float kBoundMax = 0.5f;
+  // The same range lets maxima lag behind further: under ALiBi they grow block by block up to the
+  // diagonal.
+  static constexpr float kLag =
+      has_range_of_float(static_cast<T*>(nullptr)) ? 40.0f : tile::OnlineSoftmax::kLag;
 
   enum Kind { kOther, kCapped, kAside };
 
@@ -71,7 +78,7 @@ struct BentScores {
 
   __device__ __forceinline__ BentScores(const ForwardParams& params, const Sm90Params& sm90)
       : sm90(sm90),
-        bounded(has_range_of_float(T()) && params.alibi_slopes == nullptr &&
+        bounded(has_range_of_float(static_cast<T*>(nullptr)) && params.alibi_slopes == nullptr &&
                 sm90.cap_scale != 0.0f && sm90.scale_log2 <= kBoundLog2) {}
 
   // To be told of a block whose products are under way: from its first key to the consumer's first
@@ -121,21 +128,19 @@ struct BentScores {
                                            const float (&s)[kTileN / 2], float scale_log2,
                                            float (&block_max)[2]) const {
     return !bounded &&
-           __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max, [&](float max, int row) {
-             return max - lowered[row];
-           }));
+           __any_sync(~0u, softmax.outgrown(
+                               s, scale_log2, block_max,
+                               [&](float max, int row) { return max - lowered[row]; }, kLag));
+  }
+  __device__ __forceinline__ void raise(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
+                                        float scale_log2, float (&correction)[2]) const {
+    softmax.raise(block_max, scale_log2, correction, kLag);
   }
 
   __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
                                                float scale_log2) const {
     softmax.exponentiate(s, scale_log2,
                          {softmax.row_max[0] + lowered[0], softmax.row_max[1] + lowered[1]});
-  }
-
- private:
-  __device__ __forceinline__ static constexpr bool has_range_of_float(__half) { return false; }
-  __device__ __forceinline__ static constexpr bool has_range_of_float(__nv_bfloat16) {
-    return true;
   }
 };
 
@@ -154,6 +159,10 @@ struct BentScores<false> {
                                            const float (&s)[kTileN / 2], float scale_log2,
                                            float (&block_max)[2]) const {
     return __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max));
+  }
+  __device__ __forceinline__ void raise(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
+                                        float scale_log2, float (&correction)[2]) const {
+    softmax.raise(block_max, scale_log2, correction);
   }
   __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
                                                float scale_log2) const {

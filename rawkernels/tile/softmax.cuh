@@ -54,7 +54,8 @@ struct OnlineSoftmax {
   // The same of scores that are yet to be lowered, row by row: lower(score, row).
   template <int n, class Lower>
   __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2,
-                                           float (&block_max)[2], const Lower& lower) const {
+                                           float (&block_max)[2], const Lower& lower,
+                                           float lag = kLag) const {
     // Four chains a row: in one chain each maximum waits for the one before, 390 of a block's 2770
     // cycles in forward_sm90.
     static_assert(n >= 16, "a chain starts from two scores of its own");
@@ -71,18 +72,18 @@ struct OnlineSoftmax {
           fmaxf(fmaxf(chain[0][row], chain[1][row]), fmaxf(chain[2][row], chain[3][row]));
       block_max[row] = fmaxf(lower(block_max[row], row), row_max[row]);
     }
-    return fmaxf(block_max[0] - row_max[0], block_max[1] - row_max[1]) * scale_log2 > kLag;
+    return fmaxf(block_max[0] - row_max[0], block_max[1] - row_max[1]) * scale_log2 > lag;
   }
 
   // Second, if that is so for any lane of the warp: move row_max. O is to be multiplied by
   // `correction`. Only here do the lanes of a row compare their maxima: a row_max that no lane's
   // scores leave behind stays, whatever the warp's other rows hold.
   __device__ __forceinline__ void raise(const float (&block_max)[2], float scale_log2,
-                                        float (&correction)[2]) {
+                                        float (&correction)[2], float lag = kLag) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float largest = quad_max(block_max[row]);
-      const bool moves = (largest - row_max[row]) * scale_log2 > kLag;
+      const bool moves = (largest - row_max[row]) * scale_log2 > lag;
       correction[row] =
           moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
       row_sum[row] *= correction[row];
