@@ -76,17 +76,17 @@ struct Tiles {
 
 // f(base, logits) for each tile of the segment, while the next one is on its way if there are
 // registers to hold it.
-template <class F>
+template <int kTokens = kTile, class F>
 __device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment, F f) {
   constexpr bool kAhead = Config::blocks_per_sm == 1;
-  float x[kTile], ahead[kTile];
-  Tiles<kTile> tiles(logits, segment);
+  float x[kTokens], ahead[kTokens];
+  Tiles<kTokens> tiles(logits, segment);
   if (kAhead) tiles.load(ahead);
   while (tiles.any()) {
     const int base = tiles.base;
     if (kAhead) {
 #pragma unroll
-      for (int j = 0; j < kTile; ++j) x[j] = ahead[j];
+      for (int j = 0; j < kTokens; ++j) x[j] = ahead[j];
       tiles.next();
       if (tiles.any()) tiles.load(ahead);
     } else {

@@ -28,6 +28,7 @@ struct Raced {
   float chance;                // a token is listed if E < mass * chance,
   float least;                 // its logit is at least this
   Key out;                     // and its key above this one
+  bool sparse;                 // few warps have a token that min-p keeps
   bool surveyed;               // all this is from the survey, not yet from the row itself
 
   __device__ __forceinline__ bool has_nucleus() const { return top_p < 1.0f; }
@@ -64,18 +65,6 @@ __device__ __forceinline__ Segment segment_of(int vocab, int number) {
   return {begin, min(begin + part, vocab)};
 }
 
-template <class T, class Op>
-__device__ __forceinline__ T reduce_block(T value, Op op, T neutral, T* slots) {
-  value = reduce_warp(value, op);
-  if (threadIdx.x % 32 == 31) slots[threadIdx.x / 32] = value;
-  __syncthreads();
-  return reduce_warp(threadIdx.x % 32 < kWarps ? slots[threadIdx.x % 32] : neutral, op);
-}
-
-struct Larger {
-  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-
 __device__ __forceinline__ float2 operator+(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
 
 __device__ __forceinline__ float2 shuffle_xor(float2 value, int lanes) {
@@ -88,6 +77,42 @@ __device__ __forceinline__ float least_logit(float high, float slope, float min_
   return high + reach - fmaf(fabsf(high), 1e-6f, fabsf(reach) * 1e-6f);
 }
 
+// Spreads the bins over where the nucleus may end, by the surveyed masses and the sum of their
+// squares. By one warp.
+__device__ __forceinline__ void place_bins(Raced& row, float squares, const RacedSmem& smem) {
+  constexpr int kMine = kSurveyBins / 32;
+  const int lane = threadIdx.x;
+  unsigned mine[kMine], own = 0;
+#pragma unroll
+  for (int b = 0; b < kMine; ++b) own += mine[b] = smem.survey[lane * kMine + b];
+  float sum = float(own);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float left = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += left;
+  }
+  const float total = __shfl_sync(0xffffffffu, sum, 31), mass = total * 0x1p-19f;
+  sum -= float(own);
+  // The nucleus ends where the survey's does, give or take four standard deviations.
+  const float error = 4.0f * sqrtf(row.top_p * (1.0f - row.top_p) * squares) / mass;
+  const float upper = (row.top_p - error) * total;
+  const float lower = fminf(row.top_p + error, 1.0f - 0.125f * (1.0f - row.top_p)) * total;
+  int first = 0, last = 1;  // bins before the two
+#pragma unroll
+  for (int b = 0; b < kMine; ++b) {
+    sum += float(mine[b]);
+    first += sum < upper;
+    last += sum < lower;
+  }
+  first = __reduce_add_sync(0xffffffffu, first);
+  last = __reduce_add_sync(0xffffffffu, last) - 31;
+  const bool few = mass * mass < 50.0f * squares;
+  const float top = few || first == 0 ? 8.0f : first * -kSurveyBin;
+  const float step = (top + last * kSurveyBin) / (kMassBins - 2);
+  row.bin_scale = -1.0f / (step * (kMassBins - 1));
+  row.bin_shift = (top / step + 0.5f) / (kMassBins - 1);
+}
+
 // Guesses from a part of the row how it will be.
 __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, float temperature,
                                               float top_p, float min_p, RacedSmem& smem) {
@@ -97,7 +122,10 @@ __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, floa
   float high = -kInfinity;
 #pragma unroll
   for (int j = 0; j < kSurveyTile; ++j) high = fmaxf(high, x[j]);
-  high = reduce_block(high, Larger(), -kInfinity, smem.survey_high);
+  high = largest_of_warp(high);
+  if (threadIdx.x % 32 == 0) smem.survey_high[threadIdx.x / 32] = high;
+  __syncthreads();
+  high = largest_of_warp(smem.survey_high[threadIdx.x % kWarps]);
 
   Raced row;
   row.temperature = temperature;
@@ -109,59 +137,34 @@ __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, floa
   row.least = least_logit(row.ref, row.slope, min_p);
   row.surveyed = true;
   float2 sums = {0.0f, 0.0f};  // of what min-p keeps; of squares
+  bool any = false;
 #pragma unroll
   for (int j = 0; j < kSurveyTile; ++j) {
     const float log_mass = row.log_mass(x[j]);
     const float mass = ptx::ex2(log_mass);
     if (x[j] >= row.least) sums.x += mass;
+    any |= x[j] >= row.least;
     sums.y = fmaf(mass, mass, sums.y);
     if (top_p < 1.0f && x[j] > -kInfinity) {
       const int bin = min(int(log_mass * (-1.0f / kSurveyBin)), kSurveyBins - 1);
       atomicAdd(&smem.survey[max(bin, 0)], __float2uint_rn(mass * 0x1p19f));
     }
   }
-  sums = reduce_block(sums, Add(), {0.0f, 0.0f}, smem.surveyed);
-  // One token of the survey stands for several, but hardly the largest.
-  const float each = fmaxf(1.0f, float(vocab) / kSurvey);
-  const float wanted = kWanted * (min_p > 0.0f ? 2.0f : 1.0f) / fmaxf(top_p, 0.25f);
-  row.chance = wanted / fmaxf(fmaf(sums.x - 1.0f, each, 1.0f), 1.0f);
-  row.bin_scale = row.bin_shift = 0.0f;
-  if (top_p < 1.0f) {
-    constexpr int kMine = kSurveyBins / 32;
-    const int lane = threadIdx.x % 32;
-    unsigned mine[kMine], before = 0;
-#pragma unroll
-    for (int b = 0; b < kMine; ++b) before += mine[b] = smem.survey[lane * kMine + b];
-    float sum = float(before), total = reduce_warp(sum, Add());
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float left = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += left;
+  sums = reduce_warp(sums, Add());
+  if (threadIdx.x % 32 == 0) smem.surveyed[threadIdx.x / 32] = sums;
+  row.sparse = __syncthreads_count(any) <= 24;
+  if (threadIdx.x < 32) {
+    sums = reduce_warp(threadIdx.x < kWarps ? smem.surveyed[threadIdx.x] : float2{}, Add());
+    // One token of the survey stands for several, but hardly the largest.
+    const float each = fmaxf(1.0f, float(vocab) / kSurvey);
+    const float wanted = kWanted * (min_p > 0.0f ? 2.0f : 1.0f) / fmaxf(top_p, 0.25f);
+    row.chance = wanted / fmaxf(fmaf(sums.x - 1.0f, each, 1.0f), 1.0f);
+    row.bin_scale = row.bin_shift = 0.0f;
+    if (top_p < 1.0f) place_bins(row, sums.y, smem);
+    if (threadIdx.x == 0) {
+      smem.row = row;
+      smem.total = 0.0f;
     }
-    sum -= float(before);
-    // The nucleus ends where the survey's does, give or take four standard deviations.
-    const float mass = total * 0x1p-19f;
-    const float error = 4.0f * sqrtf(top_p * (1.0f - top_p) * sums.y) / mass;
-    const float upper = (top_p - error) * total;
-    const float lower = fminf(top_p + error, 1.0f - 0.125f * (1.0f - top_p)) * total;
-    int first = 0, last = 1;  // bins before the two
-#pragma unroll
-    for (int b = 0; b < kMine; ++b) {
-      sum += float(mine[b]);
-      first += sum < upper;
-      last += sum < lower;
-    }
-    first = reduce_warp(first, Add());
-    last = reduce_warp(last, Add()) - 31;
-    const bool few = mass * mass < 50.0f * sums.y;
-    const float top = few || first == 0 ? 8.0f : first * -kSurveyBin;
-    const float step = (top + last * kSurveyBin) / (kMassBins - 2);
-    row.bin_scale = -1.0f / (step * (kMassBins - 1));
-    row.bin_shift = (top / step + 0.5f) / (kMassBins - 1);
-  }
-  if (threadIdx.x == 0) {
-    smem.row = row;
-    smem.total = 0.0f;
   }
   __syncthreads();
 }
@@ -266,10 +269,11 @@ __device__ __forceinline__ float mass_in_bin_before(const Row& logits, int vocab
   const float bound = key_score(token);
   const int index = key_index(token);
   const float bin = row.bin(row.log_mass(bound));
+  constexpr int kTokens = 32;  // as many as there are registers for
   float sum = 0.0f;
-  for_each_tile(logits, own_segment(vocab), [&](int base, const float (&x)[kTile]) {
+  for_each_tile<kTokens>(logits, own_segment(vocab), [&](int base, const float (&x)[kTokens]) {
 #pragma unroll
-    for (int first = 0; first < kTile; first += 4) {
+    for (int first = 0; first < kTokens; first += 4) {
       if (fmaxf(fmaxf(x[first], x[first + 1]), fmaxf(x[first + 2], x[first + 3])) < bound) continue;
 #pragma unroll
       for (int j = first; j < first + 4; ++j) {

@@ -26,7 +26,7 @@ struct RaceSmem {
   unsigned bar;  // ordered(): what log2(e) times a key must reach to be looked at
   int num_close;
   int close[kClose];  // tokens to be looked at
-  unsigned bars[kWarps];
+  float bars[kWarps];
   Draw best[kWarps];
   int bad[kWarps];
   Draw block_best;
@@ -164,12 +164,11 @@ __device__ __forceinline__ void best_of_block(Draw& best, bool& bad, RaceSmem& s
 // How many of the block's candidates may come first, one a thread, by near_key(); -inf is none.
 // `may` says whether the thread's own is one of them.
 __device__ __forceinline__ int near_first(float near, bool& may, RaceSmem& smem) {
-  const auto larger = [](unsigned a, unsigned b) { return max(a, b); };
-  unsigned bar = reduce_warp(ordered(near - slack(near)), larger);
+  float bar = largest_of_warp(near > -kInfinity ? near - slack(near) : near);
   if (threadIdx.x % 32 == 0) smem.bars[threadIdx.x / 32] = bar;
   __syncthreads();
-  bar = reduce_warp(threadIdx.x % 32 < kWarps ? smem.bars[threadIdx.x % 32] : 0, larger);
-  may = near > -kInfinity && !(near + slack(near) < from_ordered(bar));
+  bar = largest_of_warp(smem.bars[threadIdx.x % kWarps]);
+  may = near > -kInfinity && !(near + slack(near) < bar);
   return __syncthreads_count(may);
 }
 

@@ -31,7 +31,8 @@ __device__ __forceinline__ void race_row(const Row& logits, Segment segment, Phi
   }
   clear_list(list);
   for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
-    unsigned close = 0;  // bit j: token j may come first
+    const unsigned block = philox_block(tile_index(base, 0));  // 32 more for each group
+    unsigned close = 0;                                        // bit j: token j may come first
 #pragma unroll
     for (int first = 0; first < kUnroll; first += kAtOnce) {
       float tops[kAtOnce];
@@ -44,12 +45,11 @@ __device__ __forceinline__ void race_row(const Row& logits, Segment segment, Phi
         any |= !(tops[n] < row.least);
       }
       // Min-p leaves most warps of a peaked row nothing to draw for.
-      if (!kMass && !__any_sync(0xffffffffu, any)) continue;
+      if (!kMass && row.sparse && !__any_sync(0xffffffffu, any)) continue;
       uint4 words[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const int i = tile_index(base, 4 * (first + n));
-        words[n] = philox_counter(philox_block(i), kTokenStream, key);
+        words[n] = philox_counter(block + 32 * (first + n), kTokenStream, key);
       }
       philox4x32(words, key.seed);
 #pragma unroll
@@ -97,7 +97,7 @@ __device__ __forceinline__ void race_row(const Row& logits, Segment segment, Phi
       if (lane < Config::cluster) *of_rank(&smem.bins[rank_in_cluster()][bin], lane) = sum;
     }
   }
-  high = reduce_warp(high, Larger());
+  high = largest_of_warp(high);
   if (lane < Config::cluster) *of_rank(&smem.highs[rank_in_cluster()][warp], lane) = high;
   share_list(list);
 }
@@ -173,7 +173,7 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
     float high = -kInfinity;
     for (int slot = threadIdx.x % 32; slot < Config::cluster * kWarps; slot += 32)
       high = fmaxf(high, (&smem.highs[0][0])[slot]);
-    high = reduce_warp(high, Larger());
+    high = largest_of_warp(high);
     const Listed listed(list);
     if (listed.bad || high == -kInfinity) return -1;
     // Where the sum is none, masses are out of range, and the list lacks tokens.

@@ -125,6 +125,11 @@ __device__ __forceinline__ T reduce_warp(T value, Op op) {
   return value;
 }
 
+// Of floats that are not NaN.
+__device__ __forceinline__ float largest_of_warp(float value) {
+  return from_ordered(__reduce_max_sync(0xffffffffu, ordered(value)));
+}
+
 // Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel
 // decides. `slots` holds kWarps values, its own for each reduction of a launch, since other blocks
 // may read it until they meet again.

@@ -123,9 +123,10 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   float x[kLoads];
   uint4 words[kUnroll];
   const auto take_tile = [&] {
+    const unsigned block = philox_block(base + lane);
 #pragma unroll
     for (int group = 0; group < kUnroll; ++group) {
-      words[group] = philox_counter(philox_block(base + kGroup * group + lane), kTokenStream, key);
+      words[group] = philox_counter(block + 32 * group, kTokenStream, key);
     }
     philox4x32(words, key.seed);
 #pragma unroll
