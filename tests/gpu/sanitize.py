@@ -144,7 +144,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
     and by none.
     """
     filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.9, "min_p": 0.01}
-    for rows, vocab in [(3, 700), (2, 3001), (17, 700), (256, 130)]:
+    for rows, vocab in [(3, 700), (2, 3001), (25, 700), (256, 130)]:
         (wide,) = arrays(rng, dtype, (rows, vocab + 8))
         wide[0], wide[1, :-20] = 1, -1e4  # rows of which a glance tells little
         for logits in (wide[:, :vocab], wide[:, 3 : vocab + 3]):

@@ -11,7 +11,7 @@ from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 
 LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule
-FEW_ROWS = 16  # up to so many, a cluster shares a row; for more, two blocks do
+FEW_ROWS = 24  # up to so many, a whole cluster shares a row; for more, two blocks do
 WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
 ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part of a row
 PENALTY_BYTES = 56 * 1024  # of shared memory, at most, for the penalties of a block's segment
