@@ -65,7 +65,8 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
     float rescale = 1.0f;
     if (params.sinks != nullptr) {
       const float sink = static_cast<const float*>(params.sinks)[tile.head] * tile::kLog2e;
-      const float larger = sum == 0.0f ? sink : fmaxf(max, sink);
+      if (sum == 0.0f) max = fmaxf(sink, -3.402823466e38f);  // no keys: it weighs nothing
+      const float larger = fmaxf(max, sink);
       rescale = ptx::ex2(max - larger);
       sum = sum * rescale + ptx::ex2(sink - larger);
       max = larger;
