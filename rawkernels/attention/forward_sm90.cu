@@ -161,37 +161,27 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
   };
-  int block, last_block;  // of keys; they are worked on from the last to the first
-  bool skips = false;     // one block before the next scores
   // The next tile that has keys.
   const auto find_tile = [&] {
     Tile tile = read_tile(smem, ring);
     while (kGuards > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, ring);
-    if (tile.row < 0) return tile;
-    if (Config::score && params.alibi_slopes != nullptr)
+    if (Config::score && params.alibi_slopes != nullptr && tile.row >= 0)
       slope = ptx::rcp(sm90.score_scale) *
               static_cast<const float*>(
                   params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
     hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
-    block = tile.block_end;
-    last_block = tile.block_begin;
-    if (kSkipsBlocks && consumer == kWarpgroups - 1) {
-      last_block += tile.hides_first_block(params, consumer);
-    } else if (kSkipsBlocks && tile.hides_last_block(params, consumer)) {
-      --block;
-      skips = true;
-    }
     return tile;
   };
   Tile tile = find_tile();
   if (tile.row < 0) return;
+  int block = tile.block_end - 1;
 
   // What becomes of the products of Q and K, before and while exponentials are taken.
-  const auto receive_scores = [&](bool fresh) __attribute__((always_inline)) {
+  const auto receive_scores = [&] {
     ptx::wgmma_keep(s);
     arrive_warp(smem.empty_k[ring_k.index]);
     ring_k.advance();
-    if (block == last_block) {
+    if (block == tile.block_begin) {
       arrive_warp(smem.empty_q[ring_q.index][consumer]);
       ring_q.advance();
     }
@@ -207,8 +197,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       add_score_rows(s, rows, params, sm90.score_scale);
       arrive_warp(rows.empty);
     }
-    if ((fresh || Config::bound_right) && block >= hidden.from)
-      hide_later_keys(s, params, tile, row, column);
+    if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
     if (Config::bound_left && block < hidden.before)
       hide_earlier_keys(s, params, tile, row, column);
   };
@@ -231,44 +220,30 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     if (cleaned) restore_values(params, tile, tile.row + first_row - threadIdx.x % 32 / 4);
   };
 
-  // The keys of a block that is skipped, in turn, and its values after those of the one before.
-  const auto skip_keys = [&] {
-    if (!skips) return;
-    ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
-    arrive_warp(smem.empty_k[ring_k.index]);
-    ring_k.advance();
-    wait_turn();
-    pass_turn();
-  };
-  const auto skip_values = [&] {
-    if (!skips) return;
-    await_values();
-    release_values();
-    skips = false;
-  };
-
-  // The first scores, with nothing beside them. They are a turn, as another consumer may skip the
-  // block, and as consumers then start apart (2% of plain calls at head_dim 64); with bias or mask
-  // they are none, which saves the register that NVRTC 13.5 would spill.
-  constexpr bool kFirstTurn = !Config::elementwise;
-  skip_keys();
-  skip_values();
-  --block;
+  // The first scores, with nothing beside them.
   ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
-  ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
-  if (kFirstTurn) wait_turn();
+  ptx::mbarrier_wait(smem.full_k[0], 0);
   ptx::wgmma_keep(s);
   ptx::wgmma_fence();
-  multiply_keys(s, smem.q[0][consumer], smem.k[ring_k.index]);
-  if (kFirstTurn) pass_turn();
+  multiply_keys(s, smem.q[0][consumer], smem.k[0]);
   ptx::wgmma_wait_group<0>();
-  receive_scores(true);
+  receive_scores();
   bent.update(softmax, s, scale_log2, correction);
   tile::pack_fragment<T>(p, s);
   clear();
 
-  // The scores of the next block beside the values of the one before.
-  const auto step = [&](bool fresh, const Tile& finished) __attribute__((always_inline)) {
+  while (true) {
+    const Tile finished = tile;
+    const bool fresh = block == tile.block_begin;  // the next scores are of another tile
+    if (fresh) {
+      tile = find_tile();
+      if (tile.row < 0) {
+        tile = finished;
+        break;
+      }
+      block = tile.block_end;
+      ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
+    }
     --block;
     ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
     await_values();
@@ -278,12 +253,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     ptx::wgmma_fence();
     multiply_keys(s, smem.q[ring_q.index][consumer], smem.k[ring_k.index]);
     multiply_values(o, p, smem.v[ring_v.index]);
-    if (!kKeepsTurn) pass_turn();
+    pass_turn();
     bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN, hidden.has(block),
                 slope);
     ptx::wgmma_wait_group<1>();
-    if (kKeepsTurn) pass_turn();
-    receive_scores(fresh);
+    receive_scores();
     const tile::OnlineSoftmax before = softmax;
     if (fresh) {
       softmax = tile::OnlineSoftmax();
@@ -299,7 +273,6 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     const bool cleaned = fresh && was_cleaned();
     release_values();
     if (fresh) {
-      skip_values();
       finish(before, finished, cleaned);
       clear();
     } else if (grown) {
@@ -307,19 +280,6 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     }
     bent.exponentiate(softmax, s, scale_log2);
     tile::pack_fragment<T>(p, s);
-  };
-  while (true) {
-    while (block > last_block) step(false, tile);
-    const Tile finished = tile;
-    skips = kSkipsBlocks && last_block > tile.block_begin;
-    tile = find_tile();
-    skip_keys();
-    if (tile.row < 0) {
-      tile = finished;
-      break;
-    }
-    ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
-    step(true, finished);
   }
 
   await_values();
@@ -328,9 +288,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_values(o, p, smem.v[ring_v.index]);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_keep(o);
-  const bool cleaned = was_cleaned();
-  release_values();
-  finish(softmax, tile, cleaned);
+  finish(softmax, tile, was_cleaned());
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
