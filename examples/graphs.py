@@ -90,7 +90,7 @@ class Cublas:
     WORKSPACE = 32 << 20  # bytes, as cuBLAS's manual advises for Hopper
 
     def __init__(self, stream: cupy.cuda.Stream) -> None:
-        self.library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+        self.functions = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
         self.handle = ctypes.c_void_p()
         self.workspace = cupy.cuda.alloc(self.WORKSPACE)
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
@@ -112,5 +112,5 @@ class Cublas:
         self.call("cublasSgemm_v2", self.handle, transposed, 0, m, n, k, alpha, *a, *b, beta, *c)
 
     def call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self.library, name)(*arguments):
+        if status := getattr(self.functions, name)(*arguments):
             raise RuntimeError(f"{name}: status {status}")

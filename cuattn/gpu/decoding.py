@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuattn._arrays import contiguous_last_axis
+from cuattn._arrays import contiguous_last_axis, reshaped
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, shared_prefix, tensormap, tiles
 from cuattn.gpu.memory import contiguous, on, pointer, scratch, scratch_array, temporaries
@@ -141,8 +141,7 @@ def _cascade(
     """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's
     own, merged; returns lse.
     """
-    with temporaries():  # a copy where sequences do not lie end to end
-        rows = q.reshape(-1, *q.shape[-2:])
+    rows = reshaped(cupy, q, (-1, *q.shape[-2:]))  # a copy where sequences do not lie end to end
     total = rows.shape[0]
     if isinstance(prefix, int):
         first_key, length, pages = prefix, prefix, k.shape[:2]

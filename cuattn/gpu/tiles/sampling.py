@@ -23,19 +23,25 @@ FILTER_THREADS = 448  # 512 would spill
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig(Config):
-    """sampling/sample.cu and sampling/speculate.cu."""
+class RowConfig(Config):
+    """What kernels that read each row once have in common."""
 
     dtype: str
     cluster: int
     blocks_per_sm: int
     unroll: int  # groups of 128 tokens that a warp has in flight
     threads_per_block: int
-    penalised: bool = False  # whether it serves calls with penalties, and has memory for them
 
     @property
     def threads(self) -> int:
         return self.threads_per_block
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(RowConfig):
+    """sampling/sample.cu and sampling/speculate.cu."""
+
+    penalised: bool = False  # whether it serves calls with penalties, and has memory for them
 
     @property
     def smem_bytes(self) -> int:
@@ -44,19 +50,10 @@ class SampleConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamConfig(Config):
+class StreamConfig(RowConfig):
     """sampling/stream.cu."""
 
-    dtype: str
-    cluster: int
-    blocks_per_sm: int
-    unroll: int  # groups of 128 tokens that a warp has in flight
-    threads_per_block: int
     mass_bins: int = 24
-
-    @property
-    def threads(self) -> int:
-        return self.threads_per_block
 
     @property
     def smem_bytes(self) -> int:
