@@ -92,7 +92,7 @@ def computed(spec: Any, has_score: bool, elementwise: bool, seqlen: int | None =
     config = launch.variant.config
     if seqlen is not None:
         spec = dataclasses.replace(spec, seqlen_q=seqlen, seqlen_k=seqlen)
-    scores = tiles.blocks_of_keys(spec, config).sum() * config.tile_m * config.tile_n
+    scores = tiles.products_of_tiles(spec, config).sum() * 64 * config.tile_n
     return 2.0 * spec.heads_q * scores * (spec.head_dim + spec.head_dim_v)
 
 

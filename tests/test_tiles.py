@@ -191,6 +191,22 @@ def test_hopper_blocks_have_the_same_to_do(head_dim, seqlen, options):
     assert max(load) <= (most * mean if options else mean + cost(0))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (300, 0)}, {"window": (99, 77)}])
+def test_hopper_computes_what_queries_see_and_little_more(head_dim, options):
+    """All products with keys that some of 64 queries sees, and one more at most for each consumer
+    of a tile: whole tiles would be up to five more."""
+    spec = forward_spec(2048, head_dim, **options)
+    config = hopper_config(spec)
+    i, j = np.ogrid[:2048, :2048]
+    left = 2048 if spec.window_left is None else spec.window_left
+    sees = (i - left <= j) & (j <= i + spec.window_right)
+    blocks = np.add.reduceat(sees, np.arange(0, 2048, config.tile_n), axis=1) > 0
+    needed = (np.add.reduceat(blocks, np.arange(0, 2048, 64), axis=0) > 0).sum()
+    computed = tiles.products_of_tiles(spec, config)
+    assert needed <= computed.sum() <= needed + config.warpgroups * len(computed)
+
+
 def test_hopper_takes_varlen_tiles_of_several_heads_at_a_time():
     """As many as L2 holds the keys of, were a sequence a few times as long as the mean."""
 

@@ -161,27 +161,37 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
   };
+  int block, last_block;  // of keys; they are worked on from the last to the first
+  bool skips = false;     // one block before the next scores
   // The next tile that has keys.
   const auto find_tile = [&] {
     Tile tile = read_tile(smem, ring);
     while (kGuards > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, ring);
-    if (Config::score && params.alibi_slopes != nullptr && tile.row >= 0)
+    if (tile.row < 0) return tile;
+    if (Config::score && params.alibi_slopes != nullptr)
       slope = ptx::rcp(sm90.score_scale) *
               static_cast<const float*>(
                   params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
     hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
+    block = tile.block_end;
+    last_block = tile.block_begin;
+    if (kSkipsBlocks && consumer == kWarpgroups - 1) {
+      last_block += tile.hides_first_block(params, consumer);
+    } else if (kSkipsBlocks && tile.hides_last_block(params, consumer)) {
+      --block;
+      skips = true;
+    }
     return tile;
   };
   Tile tile = find_tile();
   if (tile.row < 0) return;
-  int block = tile.block_end - 1;
 
   // What becomes of the products of Q and K, before and while exponentials are taken.
-  const auto receive_scores = [&] {
+  const auto receive_scores = [&](bool fresh) __attribute__((always_inline)) {
     ptx::wgmma_keep(s);
     arrive_warp(smem.empty_k[ring_k.index]);
     ring_k.advance();
-    if (block == tile.block_begin) {
+    if (block == last_block) {
       arrive_warp(smem.empty_q[ring_q.index][consumer]);
       ring_q.advance();
     }
@@ -197,7 +207,8 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       add_score_rows(s, rows, params, sm90.score_scale);
       arrive_warp(rows.empty);
     }
-    if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
+    if ((fresh || Config::bound_right) && block >= hidden.from)
+      hide_later_keys(s, params, tile, row, column);
     if (Config::bound_left && block < hidden.before)
       hide_earlier_keys(s, params, tile, row, column);
   };
@@ -220,30 +231,44 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     if (cleaned) restore_values(params, tile, tile.row + first_row - threadIdx.x % 32 / 4);
   };
 
-  // The first scores, with nothing beside them.
+  // The keys of a block that is skipped, in turn, and its values after those of the one before.
+  const auto skip_keys = [&] {
+    if (!skips) return;
+    ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
+    arrive_warp(smem.empty_k[ring_k.index]);
+    ring_k.advance();
+    wait_turn();
+    pass_turn();
+  };
+  const auto skip_values = [&] {
+    if (!skips) return;
+    await_values();
+    release_values();
+    skips = false;
+  };
+
+  // The first scores, with nothing beside them. They are a turn, as another consumer may skip the
+  // block, and as consumers then start apart (2% of plain calls at head_dim 64); with bias or mask
+  // they are none, which saves the register that NVRTC 13.5 would spill.
+  constexpr bool kFirstTurn = !Config::elementwise;
+  skip_keys();
+  skip_values();
+  --block;
   ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
-  ptx::mbarrier_wait(smem.full_k[0], 0);
+  ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
+  if (kFirstTurn) wait_turn();
   ptx::wgmma_keep(s);
   ptx::wgmma_fence();
-  multiply_keys(s, smem.q[0][consumer], smem.k[0]);
+  multiply_keys(s, smem.q[0][consumer], smem.k[ring_k.index]);
+  if (kFirstTurn) pass_turn();
   ptx::wgmma_wait_group<0>();
-  receive_scores();
+  receive_scores(true);
   bent.update(softmax, s, scale_log2, correction);
   tile::pack_fragment<T>(p, s);
   clear();
 
-  while (true) {
-    const Tile finished = tile;
-    const bool fresh = block == tile.block_begin;  // the next scores are of another tile
-    if (fresh) {
-      tile = find_tile();
-      if (tile.row < 0) {
-        tile = finished;
-        break;
-      }
-      block = tile.block_end;
-      ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
-    }
+  // The scores of the next block beside the values of the one before.
+  const auto step = [&](bool fresh, const Tile& finished) __attribute__((always_inline)) {
     --block;
     ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
     await_values();
@@ -253,11 +278,12 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     ptx::wgmma_fence();
     multiply_keys(s, smem.q[ring_q.index][consumer], smem.k[ring_k.index]);
     multiply_values(o, p, smem.v[ring_v.index]);
-    pass_turn();
+    if (!kKeepsTurn) pass_turn();
     bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN, hidden.has(block),
                 slope);
     ptx::wgmma_wait_group<1>();
-    receive_scores();
+    if (kKeepsTurn) pass_turn();
+    receive_scores(fresh);
     const tile::OnlineSoftmax before = softmax;
     if (fresh) {
       softmax = tile::OnlineSoftmax();
@@ -273,6 +299,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     const bool cleaned = fresh && was_cleaned();
     release_values();
     if (fresh) {
+      skip_values();
       finish(before, finished, cleaned);
       clear();
     } else if (grown) {
@@ -280,6 +307,19 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     }
     bent.exponentiate(softmax, s, scale_log2);
     tile::pack_fragment<T>(p, s);
+  };
+  while (true) {
+    while (block > last_block) step(false, tile);
+    const Tile finished = tile;
+    skips = kSkipsBlocks && last_block > tile.block_begin;
+    tile = find_tile();
+    skip_keys();
+    if (tile.row < 0) {
+      tile = finished;
+      break;
+    }
+    ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
+    step(true, finished);
   }
 
   await_values();
@@ -288,7 +328,9 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   multiply_values(o, p, smem.v[ring_v.index]);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_keep(o);
-  finish(softmax, tile, was_cleaned());
+  const bool cleaned = was_cleaned();
+  release_values();
+  finish(softmax, tile, cleaned);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)

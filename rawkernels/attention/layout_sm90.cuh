@@ -27,6 +27,17 @@ constexpr int kSlots = Config::q_slots;
 constexpr int kGuards =
     Config::bound_left || Config::bound_right || Config::elementwise || Config::varlen ? 2 : 0;
 
+// A consumer skips a block of keys that none of its own 64 queries sees: the last consumer the
+// first block of a tile, the others the last. One at a time, as its values wait for the next
+// scores, and a second would take their stage.
+constexpr bool kSkipsBlocks = (Config::bound_left || Config::bound_right) && !Config::elementwise;
+
+// A consumer's turn to issue products ends when its scores are there, not as soon as its products
+// are issued. Else three consumers whose products take no longer than their exponentials can get
+// into step, all waiting for the tensor cores and then all taking exponentials (3% at head_dim 64;
+// at 128 waiting costs 4%).
+constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
+
 // Registers of a thread: the block has 65536, and gets them evenly at first.
 constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = (kWarpgroups == 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);

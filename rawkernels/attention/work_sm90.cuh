@@ -74,6 +74,18 @@ struct Tile {
                                : keys.length;
   }
 
+  // Whether none of a consumer's 64 queries sees the tile's first block, or its last.
+  __device__ __forceinline__ bool hides_first_block(const ForwardParams& params,
+                                                    int consumer) const {
+    return first_key(params, row + 64 * consumer) >= (block_begin + 1) * Config::tile_n &&
+           block_end - block_begin > 1;
+  }
+  __device__ __forceinline__ bool hides_last_block(const ForwardParams& params,
+                                                   int consumer) const {
+    const int last = min(row + 64 * consumer + 64, queries.length) - 1;
+    return end_key(params, last) <= (block_end - 1) * Config::tile_n && block_end - block_begin > 1;
+  }
+
   // Blocks in which some of the queries from `first` to `last` does not see some key: those before
   // `before`, and from `from` on.
   struct Partial {

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.tiles.attention import (
     Sm90ForwardConfig,
-    blocks_of_keys,
     forward,
     forward_variants,
+    products_of_tiles,
     sm90_section,
 )
 from cuattn.gpu.tiles.decoding import (
@@ -52,7 +52,6 @@ __all__ = [
     "Sm90DecodeConfig",
     "Sm90ForwardConfig",
     "amend",
-    "blocks_of_keys",
     "cache_write",
     "capability",
     "cascade_pays",
@@ -68,6 +67,7 @@ __all__ = [
     "penalize",
     "penalty_bytes",
     "prefix",
+    "products_of_tiles",
     "sample",
     "sampling_variants",
     "segment",
