@@ -1,5 +1,5 @@
-"""What a call costs on the host: an ordinary one above a bare launch, and the first one, which
-compiles.
+"""What a call costs on the host: an ordinary one above a bare launch, one of each sampler, and the
+first one, which compiles.
 
 ``pytest benchmarks/bench_host.py --benchmark-json=benchmarks/results/NAME.json``
 """
@@ -16,6 +16,7 @@ import pytest
 
 import cuattn
 from benchmarks import timing
+from benchmarks.bench_sampling import OPERATIONS
 
 cupy = pytest.importorskip("cupy")
 
@@ -58,6 +59,19 @@ def bench_call(benchmark):
     benchmark.extra_info["microseconds"] = {name: s * 1e6 for name, s in seconds.items()}
     shown = ", ".join(f"{name} {s * 1e6:.1f} µs" for name, s in seconds.items())
     print(f"\n{shown}")
+
+
+@pytest.mark.benchmark(timer=timing.clock)
+def bench_sampler_calls(benchmark):
+    """One small float32 call of each sampling operation, the next token's draw first."""
+    logits = cupy.random.standard_normal((4, 1000), dtype=np.float32)
+    names = sorted(OPERATIONS, key=lambda name: name != "joint")
+    calls = {name: timing.rotate(OPERATIONS[name], [(logits,)]) for name in names}
+    contestants = [timing.Contestant(name, call, timing.by_issue) for name, call in calls.items()]
+    benchmark.group = "host"
+    seconds = timing.race(benchmark, contestants, rounds=50, turn=5e-3)
+    benchmark.extra_info["sampler_microseconds"] = {name: s * 1e6 for name, s in seconds.items()}
+    print("\n" + ", ".join(f"{name} {s * 1e6:.1f} µs" for name, s in seconds.items()))
 
 
 FIRST_CALL = """

@@ -110,6 +110,9 @@ def host(records: list[dict[str, Any]]) -> list[str]:
                 f"- A call takes the host {call:.1f} µs; "
                 f"the bare launch of an empty kernel takes {bare:.1f} µs."
             )
+        if "sampler_microseconds" in r:
+            calls = ", ".join(f"{n} {us:.0f}" for n, us in r["sampler_microseconds"].items())
+            lines.append(f"- Of the sampling operations one call takes the host, in µs: {calls}.")
         if "compiling_ms" in r:
             lines.append(
                 f"- The first call of a variant takes {r['compiling_ms']:.0f} ms, "

@@ -12,6 +12,7 @@ rows alone. A row of nothing but -inf gives token -1 and probabilities of 0.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -77,7 +78,7 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     name = "sampling.softmax"
     xp, logits, shape = _logits(name, logits)
     temperature = _row_values(name, xp, "temperature", temperature, len(logits))
-    return side(xp, "sampling").softmax(logits, temperature).reshape(shape)
+    return _shaped(side(xp, "sampling").softmax(logits, temperature), shape)
 
 
 @on_their_gpu
@@ -100,8 +101,7 @@ def greedy(logits: Any) -> Any:
         An argument does not fit; the message names it.
     """
     xp, logits, shape = _logits("sampling.greedy", logits)
-    tokens = side(xp, "sampling").greedy(logits)
-    return tokens.reshape(shape[:-1])
+    return _shaped(side(xp, "sampling").greedy(logits), shape[:-1])
 
 
 @on_their_gpu
@@ -137,7 +137,7 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     xp, logits, shape = _logits(name, logits)
     k = _integer(name, "k", k, 1, logits.shape[1])
     values, indices = side(xp, "sampling").top_k(logits, k)
-    return values.reshape(*shape[:-1], k), indices.reshape(*shape[:-1], k)
+    return _shaped(values, (*shape[:-1], k)), _shaped(indices, (*shape[:-1], k))
 
 
 @on_their_gpu
@@ -198,7 +198,7 @@ def filter_logits(
     name = "sampling.filter_logits"
     xp, logits, shape = _logits(name, logits)
     filters = _filters(name, xp, logits, temperature, top_k, top_p, min_p, typical_p)
-    return side(xp, "sampling").filter_logits(logits, filters).reshape(shape)
+    return _shaped(side(xp, "sampling").filter_logits(logits, filters), shape)
 
 
 @on_their_gpu
@@ -263,25 +263,23 @@ def sample(
     name = "sampling.sample"
     xp, logits, shape = _logits(name, logits)
     filters = _filters(name, xp, logits, temperature, top_k, top_p, min_p, typical_p)
-    seed, offset = (
-        _words(name, xp, n, v, len(logits)) for n, v in (("seed", seed), ("offset", offset))
-    )
+    seed = _words(name, xp, "seed", seed, len(logits))
+    offset = _words(name, xp, "offset", offset, len(logits))
     penalties = None
-    if any(x is not None for x in (tokens, logit_bias, allowed)):
+    if tokens is not None or logit_bias is not None or allowed is not None:
         penalties = _penalties(
             name, logits, tokens, repetition, frequency, presence, logit_bias, allowed
         )
     else:
-        off = {
-            "repetition": (repetition, 1),
-            "frequency": (frequency, 0),
-            "presence": (presence, 0),
-        }
-        for parameter, (given, nothing) in off.items():
-            if not isinstance(given, (int, float)) or given != nothing:
+        for parameter, given, off in (
+            ("repetition", repetition, 1),
+            ("frequency", frequency, 0),
+            ("presence", presence, 0),
+        ):
+            if not isinstance(given, (int, float)) or given != off:
                 raise ValueError(f"{name}: {parameter} is given, and tokens are not")
     result = side(xp, "sampling").sample(logits, filters, seed, offset, penalties)
-    return result.reshape(shape[:-1])
+    return _shaped(result, shape[:-1])
 
 
 @on_their_gpu
@@ -537,6 +535,11 @@ def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
     return xp, contiguous_last_axis(xp, rows), logits.shape
 
 
+def _shaped(rows: Any, shape: tuple[int, ...]) -> Any:
+    """Results of rows in the shape of what was given: a single row loses its axis."""
+    return rows if rows.shape == shape else rows.reshape(shape)
+
+
 #: Of each parameter: lowest value, highest value, whether the lowest itself is valid, dtype.
 _RANGES: dict[str, tuple[float, float, bool, type]] = {
     "temperature": (0.0, np.inf, True, np.float32),
@@ -628,11 +631,29 @@ def _row_values(
 ) -> Any:
     """A parameter as an array (batch,) on the side of the logits; for the GPU, a scalar stays a
     Python number."""
-    low, high, closed, dtype = _RANGES[parameter]
+    dtype = _RANGES[parameter][-1]
+    if isinstance(given, np.ndarray) and given.ndim == 0:
+        given = given[()]
+    if isinstance(given, (int, float, np.number)):
+        number = _number(name, parameter, given, vocab)
+        return np.full(batch, number, dtype) if xp is np else number
     if _on_device(given):
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
         return contiguous(xp, _per_row(name, parameter, given, batch), dtype)
+    rows = _per_row(name, parameter, _in_range(name, parameter, given, vocab), batch)
+    return rows if xp is np else _uploaded(name, xp, parameter, rows)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # checking takes as long as a launch
+def _number(name: str, parameter: str, given: Any, vocab: int) -> Any:
+    """A scalar, checked, as a Python number."""
+    return _in_range(name, parameter, given, vocab).item()
+
+
+def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
+    """A scalar or an array of the host's, checked, in the parameter's dtype."""
+    low, high, closed, dtype = _RANGES[parameter]
     values = np.asarray(given)
     if values.dtype.kind not in ("iu" if dtype is np.int32 else "iuf"):
         raise TypeError(f"{name}: {parameter} must be a number or numbers, got {given!r}")
@@ -644,20 +665,14 @@ def _row_values(
         raise ValueError(f"{name}: {parameter} must be in {bracket}{low}, {high}], got {given!r}")
     if dtype is np.int32:
         values = np.minimum(values, vocab)
-    values = values.astype(dtype)
-    if xp is np:
-        return (
-            np.broadcast_to(values, (batch,))
-            if values.ndim == 0
-            else _per_row(name, parameter, values, batch)
-        )
-    if values.ndim == 0:
-        return values.item()
-    return _uploaded(name, xp, parameter, _per_row(name, parameter, values, batch))
+    return values.astype(dtype)
 
 
 def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) -> Any:
     """Seeds or offsets as uint64: an array (batch,), or on the GPU an int."""
+    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+        word = int(given) & 0xFFFFFFFFFFFFFFFF
+        return np.full(batch, word, np.uint64) if xp is np else word
     if _on_device(given):
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
@@ -665,9 +680,6 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
             raise TypeError(f"{name}: {parameter} must be integers, has dtype {given.dtype}")
         rows = _per_row(name, parameter, given, batch)
         return contiguous(xp, rows, None if rows.itemsize == 8 else np.uint64).view(np.uint64)
-    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-        word = int(given) & 0xFFFFFFFFFFFFFFFF
-        return np.full(batch, word, np.uint64) if xp is np else word
     values = np.asarray(given)
     if values.dtype.kind not in "iu":
         raise TypeError(f"{name}: {parameter} must be an integer or integers, got {given!r}")

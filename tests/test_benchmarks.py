@@ -98,6 +98,16 @@ def test_a_tier_is_compared_under_its_name():
     )
 
 
+def test_the_host_has_a_line_for_each_benchmark():
+    records = [
+        {"sampler_microseconds": {"joint": 15.6, "greedy": 8.2}},
+        {"compiling_ms": 900.0, "cached_ms": 30.0},
+    ]
+    samplers, first = report.host(records)
+    assert samplers.endswith("in µs: joint 16, greedy 8.")
+    assert "900 ms" in first
+
+
 def test_a_line_on_the_cpu():
     machine = {"machine": {"cpu": "CPU Y, 2 cores"}, "date": "2026-01-01"}
     records = [

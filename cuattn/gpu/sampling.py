@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
+from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import compiler, tiles
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
 
@@ -114,7 +115,7 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
     out = cupy.empty(logits.shape, logits.dtype)
     if out.size:
         shape = logits.shape
-        launch, segment = tiles.penalize(logits.dtype.name, *shape, *_listed(penalties))
+        launch, segment = tiles.penalize(FLOAT_DTYPES[logits.dtype], *shape, *_listed(penalties))
         params = _PACK_PENALIZE(
             logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
         )
@@ -128,7 +129,7 @@ def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
     where :func:`apply_penalties` is better."""
     dense = isinstance(penalties.bias, cupy.ndarray) or penalties.allowed is not None
     listed = _listed(penalties)
-    choice = None if dense else tiles.amend(logits.dtype.name, *logits.shape, *listed)
+    choice = None if dense else tiles.amend(FLOAT_DTYPES[logits.dtype], *logits.shape, *listed)
     if choice is None or not logits.size:
         return None
     launch, bits, nbytes = choice
@@ -260,7 +261,9 @@ def _draw(
     tokens = cupy.empty(len(logits), np.int32)
     if not len(logits):
         return tokens
-    launch = tiles.sample(logits.dtype.name, len(logits), _arch(), penalised=bool(penalties))
+    launch = tiles.sample(
+        FLOAT_DTYPES[logits.dtype], len(logits), _arch(), penalised=bool(penalties)
+    )
     arguments, nbytes = _NO_PENALTIES, 0
     if penalties is not None:
         segment = tiles.segment(logits.shape[1], launch.variant.config.cluster)
@@ -285,7 +288,7 @@ def _normalise(
 ) -> None:
     if not len(logits):
         return
-    launch = tiles.softmax(logits.dtype.name, *logits.shape, _arch())
+    launch = tiles.softmax(FLOAT_DTYPES[logits.dtype], *logits.shape, _arch())
     params = _PACK_SOFTMAX(
         logits.data.ptr,
         pointer(probabilities),
@@ -304,7 +307,7 @@ def _stream(
 ) -> None:
     if not len(logits):
         return
-    launch = tiles.stream(logits.dtype.name, len(logits), _arch())
+    launch = tiles.stream(FLOAT_DTYPES[logits.dtype], len(logits), _arch())
     params = _sample_params(logits, filters, seed, offset, **outputs)
     _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
 
@@ -351,7 +354,7 @@ def _sample_params(
         logits.shape[1],
         0 if indices is None else indices.shape[1],
         rest,
-        _KINDS.index(logits.dtype.name),
+        _KINDS.index(FLOAT_DTYPES[logits.dtype]),
         0 if amended is None else (amended.shape[1] - 1).bit_length(),
     )
 

@@ -1,4 +1,5 @@
-"""Which kernels serve the samplers, in which variants."""
+"""Which kernels serve the samplers, in which variants. What each call asks is remembered: choosing
+takes as long as a launch."""
 
 from __future__ import annotations
 
@@ -123,6 +124,7 @@ class PenalizeConfig(Config):
         return AMEND_BYTES
 
 
+@functools.lru_cache(maxsize=4096)
 def sample(dtype: str, rows: int, arch: str, *, penalised: bool = False) -> Launch:
     """Choose the kernel of a draw that no filter precedes."""
     cluster = _cluster(rows, arch, together=penalised)
@@ -131,6 +133,7 @@ def sample(dtype: str, rows: int, arch: str, *, penalised: bool = False) -> Laun
     return Launch(_sample_variant(dtype, cluster, arch), (rows * cluster,))
 
 
+@functools.lru_cache(maxsize=4096)
 def stream(dtype: str, rows: int, arch: str) -> Launch:
     """Choose the kernel of what one reading of the rows tells."""
     cluster = _cluster(rows, arch)
@@ -151,6 +154,7 @@ def penalty_bytes(segment: int, length: int, triples: int) -> int:
     return 12 * -(-segment // 32) + (8 + 8 * bool(triples)) * listed
 
 
+@functools.lru_cache(maxsize=4096)
 def filter_rows(rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
     """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
     part = 4 * segment(vocab, CLUSTER)
@@ -159,6 +163,7 @@ def filter_rows(rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
     return Launch(variant, (rows * variant.config.cluster,)), part if resident else 0
 
 
+@functools.lru_cache(maxsize=4096)
 def softmax(dtype: str, rows: int, vocab: int, arch: str) -> Launch:
     """Choose the kernel of the probabilities."""
     variants = _softmax_variants(dtype, arch)
@@ -168,6 +173,7 @@ def softmax(dtype: str, rows: int, vocab: int, arch: str) -> Launch:
     return Launch(variant, (-(-rows // turns) * variant.config.cluster,))
 
 
+@functools.lru_cache(maxsize=4096)
 def speculate(rows: int, arch: str) -> Launch:
     """Choose the kernel of speculative sampling."""
     variant = _speculate_variant(arch)
