@@ -79,13 +79,13 @@ def sample(
     """As :func:`cuattn.reference.sampling.sample`."""
     _, top_k, top_p, min_p, typical_p = filters
     unfiltered = isinstance(top_k, int) and top_k >= logits.shape[1]
-    if unfiltered and (top_p, min_p, typical_p) == (1, 0, 1):
+    if unfiltered and _all_rows(top_p, 1) and _all_rows(min_p, 0) and _all_rows(typical_p, 1):
         return _draw(logits, filters, seed, offset, penalties)
     amended = None
     if penalties is not None:
         # The k largest can be told by a table of what is penalised.
         ranked = isinstance(top_k, int) and top_k <= tiles.MAX_RANKED
-        if ranked and isinstance(typical_p, float) and typical_p == 1:
+        if ranked and _all_rows(typical_p, 1):
             amended = _amend(logits, penalties)
         if amended is None:
             with temporaries():
@@ -357,6 +357,11 @@ def _sample_params(
         _KINDS.index(FLOAT_DTYPES[logits.dtype]),
         0 if amended is None else (amended.shape[1] - 1).bit_length(),
     )
+
+
+def _all_rows(value: Any, number: float) -> bool:
+    """Whether a parameter is known to be this number in all rows: arrays are never read back."""
+    return isinstance(value, float) and value == number
 
 
 def _row_value(value: Any) -> tuple:

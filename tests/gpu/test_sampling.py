@@ -254,9 +254,10 @@ def test_each_row_has_its_own_filters(rng, dtype, vocab):
     there = {name: cupy.asarray(value) for name, value in by_row.items()}
     tokens = sampling.sample(cupy.asarray(logits), seed=5, **there)
     assert np.array_equal(tokens.get(), expected)
-    some = {name: there[name] for name in ("top_k", "temperature")}
-    expected = sampling.sample(logits, **{name: by_row[name] for name in some})
-    assert np.array_equal(sampling.sample(cupy.asarray(logits), **some).get(), expected)
+    for some in [("top_k", "temperature"), ("top_p",), ("min_p",), ("typical_p",)]:
+        expected = sampling.sample(logits, **{name: by_row[name] for name in some})
+        tokens = sampling.sample(cupy.asarray(logits), **{name: there[name] for name in some})
+        assert np.array_equal(tokens.get(), expected)
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 20, "top_p": 0.9}], ids=name_of)
