@@ -114,7 +114,7 @@ def on_their_gpu(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for given in itertools.chain(args, kwargs.values()):
-            if (gpu := _gpu(given)) is not None:
+            if (gpu := gpu_of(given)) is not None:
                 with side(sys.modules["cupy"], "memory").on(gpu):
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -122,8 +122,8 @@ def on_their_gpu(function: Callable) -> Callable:
     return call
 
 
-def _gpu(given: Any) -> Any:
-    """The GPU that an array is on, or None."""
+def gpu_of(given: Any) -> Any:
+    """The GPU that an array is on; None if it is not on a GPU, or no array."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(given, cupy.ndarray):
         return given.device

@@ -24,6 +24,7 @@ from cuattn._arrays import (
     check_out,
     contiguous,
     contiguous_last_axis,
+    gpu_of,
     on_their_gpu,
     reshaped,
     side,
@@ -637,7 +638,7 @@ def _row_values(
     if isinstance(given, (int, float, np.number)):
         number = _number(name, parameter, given, vocab)
         return np.full(batch, number, dtype) if xp is np else number
-    if _on_device(given):
+    if gpu_of(given) is not None:
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
         return contiguous(xp, _per_row(name, parameter, given, batch), dtype)
@@ -673,7 +674,7 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
     if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
         word = int(given) & 0xFFFFFFFFFFFFFFFF
         return np.full(batch, word, np.uint64) if xp is np else word
-    if _on_device(given):
+    if gpu_of(given) is not None:
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
         if given.dtype.kind not in "iu":
@@ -687,16 +688,12 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
     return rows if xp is np else _uploaded(name, xp, parameter, rows)
 
 
-def _on_device(given: Any) -> bool:
-    return hasattr(given, "__cuda_array_interface__")
-
-
 def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
-    if _on_device(values):
+    if (gpu := gpu_of(values)) is not None:
         xp, (values,) = as_arrays(name, **{parameter: values})
-        if values.device.id != (gpu := xp.cuda.runtime.getDevice()):
+        if gpu.id != (current := xp.cuda.runtime.getDevice()):
             raise ValueError(
-                f"{name}: {parameter} is on GPU {values.device.id}, and logits are on GPU {gpu}"
+                f"{name}: {parameter} is on GPU {gpu.id}, and logits are on GPU {current}"
             )
     if values.shape != (batch,):
         raise ValueError(

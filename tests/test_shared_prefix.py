@@ -186,18 +186,19 @@ def test_same_bytes_in_cuda(monkeypatch):
     offsets = {"taken": 0, "section": 16, "page_table": 32, "page_shift": 40, "box_shift": 44}
     offsets |= {"bias_mapped": 48, "mask_mapped": 52}
     maps = sm90.MAPS * tensormap.TENSOR_MAP_BYTES
-    lines = [f"static_assert(sizeof(Sm90Params) == {sm90.ARGUMENT.itemsize});"]
+    mapped = sm90.Map(BFLOAT16, (), (), ())
+    all_but_mask = (mapped, mapped, mapped, mapped, None)
+    plan = sm90.Plan(all_but_mask, 7, (1.0, 1.0, 1.0), 0, page_shift=4, box_shift=3)
+    monkeypatch.setattr(tensormap, "encode", lambda *a: bytes(tensormap.TENSOR_MAP_BYTES))
+    argument = plan.argument((0, 0, 0), 5, 9)
+    lines = [f"static_assert(sizeof(Sm90Params) == {len(argument)});"]
     for name, offset in offsets.items():
         member = f"__INTADDR__(&static_cast<Sm90Params*>(nullptr)->{name})"
         lines.append(f"static_assert({member} == {maps + offset});")
     full_source = compiler.full_source
     monkeypatch.setattr(compiler, "full_source", lambda v: full_source(v) + "\n".join(lines))
     compiler.compile_variant(choose(spec_of(64, 512)).variant, "sm_90a")
-    monkeypatch.setattr(tensormap, "encode", lambda *a: bytes(tensormap.TENSOR_MAP_BYTES))
-    mapped = sm90.Map(BFLOAT16, (), (), ())
-    all_but_mask = (mapped, mapped, mapped, mapped, None)
-    plan = sm90.Plan(all_but_mask, 7, (1.0, 1.0, 1.0), 0, page_shift=4, box_shift=3)
-    packed = plan.argument((0, 0, 0), 5, 9).tobytes()[maps:]
+    packed = argument[maps:]
     fields = {"taken": (5, 8), "section": (7, 4), "page_shift": (4, 4), "page_table": (9, 8)}
     fields |= {"box_shift": (3, 4), "bias_mapped": (1, 4), "mask_mapped": (0, 4)}
     for name, (value, size) in fields.items():

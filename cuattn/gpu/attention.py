@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import cupy
 import numpy as np
 
-from cuattn._arrays import contiguous_last_axis
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, sm90, tensormap, tiles
-from cuattn.gpu.memory import contiguous, on, pointer, scratch
-from cuattn.gpu.params import FORWARD_ARGUMENT, forward_pointers, forward_shape
+from cuattn.gpu.memory import contiguous, delivered, layout, on, pointer, scratch, target
+from cuattn.gpu.params import forward_pointers, forward_shape
+from cuattn.gpu.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """All of a launch but the pointers."""
+class ForwardPlan(Plan):
+    """A plan of the forward kernels."""
 
-    kernel: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    smem_bytes: int
-    shape: bytes  # FORWARD_PARAMS after its pointers
     sm90: sm90.Plan | None  # where the kernel is attention/forward_sm90.cu
 
 
@@ -53,26 +47,19 @@ def forward(
     with on(device):
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
             bias = contiguous(bias, spec.acc_dtype)
-        if alibi_slopes is not None:
-            alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
-        if sinks is not None:
-            sinks = contiguous(sinks, spec.acc_dtype)
-        # A copy holds what `out` does: rows that belong to no sequence stay as they are.
-        target = (
-            cupy.empty(spec.out_shape, spec.dtype)
-            if out is None
-            else contiguous_last_axis(cupy, out)
-        )
+        alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
+        sinks = contiguous(sinks, spec.acc_dtype)
+        result = target(out, spec.out_shape, spec.dtype)
         lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-        if spec.batch and target.size:  # varlen of no sequences: nothing to compute
-            pointers = (q.data.ptr, k.data.ptr, v.data.ptr, target.data.ptr)
+        if spec.batch and result.size:  # varlen of no sequences: nothing to compute
+            pointers = (q.data.ptr, k.data.ptr, v.data.ptr, result.data.ptr)
             plan = _plan(
                 spec,
                 device.id,
-                (q.strides, k.strides, v.strides, target.strides),
-                _layout(bias),
-                _layout(mask),
-                _layout(alibi_slopes),
+                (q.strides, k.strides, v.strides, result.strides),
+                layout(bias),
+                layout(mask),
+                layout(alibi_slopes),
                 (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
                 (pointer(bias) | pointer(mask)) % 16 == 0,
             )
@@ -86,21 +73,13 @@ def forward(
                 pointer(cu_seqlens_q),
                 pointer(cu_seqlens_k),
             )
-            arguments = [np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0]]
-            if plan.sm90 is not None:
+            if plan.sm90 is None:
+                plan.launch(params)
+            else:
                 workspace = scratch(plan.sm90.scratch_bytes)
                 mapped = (*pointers[:3], pointer(bias), pointer(mask))
-                arguments.append(plan.sm90.argument(mapped, workspace.ptr))
-            plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
-        if out is None:
-            return target, lse
-        if target is not out:
-            out[...] = target
-        return out, lse
-
-
-def _layout(array: cupy.ndarray | None) -> tuple | None:
-    return None if array is None else (array.shape, array.strides, array.dtype)
+                plan.launch(params, plan.sm90.argument(mapped, workspace.ptr))
+        return delivered(result, out), lse
 
 
 def _meaningful(
@@ -129,7 +108,7 @@ def _plan(
     alibi_slopes: tuple | None,
     aligned: bool,
     score_aligned: bool,
-) -> Plan:
+) -> ForwardPlan:
     """Choose and compile the kernel of a call, and pack what stays the same between calls like
     it."""
     strides = _meaningful(spec, strides)
@@ -142,10 +121,10 @@ def _plan(
     )
     config, grid, plan = launch.variant.config, launch.grid, None
     if isinstance(config, tiles.Sm90ForwardConfig):
-        blocks = min(grid[0], cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+        blocks = min(grid[0], compiler.multiprocessors(device))
         grid = (blocks,)
         plan = sm90.plan(spec, config, blocks, strides, bias, mask, score_aligned=score_aligned)
-    return Plan(
+    return ForwardPlan(
         kernel=compiler.kernel(launch.variant, device),
         grid=grid,
         block=(config.threads,),

@@ -148,6 +148,14 @@ def device_arch(device: int) -> str:
 
 
 @functools.cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a device has."""
+    from cupy.cuda import runtime
+
+    return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+
+
+@functools.cache
 def kernel(variant: Variant, device: int) -> Any:
     """The ``cupy.RawKernel`` of a variant on a device, which must be the current one.
 

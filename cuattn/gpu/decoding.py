@@ -6,33 +6,37 @@ import dataclasses
 import functools
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import cupy
 import numpy as np
 
-from cuattn._arrays import contiguous_last_axis, reshaped
+from cuattn._arrays import reshaped
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, shared_prefix, tensormap, tiles
-from cuattn.gpu.memory import contiguous, on, pointer, scratch, scratch_array, temporaries
-from cuattn.gpu.params import DECODE_ARGUMENT, MERGE_PARAMS, decode_pointers, decode_shape
+from cuattn.gpu.memory import (
+    contiguous,
+    delivered,
+    layout,
+    on,
+    pointer,
+    scratch,
+    scratch_array,
+    target,
+    temporaries,
+)
+from cuattn.gpu.params import MERGE_PARAMS, decode_pointers, decode_shape
+from cuattn.gpu.plan import Plan, by_value
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
-TWO_MAPS = np.dtype((np.void, 2 * tensormap.TENSOR_MAP_BYTES))
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
 
 _tickets = random.Random()
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """All of a launch but the pointers."""
+class DecodePlan(Plan):
+    """A plan of the decoding kernels."""
 
-    kernel: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    smem_bytes: int
-    shape: bytes  # DECODE_PARAMS after its pointers
     partials: int  # bytes of scratch
     map_rows: int  # keys in a box of the tensor maps; 0: no maps are wanted
 
@@ -59,10 +63,8 @@ def decode(
     Parameters and result as of :func:`cuattn.reference.decoding.decode`.
     """
     with on(q.device):
-        if alibi_slopes is not None:
-            alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
-        if sinks is not None:
-            sinks = contiguous(sinks, spec.acc_dtype)
+        alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
+        sinks = contiguous(sinks, spec.acc_dtype)
         # Where positions count, a shared prefix is read with the rest: its queries are at as many
         # positions as sequences. So it is where that is faster, unless the batch must not matter.
         if isinstance(prefix, int) and (
@@ -72,20 +74,14 @@ def decode(
         ):
             prefix = None
 
-        target = (
-            cupy.empty(spec.out_shape, spec.dtype)
-            if out is None
-            else contiguous_last_axis(cupy, out)
-        )
-        lse = None
-        if not target.size or not spec.batch:
-            lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-        elif prefix is not None:
+        result = target(out, spec.out_shape, spec.dtype)
+        some = bool(spec.batch and result.size)
+        if prefix is not None and some:
             lse = _cascade(
                 q,
                 k,
                 v,
-                target,
+                result,
                 spec,
                 seq_lens=seq_lens,
                 page_table=page_table,
@@ -97,25 +93,22 @@ def decode(
             )
         else:
             lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-            _launch(
-                q,
-                k,
-                v,
-                target,
-                lse,
-                spec,
-                seq_lens=seq_lens,
-                page_table=page_table,
-                cu_seqlens_q=cu_seqlens_q,
-                alibi_slopes=alibi_slopes,
-                sinks=sinks,
-                num_splits=num_splits,
-            )
-        if out is None:
-            return target, lse
-        if target is not out:
-            out[...] = target
-        return out, lse
+            if some:
+                _launch(
+                    q,
+                    k,
+                    v,
+                    result,
+                    lse,
+                    spec,
+                    seq_lens=seq_lens,
+                    page_table=page_table,
+                    cu_seqlens_q=cu_seqlens_q,
+                    alibi_slopes=alibi_slopes,
+                    sinks=sinks,
+                    num_splits=num_splits,
+                )
+        return delivered(result, out), lse
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,9 +232,7 @@ def _launch(
         q.device.id,
         (q.strides, out.strides, k.strides, v.strides),
         out.itemsize,
-        None
-        if alibi_slopes is None
-        else (alibi_slopes.shape, alibi_slopes.strides, alibi_slopes.dtype),
+        layout(alibi_slopes),
         None if page_table is None else k.shape[1],
         0 if page_table is None else page_table.strides[0] // page_table.itemsize,
         lse_strides,
@@ -261,14 +252,10 @@ def _launch(
         0 if partials is None else partials.ptr,
         _tickets.getrandbits(64),
     )
-    arguments = (np.frombuffer(params + plan.shape, DECODE_ARGUMENT)[0],)
     if plan.map_rows:
-        arguments += (
-            np.frombuffer(_tensor_map(k, plan.map_rows) + _tensor_map(v, plan.map_rows), TWO_MAPS)[
-                0
-            ],
-        )
-    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
+        plan.launch(params, _tensor_map(k, plan.map_rows) + _tensor_map(v, plan.map_rows))
+    else:
+        plan.launch(params)
 
 
 def _tensor_map(cache: cupy.ndarray, rows: int) -> bytes:
@@ -300,15 +287,13 @@ def _plan(
     first_key: int,
     num_splits: int | str | None,
     aligned: bool,
-) -> Plan:
+) -> DecodePlan:
     """Choose and compile the kernel of a call, and pack what stays the same between calls like
     it."""
     launch = tiles.decode(
         spec,
         compiler.device_arch(device),
-        multiprocessors=cupy.cuda.runtime.deviceGetAttribute(
-            cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, device
-        ),
+        multiprocessors=compiler.multiprocessors(device),
         aligned=aligned and all(n % 16 == 0 for array in strides for n in array[:-1]),
         addressable=all(tensormap.addressable(array[:-1]) for array in strides[2:]),
         page_size=page_size,
@@ -316,7 +301,7 @@ def _plan(
     )
     config = launch.variant.config
     slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
-    return Plan(
+    return DecodePlan(
         kernel=compiler.kernel(launch.variant, device),
         grid=launch.grid,
         block=(config.threads,),
@@ -397,4 +382,4 @@ def _merge(
     params["head_dim_v"], params["parts"], params["packed"] = dim, len(outs), packed
     threads = 256
     blocks = min(-(-int(params["rows"]) * -(-dim // 4) // threads), 1 << 16)
-    kernel((blocks,), (threads,), (params.view((np.void, MERGE_PARAMS.itemsize))[()],))
+    kernel((blocks,), (threads,), (by_value(params.tobytes()),))

@@ -4,26 +4,15 @@ nothing synchronises.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, tiles
 from cuattn.gpu.memory import capturing, on, pointer, temporaries
-from cuattn.gpu.params import CACHE_WRITE_ARGUMENT, cache_write_pointers, cache_write_shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """All of a write's launch but the pointers."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    block: tuple[int]
-    shape: bytes  # CACHE_WRITE_PARAMS after its pointers
+from cuattn.gpu.params import cache_write_pointers, cache_write_shape
+from cuattn.gpu.plan import Plan
 
 
 class Batch:
@@ -126,9 +115,7 @@ def write(
             interleaved,
             (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
         )
-        params = cache_write_pointers(*pointers, *batch.pointers, pointer(cos), pointer(sin))
-        argument = np.frombuffer(params + plan.shape, CACHE_WRITE_ARGUMENT)[0]
-        plan.kernel(plan.grid, plan.block, (argument,))
+        plan.launch(cache_write_pointers(*pointers, *batch.pointers, pointer(cos), pointer(sin)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,6 +150,7 @@ def _plan(
         kernel=compiler.kernel(variant, device),
         grid=(-(-total // tokens), -(-pieces >> lanes_shift)),
         block=(config.threads,),
+        smem_bytes=config.smem_bytes,
         shape=cache_write_shape(
             shape,
             strides,

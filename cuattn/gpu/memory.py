@@ -21,6 +21,8 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cuattn._arrays import contiguous_last_axis
+
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -39,6 +41,11 @@ def capturing() -> bool:
     return cupy.cuda.get_current_stream().is_capturing()
 
 
+def layout(array: cupy.ndarray | None) -> tuple | None:
+    """What of an array a plan depends on."""
+    return None if array is None else (array.shape, array.strides, array.dtype)
+
+
 def scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
     """Memory for the duration of a call, or a graph's own."""
     return cupy.cuda.malloc_async(nbytes) if capturing() else cupy.cuda.alloc(nbytes)
@@ -55,10 +62,24 @@ def temporaries() -> contextlib.AbstractContextManager:
     return cupy.cuda.using_allocator(cupy.cuda.malloc_async) if capturing() else _AS_IT_IS
 
 
-def contiguous(array: cupy.ndarray, dtype: Any = None) -> cupy.ndarray:
-    """Copy an array, as one of `dtype`, into :func:`scratch`; where it is that already, return
-    it."""
-    if (dtype is None or array.dtype == dtype) and array.flags.c_contiguous:
+def contiguous(array: Any, dtype: Any = None) -> Any:
+    """Copy an array, as one of `dtype`, into :func:`scratch`; where it is that already, or None,
+    return it."""
+    if array is None or ((dtype is None or array.dtype == dtype) and array.flags.c_contiguous):
         return array
     with on(array.device), temporaries():
         return cupy.ascontiguousarray(array, dtype)
+
+
+def target(out: cupy.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
+    """Where a kernel writes a result: `out`, a copy of it where its last axis is not contiguous
+    (what the kernel does not write stays as it is), or a new array."""
+    return cupy.empty(shape, dtype) if out is None else contiguous_last_axis(cupy, out)
+
+
+def delivered(target: cupy.ndarray, out: cupy.ndarray | None) -> cupy.ndarray:
+    """The result of a call, in `out` if one was given."""
+    if out is None or target is out:
+        return target
+    out[...] = target
+    return out

@@ -26,8 +26,6 @@ FORWARD_PARAMS = np.dtype(
     ],
     align=True,
 )
-#: The same bytes as CuPy passes them: one scalar of this dtype is one argument.
-FORWARD_ARGUMENT = np.dtype((np.void, FORWARD_PARAMS.itemsize))
 
 #: Packs the 11 pointers that FORWARD_PARAMS begins with; all that differs between calls that are
 #: otherwise alike.
@@ -94,7 +92,6 @@ DECODE_PARAMS = np.dtype(
     ],
     align=True,
 )
-DECODE_ARGUMENT = np.dtype((np.void, DECODE_PARAMS.itemsize))
 
 #: Packs the 11 pointers and the ticket that DECODE_PARAMS begins with.
 decode_pointers = struct.Struct("12Q").pack
@@ -130,7 +127,6 @@ CACHE_WRITE_PARAMS = np.dtype(
     ],
     align=True,
 )
-CACHE_WRITE_ARGUMENT = np.dtype((np.void, CACHE_WRITE_PARAMS.itemsize))
 
 #: Packs the 9 pointers that CACHE_WRITE_PARAMS begins with.
 cache_write_pointers = struct.Struct("9Q").pack

@@ -7,7 +7,6 @@ Arrays are on the current device: the public functions see to that.
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import compiler, tiles
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
+from cuattn.gpu.plan import by_value
 
 if TYPE_CHECKING:
     from cuattn.reference.sampling import Penalties
@@ -380,11 +380,5 @@ def _arch() -> str:
 def _launch(launch: tiles.Launch, *arguments: bytes, smem_bytes: int = 0) -> None:
     """Launch on the current device and stream; structs are passed by value."""
     kernel = compiler.kernel(launch.variant, cupy.cuda.runtime.getDevice())
-    structs = tuple(np.frombuffer(a, _argument(len(a)))[0] for a in arguments)
+    structs = [by_value(packed) for packed in arguments]
     kernel(launch.grid, (launch.variant.config.threads,), structs, shared_mem=smem_bytes)
-
-
-@functools.cache
-def _argument(size: int) -> np.dtype:
-    """The dtype of a struct passed by value."""
-    return np.dtype((np.void, size))

@@ -5,27 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import cupy
-import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, sm90, tensormap, tiles
 from cuattn.gpu.memory import pointer
-from cuattn.gpu.params import FORWARD_ARGUMENT, forward_pointers, forward_shape
+from cuattn.gpu.params import forward_pointers, forward_shape
+from cuattn.gpu.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """All of a launch but the pointers."""
+class PrefixPlan(Plan):
+    """A plan of the pass over a prefix."""
 
     parts: int  # of the keys, with a result each
-    kernel: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    smem_bytes: int
-    shape: bytes  # FORWARD_PARAMS after its pointers
     sm90: sm90.Plan
 
 
@@ -36,7 +30,7 @@ def plan(
     strides: tuple[tuple[int, ...], ...],
     pages: tuple[int, int] | None,
     aligned: bool,
-) -> Plan | None:
+) -> PrefixPlan | None:
     """Plan the pass over a prefix, or leave it to the decoding kernel: None.
 
     Parameters
@@ -53,7 +47,7 @@ def plan(
     aligned : bool
         Whether every pointer is a multiple of 16.
     """
-    multiprocessors = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    multiprocessors = compiler.multiprocessors(device)
     launch = tiles.prefix(
         spec,
         compiler.device_arch(device),
@@ -69,7 +63,7 @@ def plan(
     row = spec.heads_q * spec.head_dim_v
     out_strides = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
     q, k, v = ((0, *array[-3:]) for array in strides)
-    return Plan(
+    return PrefixPlan(
         parts=parts,
         kernel=compiler.kernel(launch.variant, device),
         grid=(min(tiles_of_part * parts, multiprocessors),),
@@ -83,7 +77,7 @@ def plan(
 
 
 def launch(
-    plan: Plan,
+    plan: PrefixPlan,
     q: cupy.ndarray,
     k: cupy.ndarray,
     v: cupy.ndarray,
@@ -94,9 +88,7 @@ def launch(
     """Compute the parts' results: outs (parts, total, heads_q, head_dim_v) and lses (parts,
     heads_q, total), both float32."""
     inputs = (q.data.ptr, k.data.ptr, v.data.ptr)
-    params = forward_pointers(*inputs, outs.data.ptr, lses.data.ptr, *[0] * 6)
-    arguments = [
-        np.frombuffer(params + plan.shape, FORWARD_ARGUMENT)[0],
+    plan.launch(
+        forward_pointers(*inputs, outs.data.ptr, lses.data.ptr, *[0] * 6),
         plan.sm90.argument(inputs, 0, pointer(page_table)),
-    ]
-    plan.kernel(plan.grid, plan.block, arguments, shared_mem=plan.smem_bytes)
+    )

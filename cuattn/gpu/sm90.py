@@ -16,8 +16,6 @@ from cuattn.gpu import tensormap, tiles
 MAPS = 5  # of q, k, v, bias, mask
 #: Sm90Params of rawkernels/attention/work_sm90.cuh after its maps.
 _REST = struct.Struct("2Q i 3f Q 4i 8x")
-#: The same bytes as CuPy passes them.
-ARGUMENT = np.dtype((np.void, MAPS * tensormap.TENSOR_MAP_BYTES + _REST.size))
 
 TAKEN_BYTES = 16  # Sm90Params::Taken
 FAR_ROWS = 1 << 30  # kFarRows
@@ -51,7 +49,7 @@ class Plan:
     page_shift: int = 0  # of a prefix, as in Sm90Params
     box_shift: int = 0
 
-    def argument(self, pointers: tuple[int, ...], scratch: int, page_table: int = 0) -> np.void:
+    def argument(self, pointers: tuple[int, ...], scratch: int, page_table: int = 0) -> bytes:
         """Pack the argument of one launch; `pointers` are those of q, k, v and, if given, of bias
         and mask, `scratch` is the address of `scratch_bytes`, for the launch's duration."""
         encoded = [
@@ -71,7 +69,7 @@ class Plan:
             self.box_shift,
             *mapped,
         )
-        return np.frombuffer(b"".join((*encoded, rest)), ARGUMENT)[0]
+        return b"".join((*encoded, rest))
 
 
 def plan(

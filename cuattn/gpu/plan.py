@@ -1,0 +1,35 @@
+"""What launches of calls alike have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All of a launch but the pointers."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    smem_bytes: int
+    shape: bytes  # the first argument after its pointers
+
+    def launch(self, pointers: bytes, *more: bytes) -> None:
+        """Launch on the current device and stream; `more` are the arguments after the first."""
+        arguments = [by_value(packed) for packed in (pointers + self.shape, *more)]
+        self.kernel(self.grid, self.block, arguments, shared_mem=self.smem_bytes)
+
+
+def by_value(packed: bytes) -> np.void:
+    """A struct as CuPy passes it by value: a scalar of as many bytes."""
+    return np.frombuffer(packed, _opaque(len(packed)))[0]
+
+
+@functools.cache
+def _opaque(size: int) -> np.dtype:
+    return np.dtype((np.void, size))
