@@ -17,13 +17,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-#: The dtypes attention computes in; the accumulator of each is float32, or float64 for float64.
+#: The dtypes attention computes in.
 FLOAT_DTYPES = {
     np.dtype(np.float16): "float16",
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
     np.dtype(np.float32): "float32",
     np.dtype(np.float64): "float64",
 }
+
+
+def acc_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of accumulators, softmax and lse."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def check_given(function: str, **arrays: Any) -> None:
+    """Check that arguments which are not optional are not None."""
+    for name, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{function}: {name} must be a NumPy or CuPy array, got None")
 
 
 def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
@@ -161,15 +173,22 @@ def contiguous_last_axis(xp: ModuleType, array: Any, dtype: Any = None) -> Any:
 
 def reshaped(xp: ModuleType, array: Any, shape: tuple[int, ...]) -> Any:
     """View `array` in another shape, or a copy as of :func:`contiguous` where no view has it."""
-    if array.flags.c_contiguous:
+    if xp is np or array.flags.c_contiguous:
         return array.reshape(shape)
-    with temporaries(xp):
+    memory = side(xp, "memory")
+    with memory.on(array.device), memory.temporaries():
         return array.reshape(shape)
 
 
 def temporaries(xp: ModuleType) -> contextlib.AbstractContextManager:
     """A context for arrays of the call's own, as of :func:`cuattn.gpu.memory.temporaries`."""
     return contextlib.nullcontext() if xp is np else side(xp, "memory").temporaries()
+
+
+def check_index_dtype(function: str, name: str, array: Any) -> None:
+    """Check that an array of lengths or of pages has integers that kernels can be given."""
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be int32 or int64")
 
 
 def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

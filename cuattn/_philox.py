@@ -66,9 +66,8 @@ def uniform(seed: np.ndarray, offset: np.ndarray, size: int, stream: int = 0) ->
     array (rows, size) of float32
         The 32 bits ``x`` of each as the float32 nearest to ``(x + 1/2) / 2**32``, but never 1.
     """
-    blocks = (
-        -(-size // 128) * 32
-    )  # of four numbers, which are 32 indices apart: one a lane of a warp
+    # Of four numbers, which are 32 indices apart: one a lane of a warp.
+    blocks = -(-size // 128) * 32
     counter = (
         np.arange(blocks, dtype=np.uint64)[None],
         np.uint64(stream),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES
+from cuattn._arrays import FLOAT_DTYPES, acc_dtype, check_index_dtype, check_out
 
 MAX_HEAD_DIM = 256
 
@@ -43,7 +43,7 @@ class AttentionSpec:
     @property
     def acc_dtype(self) -> np.dtype:
         """The dtype of accumulators, softmax and lse."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return acc_dtype(self.dtype)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -57,19 +57,20 @@ class AttentionSpec:
         rows = (self.heads_q, self.seqlen_q)
         return rows if self.varlen else (self.batch, *rows)
 
-    def __hash__(
-        self,
-    ) -> int:  # hashed on every GPU call: the fields that usually differ are enough
+    def __hash__(self) -> int:
+        # On every GPU call: the fields that usually differ are enough.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.heads_q, self.head_dim))
 
 
 def _cached(function: Callable[..., AttentionSpec]) -> Callable[..., AttentionSpec]:
-    """Remember results by arguments; one that cannot be hashed goes to the checks, which name
-    it."""
+    """Remember results by arguments; one that cannot be hashed goes to the checks, which name it.
+    A window may be a list."""
     cached = functools.lru_cache(maxsize=4096)(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> AttentionSpec:
+        if isinstance(options.get("window"), list):
+            options["window"] = tuple(options["window"])
         try:
             return cached(*args, **options)
         except TypeError:
@@ -178,7 +179,19 @@ def check_score_array(function: str, name: str, array: Any, spec: AttentionSpec)
         raise TypeError(f"{function}: bias has dtype {array.dtype}, must be a floating dtype")
 
 
-def check_head_array(
+def check_shared(
+    function: str, spec: AttentionSpec, *, alibi_slopes: Any, sinks: Any, out: Any
+) -> None:
+    """Check the arrays that every attention function takes beside q, k and v."""
+    if alibi_slopes is not None:
+        _check_head_array(function, "alibi_slopes", alibi_slopes, spec, batched=True)
+    if sinks is not None:
+        _check_head_array(function, "sinks", sinks, spec, batched=False)
+    if out is not None:
+        check_out(function, out, spec.out_shape, spec.dtype)
+
+
+def _check_head_array(
     function: str, name: str, array: Any, spec: AttentionSpec, *, batched: bool
 ) -> None:
     """Check `alibi_slopes` (heads_q,) or (batch, heads_q), or `sinks` (heads_q,)."""
@@ -194,8 +207,7 @@ def check_cu_seqlens(function: str, name: str, array: Any) -> None:
     """Check the shape and dtype of cumulative lengths (sequences + 1,)."""
     if array.ndim != 1 or array.shape[0] < 1:
         raise ValueError(f"{function}: {name} has shape {array.shape}, must be (sequences + 1,)")
-    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be int32")
+    check_index_dtype(function, name, array)
 
 
 def _check_shapes(

@@ -10,7 +10,7 @@ import numpy as np
 from cuattn._arrays import (
     FLOAT_DTYPES,
     as_arrays,
-    check_out,
+    check_given,
     contiguous_last_axis,
     reshaped,
     side,
@@ -20,8 +20,8 @@ from cuattn._spec import (
     attention_spec,
     broadcasts,
     check_cu_seqlens,
-    check_head_array,
     check_score_array,
+    check_shared,
 )
 
 __all__ = ["flash_attention", "flash_attention_varlen", "scaled_dot_product_attention"]
@@ -116,7 +116,7 @@ def flash_attention(
     (1, 128, 8, 64)
     """
     name = "flash_attention"
-    _check_given(name, q=q, k=k, v=v)
+    check_given(name, q=q, k=k, v=v)
     xp, (q, k, v, bias, mask, alibi_slopes, sinks, out) = as_arrays(
         name, q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, out=out
     )
@@ -133,7 +133,7 @@ def flash_attention(
         k.dtype,
         v.dtype,
         causal=bool(causal),
-        window=_hashable(window),
+        window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
@@ -221,7 +221,7 @@ def flash_attention_varlen(
     True
     """
     name = "flash_attention_varlen"
-    _check_given(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    check_given(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     xp, (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, out) = as_arrays(
@@ -251,7 +251,7 @@ def flash_attention_varlen(
         k.dtype,
         v.dtype,
         causal=bool(causal),
-        window=_hashable(window),
+        window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
@@ -324,7 +324,7 @@ def scaled_dot_product_attention(
     (1, 8, 128, 64)
     """
     name = "scaled_dot_product_attention"
-    _check_given(name, query=query, key=key, value=value)
+    check_given(name, query=query, key=key, value=value)
     xp, (query, key, value, attn_mask) = as_arrays(
         name, query=query, key=key, value=value, attn_mask=attn_mask
     )
@@ -399,12 +399,7 @@ def _forward(
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
     """Check what the functions share and hand the call to the side the arrays live on."""
-    if alibi_slopes is not None:
-        check_head_array(function, "alibi_slopes", alibi_slopes, spec, batched=True)
-    if sinks is not None:
-        check_head_array(function, "sinks", sinks, spec, batched=False)
-    if out is not None:
-        check_out(function, out, spec.out_shape, spec.dtype)
+    check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     return side(xp, "attention").forward(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
@@ -419,12 +414,6 @@ def _forward(
         out=out,
         return_lse=return_lse,
     )
-
-
-def _check_given(function: str, **arrays: Any) -> None:
-    for name, array in arrays.items():
-        if array is None:
-            raise TypeError(f"{function}: {name} must be a NumPy or CuPy array, got None")
 
 
 def _add_batch(function: str, name: str, array: Any) -> Any:
@@ -442,7 +431,3 @@ def _batch_seq_heads_dim(xp: Any, array: Any) -> Any:
     if array.ndim != 4:
         array = reshaped(xp, array, (math.prod(array.shape[:-3]), *array.shape[-3:]))
     return array.swapaxes(1, 2)
-
-
-def _hashable(window: Any) -> Any:
-    return tuple(window) if isinstance(window, list) else window

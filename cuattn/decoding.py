@@ -7,8 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_out, contiguous_last_axis, side
-from cuattn._spec import attention_spec, check_cu_seqlens, check_head_array
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    acc_dtype,
+    as_arrays,
+    check_given,
+    check_index_dtype,
+    contiguous_last_axis,
+    side,
+)
+from cuattn._spec import attention_spec, check_cu_seqlens, check_shared
 
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
 
@@ -96,6 +104,7 @@ def flash_decode(
     (2, 8, 64)
     """
     name = "flash_decode"
+    check_given(name, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     xp, (q, k_cache, v_cache, seq_lens, alibi_slopes, sinks, out) = as_arrays(
         name,
         q=q,
@@ -119,7 +128,7 @@ def flash_decode(
         k_cache.dtype,
         v_cache.dtype,
         causal=bool(causal),
-        window=tuple(window) if isinstance(window, list) else window,
+        window=window,
         scale=scale,
         softcap=softcap,
         names=("q", "k_cache", "v_cache"),
@@ -227,6 +236,9 @@ def paged_attention(
     (4, 8, 64)
     """
     name = "paged_attention"
+    check_given(
+        name, q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens
+    )
     prefix_k, prefix_v = prefix if isinstance(prefix, tuple) else (None, None)
     arrays = as_arrays(
         name,
@@ -275,7 +287,7 @@ def paged_attention(
         k_pages.dtype,
         v_pages.dtype,
         causal=bool(causal),
-        window=tuple(window) if isinstance(window, list) else window,
+        window=window,
         scale=scale,
         softcap=softcap,
         sequences=batch if varlen else None,
@@ -371,7 +383,6 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
             f"{name}: outs has dtype {first.dtype}, must be one of "
             f"{', '.join(FLOAT_DTYPES.values())}"
         )
-    acc = np.dtype(np.float64 if first.dtype == np.float64 else np.float32)
     axes: tuple[int, ...]
     if first.ndim == 4:
         axes, lse_shape = (0, 2, 1), (first.shape[0], first.shape[2], first.shape[1])
@@ -386,7 +397,7 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
         )
     for kind, parts, shape, dtype in (
         ("outs", outs, first.shape, first.dtype),
-        ("lses", lses, lse_shape, acc),
+        ("lses", lses, lse_shape, acc_dtype(first.dtype)),
     ):
         for i, part in enumerate(parts):
             if part.shape != shape:
@@ -415,17 +426,12 @@ def _decode(
     **options: Any,
 ) -> tuple[Any, Any]:
     """Check what both kinds of cache have, and hand the call to the side the arrays live on."""
-    if seq_lens is None or seq_lens.shape != (spec.batch,):
-        got = "None" if seq_lens is None else f"shape {seq_lens.shape}"
-        raise ValueError(f"{function}: seq_lens has {got}, must be ({spec.batch},)")
-    if seq_lens.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise TypeError(f"{function}: seq_lens has dtype {seq_lens.dtype}, must be int32")
-    if alibi_slopes is not None:
-        check_head_array(function, "alibi_slopes", alibi_slopes, spec, batched=True)
-    if sinks is not None:
-        check_head_array(function, "sinks", sinks, spec, batched=False)
-    if out is not None:
-        check_out(function, out, spec.out_shape, spec.dtype)
+    if seq_lens.shape != (spec.batch,):
+        raise ValueError(
+            f"{function}: seq_lens has shape {seq_lens.shape}, must be ({spec.batch},)"
+        )
+    check_index_dtype(function, "seq_lens", seq_lens)
+    check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     if isinstance(num_splits, str) and num_splits != "fixed":
         raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
     if num_splits is not None and not isinstance(num_splits, str):
@@ -473,8 +479,7 @@ def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> 
         raise ValueError(
             f"{function}: page_table has shape {page_table.shape}, must be (batch, max_pages)"
         )
-    if page_table.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise TypeError(f"{function}: page_table has dtype {page_table.dtype}, must be int32")
+    check_index_dtype(function, "page_table", page_table)
 
 
 def _check_prefix_arrays(
@@ -507,6 +512,7 @@ def _add_token(function: str, out: Any) -> Any:
 
 def _parts(name: str, arrays: Any) -> list[Any]:
     """Partial results as a list: of a sequence of arrays its items, of a stacked array views."""
+    check_given("merge_attention", **{name: arrays})
     if hasattr(arrays, "shape") and not arrays.shape:
-        raise ValueError(f"merge_attention: {name} has no axis to be stacked on")
+        raise ValueError(f"merge_attention: {name} has shape (), must be stacked on axis 0")
     return list(arrays)

@@ -13,7 +13,9 @@ import numpy as np
 
 from cuattn._arrays import (
     FLOAT_DTYPES,
+    acc_dtype,
     as_arrays,
+    check_given,
     contiguous,
     contiguous_last_axis,
     reshaped,
@@ -332,6 +334,7 @@ class PagedKVCache:
         .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
         """
         name = "PagedKVCache.write"
+        check_given(name, k=k, v=v)
         rows = self._rows("write", ids)
         cos, sin = (None, None) if rope is None else rope
         xp, (k, v, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
@@ -645,7 +648,7 @@ class PagedKVCache:
 
     def _check_rope(self, name: str, cos: Any, sin: Any, rows: np.ndarray) -> None:
         head_dim = self._k.shape[-1]
-        dtype = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        dtype = acc_dtype(self.dtype)
         for label, table in (("rope[0]", cos), ("rope[1]", sin)):
             if table is None or table.ndim != 2 or table.shape[1] > head_dim // 2:
                 got = "None" if table is None else f"shape {table.shape}"

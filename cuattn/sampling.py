@@ -21,6 +21,7 @@ import numpy as np
 
 from cuattn._arrays import (
     as_arrays,
+    check_given,
     check_out,
     contiguous,
     contiguous_last_axis,
@@ -338,8 +339,7 @@ def apply_penalties(
     array([ 1., -2.,  3.], dtype=float32)
     """
     name = "sampling.apply_penalties"
-    if tokens is None:
-        raise TypeError(f"{name}: tokens must be an array of integers")
+    check_given(name, logits=logits, tokens=tokens)
     xp, (logits, out) = as_arrays(name, logits=logits, out=out)
     shape = logits.shape
     xp, rows, _ = _logits(name, logits)
@@ -433,6 +433,7 @@ def speculative_sample_tree(
     .. [1] Miao et al., "SpecInfer", ASPLOS 2024.
     """
     name = "sampling.speculative_sample_tree"
+    check_given(name, parents=parents)
     return _speculative(name, draft_tokens, draft_probs, target_probs, parents, seed, offset)
 
 
@@ -462,13 +463,19 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
         An argument does not fit; the message names it.
     """
     name = "sampling.logprobs"
+    check_given(name, logits=logits)
     xp, (logits, tokens) = as_arrays(name, logits=logits, tokens=tokens)
     xp, logits, shape = _logits(name, logits)
     batch, vocab = logits.shape
     top_n = _integer(name, "top_n", top_n, 0, vocab)
     wanted = None
     if tokens is not None:
-        wanted = _token_rows(name, "tokens", tokens.reshape(batch, -1), batch, xp)
+        if tokens.ndim not in (1, 2) or len(tokens) != batch:
+            raise ValueError(
+                f"{name}: tokens must be ({batch},) or ({batch}, n) as logits are, has shape "
+                f"{tokens.shape}"
+            )
+        wanted = _token_rows(name, tokens.reshape(batch, -1), batch, xp)
     chosen, values, indices = side(xp, "sampling").logprobs(logits, wanted, top_n)
     if chosen is not None:
         chosen = chosen.reshape(tokens.shape)
@@ -502,6 +509,7 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
         An argument does not fit; the message names it.
     """
     name = "sampling.beam_step"
+    check_given(name, logits=logits, scores=scores)
     xp, (logits, scores) = as_arrays(name, logits=logits, scores=scores)
     if logits.ndim != 3:
         raise ValueError(f"{name}: logits must be (batch, beams, vocab), has shape {logits.shape}")
@@ -519,8 +527,7 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
 
 def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
     """Side, logits as rows with a contiguous vocabulary, and their shape as given."""
-    if logits is None:
-        raise TypeError(f"{name}: logits must be an array, got None")
+    check_given(name, logits=logits)
     xp, (logits,) = as_arrays(name, logits=logits)
     if logits.dtype not in _LOGIT_DTYPES:
         raise ValueError(
@@ -589,6 +596,11 @@ def _penalties(
     allowed: Any,
 ) -> reference.Penalties:
     triple = isinstance(logit_bias, (tuple, list))
+    if triple and (len(logit_bias) != 3 or any(item is None for item in logit_bias)):
+        got = ", ".join(type(item).__name__ for item in logit_bias)
+        raise ValueError(
+            f"{name}: logit_bias must be an array or three, (row, token, value), got ({got})"
+        )
     where, token, value = logit_bias if triple else (None, None, logit_bias)
     xp, (logits, tokens, where, token, value, allowed) = as_arrays(
         name,
@@ -601,8 +613,11 @@ def _penalties(
     if tokens is None:
         tokens = xp.empty((batch, 0), np.int32)
     if triple:
-        if not where.shape == token.shape == value.shape or where.ndim != 1:
-            raise ValueError(f"{name}: logit_bias's rows, tokens and values must be (n,) each")
+        shapes = [array.shape for array in (where, token, value)]
+        if len(set(shapes)) != 1 or where.ndim != 1:
+            raise ValueError(
+                f"{name}: logit_bias's row, token and value must be (n,) each, have shapes {shapes}"
+            )
         dtypes = (np.int32, np.int32, np.float32)
         bias: Any = tuple(map(contiguous, [xp] * 3, (where, token, value), dtypes))
     elif value is None:
@@ -618,7 +633,7 @@ def _penalties(
         width = -(-vocab // 32) if packed else vocab
         allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
     return reference.Penalties(
-        _token_rows(name, "tokens", tokens, batch, xp),
+        _token_rows(name, tokens, batch, xp),
         _row_values(name, xp, "repetition", repetition, batch),
         _row_values(name, xp, "frequency", frequency, batch),
         _row_values(name, xp, "presence", presence, batch),
@@ -632,16 +647,16 @@ def _row_values(
 ) -> Any:
     """A parameter as an array (batch,) on the side of the logits; for the GPU, a scalar stays a
     Python number."""
-    dtype = _RANGES[parameter][-1]
-    if isinstance(given, np.ndarray) and given.ndim == 0:
-        given = given[()]
     if isinstance(given, (int, float, np.number)):
         number = _number(name, parameter, given, vocab)
-        return np.full(batch, number, dtype) if xp is np else number
+        return np.full(batch, number, _RANGES[parameter][-1]) if xp is np else number
     if gpu_of(given) is not None:
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
-        return contiguous(xp, _per_row(name, parameter, given, batch), dtype)
+        rows = _per_row(name, parameter, given, batch)
+        return contiguous(xp, rows, _RANGES[parameter][-1])
+    if isinstance(given, np.ndarray) and given.ndim == 0:
+        return _row_values(name, xp, parameter, given[()], batch, vocab)
     rows = _per_row(name, parameter, _in_range(name, parameter, given, vocab), batch)
     return rows if xp is np else _uploaded(name, xp, parameter, rows)
 
@@ -656,15 +671,17 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
     """A scalar or an array of the host's, checked, in the parameter's dtype."""
     low, high, closed, dtype = _RANGES[parameter]
     values = np.asarray(given)
-    if values.dtype.kind not in ("iu" if dtype is np.int32 else "iuf"):
-        raise TypeError(f"{name}: {parameter} must be a number or numbers, got {given!r}")
+    integral = dtype is np.int32
+    if values.dtype.kind not in ("iu" if integral else "iuf"):
+        wanted = "an integer or integers" if integral else "a number or numbers"
+        raise TypeError(f"{name}: {parameter} must be {wanted}, got {given!r}")
     inside = (values >= low if closed else values > low) & (values <= high)
     if high == np.inf and values.dtype.kind == "f":
         inside &= np.isfinite(values)
     if not inside.all():
         bracket = "[" if closed else "("
         raise ValueError(f"{name}: {parameter} must be in {bracket}{low}, {high}], got {given!r}")
-    if dtype is np.int32:
+    if integral:
         values = np.minimum(values, vocab)
     return values.astype(dtype)
 
@@ -677,8 +694,7 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
     if gpu_of(given) is not None:
         if xp is np:
             raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
-        if given.dtype.kind not in "iu":
-            raise TypeError(f"{name}: {parameter} must be integers, has dtype {given.dtype}")
+        _check_integers(name, parameter, given)
         rows = _per_row(name, parameter, given, batch)
         return contiguous(xp, rows, None if rows.itemsize == 8 else np.uint64).view(np.uint64)
     values = np.asarray(given)
@@ -721,15 +737,19 @@ def _integer(name: str, parameter: str, given: Any, low: int, high: int) -> int:
     return int(given)
 
 
-def _token_rows(name: str, parameter: str, tokens: Any, batch: int, xp: ModuleType) -> Any:
-    if tokens is None or tokens.dtype.kind not in "iu":
-        raise TypeError(f"{name}: {parameter} must be an array of integers")
+def _token_rows(name: str, tokens: Any, batch: int, xp: ModuleType) -> Any:
+    _check_integers(name, "tokens", tokens)
     rows = tokens[None] if tokens.ndim == 1 else tokens
     if rows.ndim != 2 or len(rows) != batch:
         raise ValueError(
-            f"{name}: {parameter} must be ({batch}, length) as logits are, has shape {tokens.shape}"
+            f"{name}: tokens must be ({batch}, length) as logits are, has shape {tokens.shape}"
         )
     return contiguous(xp, rows, np.int32)
+
+
+def _check_integers(name: str, parameter: str, array: Any) -> None:
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: {parameter} must be integers, has dtype {array.dtype}")
 
 
 def _broadcast_rows(
@@ -758,6 +778,7 @@ def _speculative(
     seed: Any,
     offset: Any,
 ) -> tuple[Any, Any]:
+    check_given(name, draft_tokens=draft_tokens, draft_probs=draft_probs, target_probs=target_probs)
     xp, (draft_tokens, draft_probs, target_probs, parents) = as_arrays(
         name,
         draft_tokens=draft_tokens,
@@ -765,14 +786,17 @@ def _speculative(
         target_probs=target_probs,
         parents=parents,
     )
-    if target_probs is None or target_probs.ndim != 3:
-        raise ValueError(f"{name}: target_probs must be (batch, drafts + 1, vocab)")
+    if target_probs.ndim != 3 or not target_probs.shape[1] or not target_probs.shape[2]:
+        raise ValueError(
+            f"{name}: target_probs must be (batch, drafts + 1, vocab) with a vocab of at least 1, "
+            f"has shape {target_probs.shape}"
+        )
     batch, nodes, vocab = target_probs.shape
     drafts = nodes - 1
-    if draft_probs is None or draft_probs.shape != (batch, drafts, vocab) or nodes < 1 or vocab < 1:
+    if draft_probs.shape != (batch, drafts, vocab):
         raise ValueError(
             f"{name}: draft_probs must be ({batch}, {drafts}, {vocab}) with target_probs "
-            f"{target_probs.shape}, has shape {None if draft_probs is None else draft_probs.shape}"
+            f"{target_probs.shape}, has shape {draft_probs.shape}"
         )
     for parameter, array in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if array.dtype != np.float32:
@@ -781,8 +805,7 @@ def _speculative(
     for parameter, array in integers.items():
         if parameter == "parents" and array is None:
             continue
-        if array is None or array.dtype.kind not in "iu":
-            raise TypeError(f"{name}: {parameter} must be an array of integers")
+        _check_integers(name, parameter, array)
         if array.shape != (batch, drafts):
             raise ValueError(
                 f"{name}: {parameter} must be ({batch}, {drafts}), has shape {array.shape}"

@@ -192,7 +192,7 @@ VARLEN_CASES = [
     (
         {"cu_seqlens_q": np.float32([0, 4, 9])},
         TypeError,
-        "cu_seqlens_q has dtype float32, must be int32",
+        "cu_seqlens_q has dtype float32, must be int32 or int64",
     ),
     (
         {"cu_seqlens_k": np.int32([[0, 12, 12]])},
@@ -230,6 +230,27 @@ VARLEN_CASES = [
         "alibi_slopes has shape (3, 8), must be (8,) or (2, 8)",
     ),
     ({"out": zeros(9, 8, 16)}, ValueError, "out has shape (9, 8, 16), must be (9, 8, 24)"),
+]
+
+DECODE = {
+    "q": zeros(2, 8, 16),
+    "k_cache": zeros(2, 7, 4, 16),
+    "v_cache": zeros(2, 7, 4, 24),
+    "seq_lens": np.int32([7, 3]),
+}
+
+DECODE_CASES = [
+    *(
+        ({name: None}, TypeError, f"{name} must be a NumPy or CuPy array, got None")
+        for name in DECODE
+    ),
+    ({"seq_lens": np.int32([7])}, ValueError, "seq_lens has shape (1,), must be (2,)"),
+    (
+        {"seq_lens": np.float32([7, 3])},
+        TypeError,
+        "seq_lens has dtype float32, must be int32 or int64",
+    ),
+    ({"sinks": zeros(2, 8)}, ValueError, "sinks has shape (2, 8), must be (8,)"),
 ]
 
 SDPA = {"query": zeros(2, 8, 5, 16), "key": zeros(2, 8, 7, 16), "value": zeros(2, 8, 7, 24)}
@@ -299,6 +320,7 @@ def cases(function: str, right: dict[str, Any], different: list) -> list:
     [
         *cases("flash_attention", FLASH_ATTENTION, FLASH_ATTENTION_CASES),
         *cases("flash_attention_varlen", VARLEN, VARLEN_CASES),
+        *cases("flash_decode", DECODE, DECODE_CASES),
         *cases("scaled_dot_product_attention", SDPA, SDPA_CASES),
     ],
 )
@@ -312,6 +334,7 @@ def test_message(function, arguments, error, words):
     [
         ("flash_attention", FLASH_ATTENTION),
         ("flash_attention_varlen", VARLEN),
+        ("flash_decode", DECODE),
         ("scaled_dot_product_attention", SDPA),
     ],
 )

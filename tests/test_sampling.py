@@ -381,11 +381,43 @@ def test_logprobs_and_beams_by_their_definition(rng):
         (lambda x: sampling.greedy(x[None]), "shape"),
         (lambda x: sampling.logprobs(x, top_n=9), "top_n"),
         (lambda x: sampling.beam_step(x, x), "batch, beams, vocab"),
+        (lambda x: sampling.logprobs(x, np.zeros(3, int)), "tokens must be .* has shape"),
+        (lambda x: sampling.sample(x, logit_bias=(x, x)), r"logit_bias .* got \(ndarray, ndarray"),
+        (lambda x: sampling.sample(x, logit_bias=(x, x, x)), "logit_bias's row, .* have shapes"),
+        (lambda x: sampling.speculative_sample(x, x, x), "target_probs .* has shape"),
     ],
 )
 def test_what_does_not_fit_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call(np.zeros((2, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: sampling.greedy(None), "logits must be .* got None"),
+        (lambda x: sampling.beam_step(x, None), "scores must be .* got None"),
+        (lambda x: sampling.apply_penalties(x, None), "tokens must be .* got None"),
+        (lambda x: sampling.apply_penalties(x, x), "tokens must be integers, has dtype float32"),
+        (lambda x: sampling.speculative_sample(x, x, None), "target_probs must be .* got None"),
+        (lambda x: sampling.speculative_sample_tree(x, None, x, x), "parents must be .* got None"),
+        (lambda x: sampling.sample(x, top_k=5.0), "top_k must be an integer or integers, got 5.0"),
+        (lambda x: sampling.sample(x, top_p=True), "top_p must be a number or numbers, got True"),
+        (lambda x: sampling.sample(x, seed=1.5), "seed must be an integer or integers, got 1.5"),
+    ],
+)
+def test_what_is_of_another_kind_is_named(call, words):
+    with pytest.raises(TypeError, match=words):
+        call(np.zeros((2, 8), np.float32))
+
+
+def test_a_scalar_is_checked_for_each_type():
+    """What equals a number that has been found right may still be of another type."""
+    logits = np.zeros((2, 8), np.float32)
+    for right, wrong in (({"top_k": 1}, {"top_k": 1.0}), ({"top_p": 1.0}, {"top_p": True})):
+        sampling.sample(logits, **right)
+        with pytest.raises(TypeError):
+            sampling.sample(logits, **wrong)
 
 
 def test_rows_may_be_any_stride_apart(rng):

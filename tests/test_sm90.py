@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -127,3 +129,12 @@ def test_new_pointers_change_nothing_but_the_pointer(monkeypatch):
             [*box],
             [1, 1, 1, 1],
         ]
+
+
+def test_launches_leave_the_programs_random_numbers_alone():
+    nothing = sm90.Plan((None,) * sm90.MAPS, 0, (1.0, 1.0, 1.0), 0)
+    random.seed(1)
+    state = random.getstate()
+    arguments = {nothing.argument((0, 0, 0), 0) for _ in range(2)}
+    assert random.getstate() == state
+    assert len(arguments) == 2

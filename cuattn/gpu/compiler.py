@@ -169,9 +169,8 @@ def kernel(variant: Variant, device: int) -> Any:
     module = cupy.RawModule(code=full_source(variant), options=options(device_arch(device)))
     try:
         function = module.get_function(variant.entry)
-        if (
-            variant.config.smem_bytes
-        ):  # 48 KiB and above have to be asked for, static memory counted in
+        # 48 KiB and above have to be asked for, static memory counted in.
+        if variant.config.smem_bytes:
             function.max_dynamic_shared_size_bytes = variant.config.smem_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_message(variant, device_arch(device), str(error))) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 from collections.abc import Sequence
 
 import cupy
@@ -25,12 +24,10 @@ from cuattn.gpu.memory import (
     temporaries,
 )
 from cuattn.gpu.params import MERGE_PARAMS, decode_pointers, decode_shape
-from cuattn.gpu.plan import Plan, by_value
+from cuattn.gpu.plan import Plan, by_value, ticket
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
-
-_tickets = random.Random()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +247,7 @@ def _launch(
         pointer(seq_lens),
         pointer(cu_seqlens_q),
         0 if partials is None else partials.ptr,
-        _tickets.getrandbits(64),
+        ticket(),
     )
     if plan.map_rows:
         plan.launch(params, _tensor_map(k, plan.map_rows) + _tensor_map(v, plan.map_rows))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 import struct
 
 import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import tensormap, tiles
+from cuattn.gpu.plan import ticket
 
 MAPS = 5  # of q, k, v, bias, mask
 #: Sm90Params of rawkernels/attention/work_sm90.cuh after its maps.
@@ -61,7 +61,7 @@ class Plan:
         mapped = [m is not None for m in self.maps[3:]]
         rest = _REST.pack(
             scratch,
-            random.getrandbits(64),
+            ticket(),
             self.section,
             *self.scales,
             page_table,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuattn._arrays import acc_dtype
+
 
 class Batch:
     """The page table, lengths and new tokens of some sequences, where the pages are; updated in
@@ -90,7 +92,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -
     neighbours.
     """
     half = cos.shape[-1]
-    acc = np.float64 if x.dtype == np.float64 else np.float32
+    acc = acc_dtype(x.dtype)
     first, second = (
         (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
         if interleaved

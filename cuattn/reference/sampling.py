@@ -12,9 +12,8 @@ import numpy as np
 
 from cuattn._philox import uniform
 
-ACCEPT_STREAM = (
-    1  # of the uniform numbers that accept or reject draft tokens; tokens are drawn from stream 0
-)
+#: Of the uniform numbers that accept or reject draft tokens; tokens are drawn from stream 0.
+ACCEPT_STREAM = 1
 
 
 class Filters(NamedTuple):

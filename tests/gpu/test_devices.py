@@ -40,6 +40,9 @@ CALLS = {
     "copies": lambda a: cuattn.flash_attention(
         a(Q)[..., ::2], a(K)[..., ::2], a(V)[..., ::2], sinks=a(SINKS)
     ),
+    "layouts": lambda a: cuattn.scaled_dot_product_attention(
+        *(a(x.reshape(2, 1, -1, 8, 64).repeat(3, 1)).transpose(1, 0, 3, 2, 4) for x in (Q, K, K))
+    ),
     "bias": lambda a: cuattn.flash_attention(a(Q), a(K), a(V), bias=a(BIAS), mask=a(MASK)),
     "varlen": lambda a: cuattn.flash_attention_varlen(
         a(Q[0]), a(K[0, :40]), a(V[0, :40]), a(np.array([0, 25, 40])), causal=True
