@@ -73,8 +73,8 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
             if type(array) is not ndarray:
                 break
             if device is None:
-                device = array.device.id
-            elif array.device.id != device:
+                device = array.data.device_id
+            elif array.data.device_id != device:
                 break
         else:
             if device is not None:

@@ -40,18 +40,18 @@ class AttentionSpec:
     window_right: int | None
     varlen: bool = False
 
-    @property
+    @functools.cached_property
     def acc_dtype(self) -> np.dtype:
         """The dtype of accumulators, softmax and lse."""
         return acc_dtype(self.dtype)
 
-    @property
+    @functools.cached_property
     def out_shape(self) -> tuple[int, ...]:
         """(batch, seqlen_q, heads_q, head_dim_v), or (total, heads_q, head_dim_v) for varlen."""
         rows = (self.seqlen_q, self.heads_q, self.head_dim_v)
         return rows if self.varlen else (self.batch, *rows)
 
-    @property
+    @functools.cached_property
     def lse_shape(self) -> tuple[int, ...]:
         """(batch, heads_q, seqlen_q), or (heads_q, total) for varlen."""
         rows = (self.heads_q, self.seqlen_q)
