@@ -243,7 +243,13 @@ class PagedKVCache:
             Unknown ids, or arguments that do not fit; nothing has changed.
         """
         rows = self._rows("extend", ids)
-        counts = np.broadcast_to(np.asarray(n, np.int64), rows.shape)
+        given = np.asarray(n)
+        if given.shape not in ((), rows.shape) or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(
+                f"PagedKVCache.extend: n is {n}, must be an integer or one for each of the "
+                f"{rows.size} sequences"
+            )
+        counts = np.broadcast_to(given.astype(np.int64), rows.shape)
         if counts.size and counts.min() < 0:
             raise ValueError(f"PagedKVCache.extend: n is {n}, must be at least 0")
         start = self._length[rows]

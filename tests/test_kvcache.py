@@ -352,6 +352,8 @@ def test_ids_may_change_between_calls():
         (lambda c, a: c.extend([a, a], 1), ValueError, "extend: ids has a sequence more than once"),
         (lambda c, a: c.extend([99], 1), KeyError, "extend: 99 is not the id"),
         (lambda c, a: c.extend([a], -1), ValueError, "extend: n is -1"),
+        (lambda c, a: c.extend([a], 1.5), ValueError, "extend: n is 1.5, must be an integer or"),
+        (lambda c, a: c.extend([a], [1, 2]), ValueError, r"n is \[1, 2\], .* the 1 sequences"),
         (lambda c, a: c.extend([a], 100), ValueError, "at most max_seqlen=40"),
         (
             lambda c, a: c.extend([a], 2, tokens=[1]),

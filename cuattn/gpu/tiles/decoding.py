@@ -49,11 +49,6 @@ class Sm80DecodeConfig(Config):
         return self.warp_rows * self.warps_q
 
     @property
-    def tile_keys(self) -> int:
-        """Keys of a tile."""
-        return self.warp_keys * self.warps_k
-
-    @property
     def threads(self) -> int:
         """One warp for each slice of the keys and part of the rows."""
         return 32 * self.warps_q * self.warps_k
