@@ -66,7 +66,7 @@ __device__ __forceinline__ void amend(const PenaltyParams& params, int row,
       if (amended[k].token >= 0) {
         double y = penalised(params, row, amended[k].logit, counts[slot].count);
         if (params.triples) y += biases[slot];
-        amended[k].logit = to_float(Config::dtype(float(y)));
+        amended[k].logit = rounded(y, Config::dtype());
       }
       out[slot] = amended[k];
     }

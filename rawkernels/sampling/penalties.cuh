@@ -63,7 +63,7 @@ class Penalties {
       if (params.triples) y += biases[n];
       if (bias_) y += double(bias_[i]);
       const bool excluded = words_[place / 32].excluded >> place % 32 & 1;
-      counts_[n] = __float_as_int(excluded ? -kInfinity : to_float(Config::dtype(float(y))));
+      counts_[n] = __float_as_int(excluded ? -kInfinity : rounded(y, Config::dtype()));
     }
     __syncthreads();
     for (int n = threadIdx.x; n < num_words_; n += Config::threads) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sampling/params.cuh"
+#include "sampling/row.cuh"
 
 struct PenaltyParams {
   const int* tokens;       // (rows, length) contiguous, -1 for none
@@ -16,6 +17,15 @@ struct PenaltyParams {
   int length, triples, packed;
   int any;  // whether anything is to be done
 };
+
+// Rounded as NumPy rounds: to float16 at once, to bfloat16, as ml_dtypes does, by way of float32.
+__device__ __forceinline__ float rounded(double y, __half) {
+  return __half2float(__double2half(y));
+}
+__device__ __forceinline__ float rounded(double y, __nv_bfloat16) {
+  return to_float(__nv_bfloat16(float(y)));
+}
+__device__ __forceinline__ float rounded(double y, float) { return float(y); }
 
 // What the logit y becomes of a token that was met `count` times; biases come on top.
 __device__ __forceinline__ double penalised(const PenaltyParams& params, int row, double y,

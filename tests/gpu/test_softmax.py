@@ -172,3 +172,22 @@ def test_penalised_logits_are_numpys_to_the_last_bit(rng, dtype):
         expected = sampling.apply_penalties(logits, **options)
         found = sampling.apply_penalties(cupy.asarray(logits), **on_gpu(options))
         assert np.array_equal(found.get().astype(np.float64), expected.astype(np.float64))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float16", 10), ("bfloat16", 7)])
+def test_penalised_logits_between_two_numbers(monkeypatch, dtype, bits):
+    """Just above the middle between two, where float32 has it exactly there: float16 is rounded
+    once, from float64, and so the next larger one. ml_dtypes rounds bfloat16 twice."""
+    monkeypatch.setattr(tiles.sampling, "AMEND_LOGITS", 0)
+    logits = np.full((2, 1003), -1, DTYPES[dtype])
+    logits[:, 3], logits[:, 500] = 1, 1 + 2.0**-bits
+    tokens, frequency = np.full((2, 1), 500, np.int32), 2.0 ** -(bits + 1) - 2.0**-30
+    expected = sampling.apply_penalties(logits, tokens, frequency=frequency)
+    assert np.all(expected[:, 500] == (logits[:, 500] if dtype == "float16" else 1))
+    there, tokens = cupy.asarray(logits), cupy.asarray(tokens)
+    found = sampling.apply_penalties(there, tokens, frequency=frequency)
+    assert np.array_equal(found.get().astype(np.float64), expected.astype(np.float64))
+    for filters in ({}, {"top_k": 20}):
+        options = {"tokens": tokens, "frequency": frequency, "temperature": 0, **filters}
+        token = sampling.sample(there, **options).get()
+        assert np.array_equal(token, [500 if dtype == "float16" else 3] * 2)
