@@ -119,17 +119,13 @@ struct Writer {
 
   // Columns 4c … 4c + 3 of a row of this piece.
   __device__ __forceinline__ void put(int row, int column, const Partial<T>& result) const {
-    if (parts.parts == 1) {
+    if (parts.parts == 1)
       put_result(row, column, result);
-    } else {
-      Unit* slot = static_cast<Unit*>(params.partials) + parts.slot(parts.part) * kSlotUnits;
-      const Acc max_sum[2] = {result.max, result.sum};
-      put_numbers(slot + o_unit(row, column), kVecs, result.o.x);
-      if (column % 64 == 0) put_numbers(slot + max_sum_unit(row, column), 1, max_sum);
-    }
+    else
+      put_part(row, column, result, parts.slot(parts.part));
   }
 
-  // By all threads of the block that has the item's last piece. The other pieces are those of
+  // By all threads of a block that has the last of the parts. The others are pieces of
   // blocks before it, which run, or have run, whatever else the device is doing. Tickets need no
   // initial value, since no stale content is this launch's random one, and are cleared for a replay
   // of the launch in a CUDA graph.
@@ -140,6 +136,7 @@ struct Writer {
   // as its neighbour is, and not added. All lanes have read a unit before its ticket is cleared.
   __device__ __forceinline__ void merge_parts() const {
     const int tasks = rows() * kPanels, lane = threadIdx.x % 32;
+    const Merge merge = parts.merge();
     Unit units[kBatch][kOUnits + kMaxSumUnits];
     Numbers numbers[kBatch];
     Partial<T> whole;
@@ -149,23 +146,28 @@ struct Writer {
       while (asked.task < tasks && asked.task % kPanels * 64 >= params.head_dim_v)
         asked.task += Config::threads / 32;
       const bool more = asked.task < tasks;
-      if (kAhead && more) ask(asked, units);
+      if (kAhead && more) ask(merge, asked, units);
       if (read.task >= 0) {
-        add_up(read, numbers, whole);
-        if (read.first + 2 * kBatch >= parts.parts) {
+        add_up(merge, read, numbers, whole);
+        if (read.first + 2 * kBatch >= merge.count) {
           whole.add_lane(16);
           const int column = column_of(read);
-          if (lane < 16 && column < params.head_dim_v) put_result(row_of(read), column, whole);
+          if (lane < 16 && column < params.head_dim_v) {
+            if (parts.leads())
+              put_part(row_of(read), column, whole, parts.merged_slot(parts.part));
+            else
+              put_result(row_of(read), column, whole);
+          }
           whole = {};
         }
         read.task = -1;
       }
       if (!more) return;
-      if (!kAhead) ask(asked, units);
+      if (!kAhead) ask(merge, asked, units);
       if (!take(units, numbers)) continue;
       read = asked;
       asked.first += 2 * kBatch;
-      if (asked.first >= parts.parts) asked = {asked.task + Config::threads / 32, 0};
+      if (asked.first >= merge.count) asked = {asked.task + Config::threads / 32, 0};
     }
   }
 
@@ -177,6 +179,14 @@ struct Writer {
   }
   __device__ __forceinline__ static unsigned max_sum_unit(int row, int column) {
     return row * kUnits + kOUnits * kVecs + column / 64 * kMaxSumUnits;
+  }
+
+  __device__ __forceinline__ void put_part(int row, int column, const Partial<T>& part,
+                                           unsigned slot) const {
+    Unit* const units = static_cast<Unit*>(params.partials) + slot * kSlotUnits;
+    const Acc max_sum[2] = {part.max, part.sum};
+    put_numbers(units + o_unit(row, column), kVecs, part.o.x);
+    if (column % 64 == 0) put_numbers(units + max_sum_unit(row, column), 1, max_sum);
   }
 
   template <int n>
@@ -214,9 +224,10 @@ struct Writer {
 
   // Visits this lane's units of the batch's part i, with their numbers.
   template <class Visit>
-  __device__ __forceinline__ void each_unit(Round round, int i, const Visit& visit) const {
+  __device__ __forceinline__ void each_unit(const Merge& merge, Round round, int i,
+                                            const Visit& visit) const {
     Unit* const slot = static_cast<Unit*>(params.partials) +
-                       parts.slot(min(part_of(round, i), parts.parts - 1)) * kSlotUnits;
+                       merge.slot_of(min(part_of(round, i), merge.count - 1)) * kSlotUnits;
     const int row = row_of(round), column = column_of(round);
     Unit* const o = slot + o_unit(row, min(column, params.head_dim_v - 1));
 #pragma unroll
@@ -227,10 +238,11 @@ struct Writer {
   }
 
   template <int n>
-  __device__ __forceinline__ void ask(Round round, Unit (&units)[kBatch][n]) const {
+  __device__ __forceinline__ void ask(const Merge& merge, Round round,
+                                      Unit (&units)[kBatch][n]) const {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      each_unit(round, i,
+      each_unit(merge, round, i,
                 [&](const Unit& from, int unit) { units[i][unit] = ptx::load_relaxed(&from); });
   }
 
@@ -254,7 +266,8 @@ struct Writer {
     return true;
   }
 
-  __device__ __forceinline__ void add_up(Round round, const Numbers (&numbers)[kBatch],
+  __device__ __forceinline__ void add_up(const Merge& merge, Round round,
+                                         const Numbers (&numbers)[kBatch],
                                          Partial<T>& whole) const {
     Acc new_max = whole.max;
 #pragma unroll
@@ -262,9 +275,9 @@ struct Writer {
     whole.raise(new_max);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (part_of(round, i) < parts.parts)
+      if (part_of(round, i) < merge.count)
         whole.add(numbers[i].o, numbers[i].max_sum[0], numbers[i].max_sum[1]);
-      each_unit(round, i, [](Unit& unit, int) { unit.high = 0; });
+      each_unit(merge, round, i, [](Unit& unit, int) { unit.high = 0; });
     }
   }
 

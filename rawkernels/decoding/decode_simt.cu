@@ -27,6 +27,8 @@ static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
 struct Smem {
   alignas(16) Acc o[kWarps][kRows][kHeadDim];
   Acc max_sum[kWarps][kRows][2];
+  decoding::Piece last_piece;  // of an item that other blocks began: to be merged at the end
+  decoding::Parts last_parts;
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
 
@@ -125,9 +127,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Work work;
   if (!work.start(params)) return;
-  decoding::Piece piece, last_piece;
-  decoding::Parts last_parts;
-  last_parts.merges = false;
+  decoding::Piece piece;
+  if (threadIdx.x == 0) smem.last_parts.merges = false;
   while (work.next(params, piece)) {
     const decoding::Parts parts = work.place_of(params, piece);
     Slice slice(params, piece);
@@ -173,10 +174,11 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     }
     if (parts.merges && parts.alone) {
       writer.merge_parts();
-    } else if (parts.merges) {  // other blocks began this item: to be merged at the end
-      last_piece = piece;
-      last_parts = parts;
+    } else if (parts.merges && threadIdx.x == 0) {
+      smem.last_piece = piece;
+      smem.last_parts = parts;
     }
   }
-  if (last_parts.merges) Writer{params, last_piece, last_parts}.merge_parts();
+  __syncthreads();
+  if (smem.last_parts.merges) Writer{params, smem.last_piece, smem.last_parts}.merge_parts();
 }

@@ -37,7 +37,7 @@ using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
 using Slice = decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>;
 using Work = decoding::Schedule<kRows, kTileKeys>;
 using Loader = decoding::Loader<T, Work, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
-                                Config::query_buffers>;
+                                Config::query_buffers, Config::table>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch>;
 
 struct Smem {
@@ -48,6 +48,7 @@ struct Smem {
   float2 max_sum[kWarpsK][4 * kWarpsQ];
   int pages[kStages][Config::threads / 32]
            [kWarpKeys];  // of the tile that each warp loads into a stage next
+  Loader::Table table;
   decoding::Rows<kRows> rows;
   Work ahead[Config::threads / 32];  // where the rings' loads are
   Work work;                         // one piece after the one that is computed
@@ -153,9 +154,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   const int warp = threadIdx.x / 32, slice = warp / kWarpsQ, row_warp = warp % kWarpsQ;
   const int first_row = row_warp * kWarpRows;
 
+  const bool has_table = Loader::has_table(params);
+  if (has_table) Loader::fetch_table(params, smem.table);
   Work work;
   decoding::Piece first;
-  if (!work.start(params) || !work.here(params, first)) return;
+  if (!work.start(params) || !work.here(params, first)) return ptx::cp_async_wait_all();
+  Loader loader(params, smem.ahead[warp], smem.queries, smem.table, first, smem.pages);
   if (threadIdx.x % 32 == 0) smem.ahead[warp] = work;
   if (threadIdx.x == 0) {
     smem.work = work;
@@ -163,15 +167,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
     smem.more[0] = true;
     smem.last_parts.merges = false;
   }
+  if (has_table) {
+    ptx::cp_async_wait_all();
+    __syncthreads();
+  }
   __syncwarp();
-  Loader loader(params, smem.ahead[warp], smem.queries, first);
   Slice acc;
   bool open = false;
   int number = -1;                  // of the piece that is computed
   decoding::KeyRange all_see;       // of it: from the last row's first key to the first row's last
   int key = 0, end = 0, stage = 0;  // keys of this slice's share of it
-  int filling =
-      Loader::depth(params);  // tiles are looked up and loaded before the first is computed
+  int filling = loader.depth;       // tiles are looked up and loaded before the first is computed
 #pragma unroll 1
   while (true) {
     const Stage& current = smem.ring[slice][stage];

@@ -3,6 +3,7 @@
 
 #include "decoding/schedule.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/createpolicy.cuh"
 #include "ptx/shared.cuh"
 
 namespace decoding {
@@ -48,11 +49,12 @@ struct Stage {
 
 // Copies a tile of kWarpKeys keys by kThreads threads; zeros for keys outside [begin, end), which
 // are not read: they may be NaN, and 0 · NaN is NaN. `page` is that of key threadIdx.x % kWarpKeys:
-// the sequence's number for a contiguous cache.
-template <class T, int kHeadDim, int kWarpKeys, int kThreads>
+// the sequence's number for a contiguous cache. What is read once need not push other things out of
+// L2.
+template <class T, int kHeadDim, int kWarpKeys, int kThreads, bool kPolicy>
 __device__ __forceinline__ void copy_tile(const DecodeParams& params,
                                           const Stage<T, kWarpKeys, kHeadDim>& stage, int key,
-                                          int begin, int end, int head, int page) {
+                                          int begin, int end, int head, int page, bool read_once) {
   using Tile = SwizzledRows<kHeadDim>;
   constexpr int kChunks = kHeadDim / 8;
   constexpr int kPassRows = kThreads / kChunks;
@@ -72,6 +74,14 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
   const unsigned from_begin = key + row - begin;
   const unsigned count = end - begin;
   const int mask = (1 << params.page_shift) - 1;
+  const unsigned long long policy =
+      read_once ? ptx::createpolicy_evict_first() : ptx::createpolicy_evict_normal();
+  const auto copy = [&](unsigned target, const T* source, bool exists) {
+    if (kPolicy)
+      ptx::cp_async_16(target, source, exists, policy);
+    else
+      ptx::cp_async_16(target, source, exists);
+  };
   if (mask >= kSpan - 1) {
 #pragma unroll
     for (int span = 0; span < kWarpKeys; span += kSpan) {
@@ -83,8 +93,8 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
       for (int i = span; i < span + kSpan; i += kPassRows) {
         const unsigned at = i * Tile::kRowBytes, permuted = i % 8 * 16;
         const bool inside = from_begin + i < count;
-        ptx::cp_async_16((k_tile ^ permuted) + at, k_row, inside && k_exists);
-        ptx::cp_async_16((v_tile ^ permuted) + at, v_row, inside && v_exists);
+        copy((k_tile ^ permuted) + at, k_row, inside && k_exists);
+        copy((v_tile ^ permuted) + at, v_row, inside && v_exists);
         k_row += kPassRows * ks.seq;
         v_row += kPassRows * vs.seq;
       }
@@ -97,10 +107,8 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
       const bool inside = from_begin + pass * kPassRows < count;
       const long long its_page = __shfl_sync(~0u, page, pass * kPassRows + row);
       const int slot = key + pass * kPassRows + row & mask;
-      ptx::cp_async_16((k_tile ^ permuted) + at, k + its_page * ks.page + slot * ks.seq,
-                       inside && k_exists);
-      ptx::cp_async_16((v_tile ^ permuted) + at, v + its_page * vs.page + slot * vs.seq,
-                       inside && v_exists);
+      copy((k_tile ^ permuted) + at, k + its_page * ks.page + slot * ks.seq, inside && k_exists);
+      copy((v_tile ^ permuted) + at, v + its_page * vs.page + slot * vs.seq, inside && v_exists);
     }
   }
 }
@@ -108,15 +116,18 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
 // Loads the tiles of one slice, piece after piece, and its warps' share of each piece's rows of Q.
 // Behind the traffic of the ring a read takes microseconds, so nothing is asked for when it is
 // needed: queries come with their piece's first tile, and where a tile's keys are is asked of the
-// page table, if there is one, when the tile kStages before it is loaded.
+// page table, if there is one, when the tile kStages before it is loaded; or all of a lone
+// sequence's table, of up to kTable entries, is asked for before its length is known.
 template <class T, class Work, int kRows, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK,
-          int kStages, int kQueryBuffers>
+          int kStages, int kQueryBuffers, int kTable>
 struct Loader {
   using Tile = SwizzledRows<kHeadDim>;
   using Queries = T[kQueryBuffers][kRows * kHeadDim];  // of pieces in turn
+  using Table = int[kTable > 0 ? kTable : 1];
   static constexpr int kThreads = 32 * kWarpsQ;
   static constexpr int kBlockThreads = kThreads * kWarpsK;
   static constexpr int kChunks = kHeadDim / 8;
+  static constexpr int kStep = kWarpKeys * kWarpsK;
 
   struct Place {           // of a tile
     int key;               // its first; negative where there is no tile any more
@@ -126,18 +137,32 @@ struct Loader {
   const DecodeParams& params;
   Work& work;  // where the slice is, in shared memory: needed only between pieces
   Queries& queries;
+  const Table& table;
   Piece piece;
   int number;   // of that piece, counted from the block's first
   int fetched;  // the last piece whose queries have been asked for
   int since;    // calls of load since then
   int key;      // first of the next tile to be looked up
   bool more;
+  int depth;  // calls of load before the first tile is there to be computed
   Place places[kStages];
 
-  // `work` has given its first piece.
+  // Whether all of a lone sequence's page table is brought to shared memory.
+  __device__ __forceinline__ static bool has_table(const DecodeParams& params) {
+    return kTable > 0 && params.one_item && params.page_table != nullptr &&
+           params.capacity >> params.page_shift <= kTable;
+  }
+  __device__ __forceinline__ static void fetch_table(const DecodeParams& params, Table& table) {
+    for (int i = threadIdx.x; i < params.capacity >> params.page_shift; i += kBlockThreads)
+      ptx::cp_async_4(ptx::shared_address(table + i), params.page_table + i);
+  }
+
+  // `work` has given its first piece; `pages` are the stages', of all warps. Where the first piece
+  // has a tile for every stage these are looked up at once.
   __device__ __forceinline__ Loader(const DecodeParams& params, Work& work, Queries& queries,
-                                    const Piece& first)
-      : params(params), work(work), queries(queries), piece(first) {
+                                    const Table& table, const Piece& first,
+                                    int (&pages)[kStages][kBlockThreads / 32][kWarpKeys])
+      : params(params), work(work), queries(queries), table(table), piece(first) {
     number = 0;
     fetched = -1;
     since = 0;
@@ -145,11 +170,21 @@ struct Loader {
     key = first_key();
 #pragma unroll
     for (int i = 0; i < kStages; ++i) places[i] = {-1, 0, 0, 0};
-  }
-
-  // Calls of load before the first tile is there to be computed.
-  __device__ __forceinline__ static int depth(const DecodeParams& params) {
-    return params.page_table == nullptr ? kStages : 2 * kStages;
+    if (!looks_up_ahead()) {
+      depth = kStages;
+    } else if (key + (kStages - 1) * kStep >= piece.end) {
+      depth = 2 * kStages;
+    } else {
+      depth = kStages;
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) {
+        places[i] = {key, piece.begin, piece.end, piece.head};
+        ask_for_page(pages[i][threadIdx.x / 32][threadIdx.x % kWarpKeys]);
+        key += kStep;
+      }
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) ptx::cp_async_commit();  // as many as load waits behind
+    }
   }
 
   // Copies a tile to the stage whose copies are the oldest under way. With a page table it is the
@@ -159,7 +194,7 @@ struct Loader {
                                        int (&pages)[kWarpKeys], int opened) {
     Place place = places[0];
     int page = 0;  // of key threadIdx.x % kWarpKeys
-    if (params.page_table != nullptr) {
+    if (looks_up_ahead()) {
       ptx::cp_async_wait<kStages - 1>();
       __syncwarp();
       page = pages[threadIdx.x % kWarpKeys];
@@ -169,17 +204,21 @@ struct Loader {
     for (int i = 0; i + 1 < kStages; ++i) places[i] = places[i + 1];
     places[kStages - 1] = look_up();
     ++since;
-    if (params.page_table == nullptr && !more) return ptx::cp_async_commit();
-    if (params.page_table == nullptr) {
+    if (!looks_up_ahead()) {
+      if (!more) return ptx::cp_async_commit();
       place = places[kStages - 1];
       page = piece.seq.index;
+      if (has_table(params)) {
+        const int mine = key + static_cast<int>(threadIdx.x) % kWarpKeys;
+        page = table[min(mine, params.capacity - 1) >> params.page_shift];
+      }
     } else {
       ask_for_page(pages[threadIdx.x % kWarpKeys]);
     }
-    key += kWarpKeys * kWarpsK;
+    key += kStep;
     if (place.key >= 0)
-      copy_tile<T, kHeadDim, kWarpKeys, kThreads>(params, stage, place.key, place.begin, place.end,
-                                                  place.head, page);
+      copy_tile<T, kHeadDim, kWarpKeys, kThreads, kRows == 8>(
+          params, stage, place.key, place.begin, place.end, place.head, page, read_once());
     const bool room = kQueryBuffers > 1 || opened == 0;  // beside those being computed with
     if (more && room && number == opened && fetched < number) fetch_queries(piece, number);
     ptx::cp_async_commit();
@@ -198,6 +237,15 @@ struct Loader {
   }
 
  private:
+  __device__ __forceinline__ bool looks_up_ahead() const {
+    return params.page_table != nullptr && !has_table(params);
+  }
+
+  // Whether every key is for one tile of rows alone.
+  __device__ __forceinline__ bool read_once() const {
+    return params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= kRows;
+  }
+
   __device__ __forceinline__ int first_key() const {
     return piece.origin + static_cast<int>(threadIdx.x) / kThreads * kWarpKeys;
   }

@@ -8,7 +8,8 @@
 // lies side by side in memory. (Where there are too many heads for that a block takes several in
 // turn.) What a block has of one item is a piece. An item in one piece is written out; of the
 // others each piece leaves a partial result in a slot of its own, and the block with the last piece
-// merges them: at its end, where they are not all its own.
+// merges them: at its end, where they are not all its own. Nobody waits for a block behind it,
+// which might never run.
 #pragma once
 
 #include "decoding/params.cuh"
@@ -94,18 +95,54 @@ struct Piece {
   int begin, end, origin;  // keys [begin, end), in tiles counted from origin
 };
 
-// A piece's place among those of its item.
+// Which partial results a block merges: `count`, the first few of them in slots that lie otherwise.
+struct Merge {
+  int count, few;
+  unsigned few_slot, few_stride, slot, stride;
+
+  __device__ __forceinline__ unsigned slot_of(int i) const {
+    return i < few ? few_slot + i * few_stride : slot + i * stride;
+  }
+};
+
+// A piece's place among those of its item. Where an item has many, they are merged in two steps:
+// of every so many, the last one's block merges all and leaves the result in its other slot, and
+// the item's last block merges these results and the parts behind them.
 struct Parts {
   int part, parts;
-  bool merges;  // this block is to merge them
+  bool merges;  // this block is to merge some
   bool alone;   // and had them all itself
   bool balanced;
   int first_slot;
+  int shift;  // log2 of how many the first step merges
+
+  __device__ __forceinline__ void arrange() {
+    shift = !balanced || parts <= 16 ? 30 : parts > 72 ? 4 : 3;
+    merges = leads() ? (part + 1 & (1 << shift) - 1) == 0 : parts > 1;
+  }
+
+  // Whether what is merged here is still part of the item's result.
+  __device__ __forceinline__ bool leads() const { return part + 1 < parts; }
 
   // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one
   // that came from the group before and one that begins here.
   __device__ __forceinline__ unsigned slot(int i) const {
     return first_slot + (balanced ? 2 * i + (i == 0) : i) * gridDim.x;
+  }
+  // Where what part i's block has merged lies: no piece begins there.
+  __device__ __forceinline__ unsigned merged_slot(int i) const { return slot(i) + gridDim.x; }
+
+  __device__ __forceinline__ Merge merge() const {
+    const int radix = 1 << shift;
+    const unsigned stride = (balanced ? 2 : 1) * gridDim.x;
+    const int merged = leads() ? 0 : parts - 1 >> shift;
+    const int first = leads() ? part + 1 - radix : merged * radix;  // of those not merged yet
+    const int count = leads() ? radix : merged + parts - first;
+    if (merged > 0)
+      return {count, merged, merged_slot(radix - 1), radix * stride, slot(first) - merged * stride,
+              stride};
+    // Part 0 lies where pieces begin.
+    return {count, 1, slot(first), 0, slot(first + 1) - stride, stride};
   }
 };
 
@@ -203,8 +240,9 @@ struct Schedule {
   __device__ __forceinline__ Parts place_of(const DecodeParams& params, const Piece& piece) const {
     if (params.one_item) {
       const int group = blockIdx.y, parts = min(static_cast<int>(gridDim.y), cut.count);
-      return {group, parts, parts > 1 && group + 1 == parts,
-              false, true,  static_cast<int>(blockIdx.x)};
+      Parts place = {group, parts, false, false, true, static_cast<int>(blockIdx.x)};
+      place.arrange();
+      return place;
     }
     const int unit = piece.origin - cut.origin >> cut.shift;
     const int units = index - extra_steps(params) - unit;
@@ -221,7 +259,7 @@ struct Schedule {
       place.parts = cut.count;
       place.first_slot = item;
     }
-    place.merges = unit + units == cut.count && place.parts > 1;
+    place.arrange();
     place.first_slot = place.first_slot * gridDim.x + blockIdx.x;
     return place;
   }

@@ -212,6 +212,26 @@ def test_clusters_of_every_size(rng, decode_tier, dim, heads):
             check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
 
 
+@pytest.mark.parametrize(
+    ("lens", "heads", "page_size"),
+    [
+        ([10000], 1, 16),
+        ([10000], 1, 2),  # a longer page table than a block keeps
+        ([4000], 3, 16),
+        ([5000, 0, 70], 1, 16),
+        ([2100, 4200], 2, 16),
+    ],
+)
+def test_few_key_heads(rng, decode_tier, lens, heads, page_size):
+    """Many blocks share out the keys of each: their parts are merged in two steps."""
+    caches = Caches(rng, lens, max(lens) + 100, heads, 128, 128, BFLOAT16, page_size)
+    for seqlen_q in (1, 3):
+        q = rng.standard_normal((len(lens), seqlen_q, 4 * heads, 128)).astype(BFLOAT16)
+        for options in ({}, {"window": (3000, 0)}):
+            for call in (caches.contiguous, caches.paged):
+                check(call(q, return_lse=True, **options), q, caches, causal=True, **options)
+
+
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 2100, 5000])
 def test_one_sequence(rng, decode_tier, length):
     """A sequence alone is dealt out without a search."""

@@ -25,6 +25,8 @@ CLUSTER_TILE_KEYS = 16
 MOST_BLOCK_KEYS = {64: 1024, 128: 4096}
 MOST_CLUSTER_KEYS = {64: 1 << 16, 128: 3 << 16}
 
+#: Entries of a lone sequence's page table that decode_sm80.cu keeps, where there is room.
+TABLE = 2048
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
 
@@ -42,6 +44,7 @@ class Sm80DecodeConfig(Config):
     stages: int
     blocks_per_sm: int
     query_buffers: int  # 2: the queries of the next piece come before it is there
+    table: int  # entries of a lone sequence's page table that shared memory has room for
 
     @property
     def rows(self) -> int:
@@ -60,7 +63,7 @@ class Sm80DecodeConfig(Config):
         rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
         pages = self.stages * warps * self.warp_keys * 4
         rows = self.query_buffers * self.rows * self.head_dim * 2 + warps * 4 * self.head_dim * 4
-        small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 164
+        small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
         return -(-(rings + rows + pages + small) // 128) * 128
 
 
@@ -305,6 +308,7 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
             stages,
             blocks,
             query_buffers=1 if rows == 64 else 2,  # the rings need the room more
+            table=TABLE if shared >= 227 << 10 and rows == 8 and head_dim < 256 else 0,
         )
         fits = blocks * (config.smem_bytes + RING_BLOCK_BYTES) <= shared
         if fits and blocks * config.threads <= (256 if wide else 512):
