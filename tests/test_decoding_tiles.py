@@ -47,8 +47,11 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
     assert max(spec.head_dim, spec.head_dim_v) <= config.head_dim
     if "sm90" in launch.variant.source:
         assert aligned
-        assert launch.grid == (config.cluster, spec.heads_kv, spec.batch)
-        assert spec.batch * spec.heads_kv * config.cluster <= multiprocessors
+        blocks = launch.grid[0]
+        assert launch.grid == (blocks, spec.heads_kv, spec.batch)
+        assert blocks % config.cluster == 0
+        assert spec.batch * spec.heads_kv * blocks <= multiprocessors
+        assert blocks == config.cluster or blocks * 2048 <= config.cluster * spec.seqlen_k
         assert spec.seqlen_q * spec.heads_q <= 8 * spec.heads_kv
         assert config.smem_bytes <= (227 if config.cluster == 8 else 113) * 1024
         return
@@ -64,7 +67,7 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
 
 
 @pytest.mark.parametrize(
-    ("change", "cluster"),
+    ("change", "clusters"),
     [
         ({}, 8),
         ({"page_size": 16}, 8),
@@ -78,9 +81,14 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"batch": 4, "capacity": 1024}, 4),
         ({"batch": 4}, None),  # too many keys
         ({"batch": 5, "capacity": 1024}, None),  # too many pairs
-        ({"heads": 2}, 8),
-        ({"heads": 2, "capacity": 65536}, None),  # too few to read fast
-        ({"dim": 64, "capacity": 4096}, 4),
+        ({"heads": 2}, (8, 4)),
+        ({"heads": 2, "capacity": 65536}, (8, 7)),
+        ({"heads": 1, "capacity": 65536}, (8, 14)),
+        ({"heads": 4, "capacity": 65536}, (8, 3)),
+        ({"heads": 4, "capacity": 131072}, None),  # too few to read fast
+        ({"heads": 1, "dim": 64}, (4, 4)),
+        ({"dim": 64, "capacity": 2048}, 4),
+        ({"dim": 64, "capacity": 4096}, (4, 2)),
         ({"dim": 64}, None),
         ({"dim": 64, "heads": 32, "capacity": 2048}, 4),
         ({"dim": 64, "heads": 32, "capacity": 4096}, None),
@@ -88,7 +96,7 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"tokens": 3}, None),  # 12 rows
     ],
 )
-def test_few_sequences_have_clusters(change, cluster):
+def test_few_sequences_have_clusters(change, clusters):
     call = {"batch": 1, "tokens": 1, "heads": 8, "capacity": 8192, "dim": 128, "arch": "sm_90a"}
     call |= {"aligned": True, "addressable": True, "page_size": None, "num_splits": None} | change
     cache = (call["batch"], call["capacity"], call["heads"], call["dim"])
@@ -105,8 +113,11 @@ def test_few_sequences_have_clusters(change, cluster):
         multiprocessors=132,
         **{name: call[name] for name in ("aligned", "addressable", "page_size", "num_splits")},
     )
-    assert (launch.variant.entry == "decode_sm90") == (cluster is not None)
-    assert cluster is None or launch.variant.config.cluster == cluster
+    assert (launch.variant.entry == "decode_sm90") == (clusters is not None)
+    if clusters is not None:
+        size, count = clusters if isinstance(clusters, tuple) else (clusters, 1)
+        assert launch.variant.config.cluster == size
+        assert launch.grid[0] == size * count
 
 
 @given(heads=st.integers(1, 300), blocks=st.integers(1, 600))
@@ -122,7 +133,10 @@ def test_head_lanes_leave_few_blocks_idle(heads, blocks):
 def test_there_is_a_slot_for_every_partial_result(spec, splits):
     launch = tiles.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
     slots = tiles.decode_slots(spec, launch, splits, 1024)
-    if splits is None:
+    if "sm90" in launch.variant.source:
+        parts = launch.grid[0] // launch.variant.config.cluster
+        assert slots == (0 if parts == 1 else parts * spec.batch * spec.heads_kv)
+    elif splits is None:
         assert slots == 2 * launch.grid[0] * launch.grid[1]
     elif not spec.varlen:
         tiles_of_rows = -(
@@ -139,7 +153,8 @@ def test_one_item_is_one_for_each_block(spec, splits):
     rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
     items = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
     one = tiles.decode_one_item(spec, launch, splits)
-    assert one == (items == launch.grid[0] and splits is None and not spec.varlen)
+    lanes = launch.grid[0] if "sm90" not in launch.variant.source else 0
+    assert one == (items == lanes and splits is None and not spec.varlen)
 
 
 @given(group=st.integers(1, 1 << 16), n=st.integers(0, 2**31 - 1))

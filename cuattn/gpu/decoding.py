@@ -298,12 +298,18 @@ def _plan(
     )
     config = launch.variant.config
     slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
+    if isinstance(config, tiles.Sm90DecodeConfig):
+        map_rows, slot_bytes = config.warp_keys, config.part_bytes
+    else:
+        # O, with maximum and sum for every 64 columns, and as many bytes of tickets
+        slot_bytes = config.rows * config.head_dim * 33 // 16 * spec.acc_dtype.itemsize
+        map_rows = 0
     return DecodePlan(
         kernel=compiler.kernel(launch.variant, device),
         grid=launch.grid,
         block=(config.threads,),
         smem_bytes=config.smem_bytes,
-        map_rows=config.warp_keys if isinstance(config, tiles.Sm90DecodeConfig) else 0,
+        map_rows=map_rows,
         shape=decode_shape(
             spec,
             strides,
@@ -318,8 +324,7 @@ def _plan(
             head_lanes=launch.grid[0],
             one_item=tiles.decode_one_item(spec, launch, num_splits),
         ),
-        # O, with maximum and sum for every 64 columns, and as many bytes of tickets
-        partials=slots * config.rows * config.head_dim * 33 // 16 * spec.acc_dtype.itemsize,
+        partials=slots * slot_bytes,
     )
 
 

@@ -1,12 +1,13 @@
 // Decoding for few sequences on Hopper, where latency is what a call takes: a cluster of blocks for
 // each sequence and key head, which share out its keys and merge through each other's shared
-// memory.
+// memory. Where there are fewer of these than clusters can run, each has several, the last of which
+// merges what they leave in global memory.
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim), at most 8 rows (query heads that share a key head,
 //   times query tokens); caches contiguous or in pages of at least kWarpKeys; float16 or bfloat16,
 //   head_dims of exactly kHeadDim, everything 16-byte aligned. DecodeParams has the rest. The copy
 //   engine brings tiles of kWarpKeys keys, a ring of kStages for each warp; a warp's products are
-//   decode_sm80.cu's. Grid: (kCluster, key heads, batch).
+//   decode_sm80.cu's. Grid: (kCluster times clusters, key heads, batch).
 #include "decoding/combine.cuh"
 #include "decoding/slice.cuh"
 #include "ptx/cluster.cuh"
@@ -111,17 +112,101 @@ __device__ __forceinline__ decoding::Partial<T> part_of_block(const Smem& smem, 
   return whole;
 }
 
+// Visits each four of this block's columns of each row, by kCluster neighbouring lanes.
+template <class Visit>
+__device__ __forceinline__ void each_vec(const Visit& visit) {
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += Config::threads)
+    visit(i / (kHeadDim / 4), i / kCluster % (kOwnColumns / 4), i % kCluster);
+}
+
+// What a block of one of several clusters leaves of its columns of a row, in units of 16 bytes that
+// each hold the launch's ticket, as combine.cuh's do.
+struct Part {
+  ptx::B128 max_sum;
+  ptx::B128 o[kOwnColumns / 4][2];
+};
+static_assert(sizeof(Part) * kCluster == 16 * (kHeadDim / 2 + kCluster),
+              "as part_bytes of Config's");
+
+__device__ __forceinline__ Part& part_at(const DecodeParams& params, int cluster, int row) {
+  const unsigned pair = blockIdx.z * gridDim.y + blockIdx.y;
+  const unsigned block = pair * gridDim.x + cluster * kCluster + blockIdx.x % kCluster;
+  return static_cast<Part*>(params.partials)[block * kRows + row];
+}
+
+// By kCluster lanes, which all have the whole.
+__device__ __forceinline__ void put_part(const DecodeParams& params, int row, int vec, int lane,
+                                         const decoding::Partial<T>& whole) {
+  Part& part = part_at(params, blockIdx.x / kCluster, row);
+  const auto put = [&](ptx::B128& unit, float x, float y) {
+    const float2 numbers = {x, y};
+    ptx::store_relaxed(&unit,
+                       {reinterpret_cast<const unsigned long long&>(numbers), params.ticket});
+  };
+  if (lane == 0) put(part.o[vec][0], whole.o.x[0], whole.o.x[1]);
+  if (lane == 1) put(part.o[vec][1], whole.o.x[2], whole.o.x[3]);
+  if (lane == 2 && vec == 0) put(part.max_sum, whole.max, whole.sum);
+}
+
+// The clusters' parts of four columns of a row, of which each of kCluster lanes takes every
+// kCluster-th. All of them run, or have run, as in combine.cuh.
+__device__ __forceinline__ decoding::Partial<T> merge_parts(const DecodeParams& params, int row,
+                                                            int vec, int lane) {
+  const int parts = gridDim.x / kCluster;
+  decoding::Partial<T> whole;
+#pragma unroll 1
+  for (int first = 0; first < parts; first += kCluster) {
+    Part& part = part_at(params, min(first + lane, parts - 1), row);
+    ptx::B128 max_sum, o[2];
+    do {
+      max_sum = ptx::load_relaxed(&part.max_sum);
+      o[0] = ptx::load_relaxed(&part.o[vec][0]);
+      o[1] = ptx::load_relaxed(&part.o[vec][1]);
+    } while (__any_sync(~0u, max_sum.high != params.ticket || o[0].high != params.ticket ||
+                                 o[1].high != params.ticket));
+    part.o[vec][0].high = part.o[vec][1].high = 0;
+    if (vec == 0) part.max_sum.high = 0;  // which all lanes have read
+    if (first + lane < parts) {
+      const float2 x = reinterpret_cast<const float2&>(max_sum.low);
+      whole.raise(fmaxf(whole.max, x.x));
+      const float2 columns[2] = {reinterpret_cast<const float2&>(o[0].low),
+                                 reinterpret_cast<const float2&>(o[1].low)};
+      whole.add({columns[0].x, columns[0].y, columns[1].x, columns[1].y}, x.x, x.y);
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < kCluster; distance *= 2) whole.add_lane(distance);
+  return whole;
+}
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Config::threads, 1)
     decode_sm90(const __grid_constant__ DecodeParams params, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x, head = blockIdx.y;
+  const int rank = blockIdx.x % kCluster, head = blockIdx.y;
   const int rows = params.seqlen_q * params.group;
   ptx::cluster_arrive();  // awaited before others' shared memory is written
 
-  // What takes long to come is asked for first.
+  // What takes long to come is asked for first. Tiles are dealt out in turn to the warps of all
+  // blocks, so that where a warp begins, unless a window says, is known before the length is.
   decoding::Piece piece = {decoding::sequence_at(params, blockIdx.z), head, 0};
+  piece.origin = params.window_left == kUnbounded
+                     ? params.first_key
+                     : decoding::visible_keys(params, piece.seq, 0).begin;
+  piece.origin &= -kWarpKeys;
+  const int round = kWarpKeys * kWarps * gridDim.x;
+  int key = piece.origin + (blockIdx.x * kWarps + warp) * kWarpKeys;
+  // Pages of this warp's next 32 tiles, a lane each, and of the 32 after them.
+  const int* table = nullptr;
+  if (params.page_table != nullptr)
+    table = params.page_table + piece.seq.index * params.table_stride;
+  const auto look_up = [&](int first) {
+    const int mine = first + lane * round;
+    return table != nullptr && mine < params.capacity ? table[mine >> params.page_shift]
+                                                      : piece.seq.index;
+  };
+  int pages = look_up(key), later_pages = look_up(key + 32 * round);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(maps.k);
     ptx::prefetch_tensormap(maps.v);
@@ -131,26 +216,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   if (lane < kStages) ptx::mbarrier_init(full[lane], 1);
   ptx::fence_mbarrier_init();
 
-  // The block's share of the keys: whole rounds of tiles for its warps, but for the last block.
   piece.begin = decoding::visible_keys(params, piece.seq, 0).begin;
   piece.end =
       max(piece.begin, decoding::visible_keys(params, piece.seq, piece.seq.seqlen_q - 1).end);
-  piece.origin = piece.begin & -kWarpKeys;
-  constexpr int kRound = kWarpKeys * kWarps;
-  const int rounds = (piece.end - piece.origin + kRound - 1) / kRound;
-  int key = piece.origin + (rounds * rank / kCluster * kWarps + warp) * kWarpKeys;
-  const int last = min(piece.end, piece.origin + rounds * (rank + 1) / kCluster * kRound);
-
-  // Pages of this warp's next 32 tiles, a lane each, and of the 32 after them.
-  const int* table = nullptr;
-  if (params.page_table != nullptr)
-    table = params.page_table + piece.seq.index * params.table_stride;
-  const auto look_up = [&](int first) {
-    const int mine = first + lane * kRound;
-    return table != nullptr && mine < last ? table[max(mine, piece.begin) >> params.page_shift]
-                                           : piece.seq.index;
-  };
-  int pages = look_up(key), later_pages = look_up(key + 32 * kRound);
   int place = 0;  // in `pages`, of the next tile to be asked for
   const auto load = [&](Stage& stage, ptx::Mbarrier& barrier, int first) {
     const int page = __shfl_sync(~0u, pages, place);
@@ -163,14 +231,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
     if (++place == 32) {
       place = 0;
       pages = later_pages;
-      later_pages = look_up(first + 33 * kRound);
+      later_pages = look_up(first + 33 * round);
     }
   };
   Stage(&ring)[kStages] = smem.of_warp[warp].ring;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kStages; ++i)
-    if (key + i * kRound < last) load(ring[i], full[i], key + i * kRound);
+    if (key + i * round < piece.end) load(ring[i], full[i], key + i * round);
 
   locate_rows(params, piece, rows, smem.rows);
   ptx::cp_async_wait_all();
@@ -181,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   acc.clear();
   int stage = 0, phase = 0;
 #pragma unroll 1
-  for (; key < last; key += kRound) {
+  for (; key < piece.end; key += round) {
     Stage& current = ring[stage];
     ptx::mbarrier_wait(full[stage], phase);
     Slice::Scores s;
@@ -192,7 +260,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
     if (masked) clear_values(current.v, key, piece.begin, piece.end);
     acc.multiply_values(s, ptx::shared_address(current.v));
     __syncwarp();
-    if (key + kStages * kRound < last) load(current, full[stage], key + kStages * kRound);
+    if (key + kStages * round < piece.end) load(current, full[stage], key + kStages * round);
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
@@ -215,11 +283,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   }
   ptx::cluster_barrier();
 
-  // This block's columns, with the cluster's parts in neighbouring lanes.
+  // This block's columns, with the cluster's parts in the lanes.
   const decoding::Parts alone = {0, 1, false, false, false, 0};
   const Writer writer = {params, piece, alone};
-  for (int i = threadIdx.x; i < kRows * kVecs; i += Config::threads) {
-    const int part = i % kCluster, vec = i / kCluster % (kOwnColumns / 4), row = i / kVecs;
+  const auto put = [&](int row, int vec, int part, const decoding::Partial<T>& whole) {
+    if (part == 0 && row < rows) writer.put(row, rank * kOwnColumns + vec * 4, whole);
+  };
+  const bool several = gridDim.x > kCluster;
+  each_vec([&](int row, int vec, int part) {
     const float2 max_sum = smem.part_max_sum[part][row];
     decoding::Partial<T> whole;
     whole.max = max_sum.x;
@@ -233,6 +304,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
 #pragma unroll
       for (int e = 0; e < 4; ++e) whole.o.x[e] += __shfl_xor_sync(~0u, whole.o.x[e], distance);
     }
-    if (part == 0 && row < rows) writer.put(row, rank * kOwnColumns + vec * 4, whole);
-  }
+    if (several)
+      put_part(params, row, vec, part, whole);
+    else
+      put(row, vec, part, whole);
+  });
+  if (!several || blockIdx.x + kCluster < gridDim.x) return;
+  each_vec([&](int row, int vec, int part) {
+    put(row, vec, part, merge_parts(params, row, vec, part));
+  });
 }

@@ -90,6 +90,9 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
             rng, dtype, (4, 2, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
         )
         cuattn.flash_decode(q, k, v, ragged, window=(100, 3), return_lse=True)
+    # Several clusters for a key head; without, so many parts that they are merged in two steps.
+    q, k, v = arrays(rng, dtype, (1, 1, 4, 64), *[(1, 4500, 1, 64)] * 2)
+    cuattn.flash_decode(q, k, v, cupy.full(1, 4499, np.int32))
 
 
 def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:

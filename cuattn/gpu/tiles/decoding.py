@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,6 +25,10 @@ CLUSTER_TILE_KEYS = 16
 #: later but reads faster.
 MOST_BLOCK_KEYS = {64: 1024, 128: 4096}
 MOST_CLUSTER_KEYS = {64: 1 << 16, 128: 3 << 16}
+#: A pair has several of the largest clusters where they fit: each has so many keys at least, and all
+#: pairs so many at most.
+SPLIT_KEYS = 2048
+MOST_SPLIT_KEYS = {64: 1 << 15, 128: 1 << 18}
 
 #: Entries of a lone sequence's page table that decode_sm80.cu keeps, where there is room.
 TABLE = 2048
@@ -95,6 +100,12 @@ class Sm90DecodeConfig(Config):
         small = 64 * self.cluster + (64 + 8 * self.stages) * self.warps + 64
         return -(-(rings + 8 * self.head_dim * (2 + 4) + small) // 1024) * 1024
 
+    @property
+    def part_bytes(self) -> int:
+        """What a cluster leaves in global memory where it is one of several: for each row O, and for
+        each block maximum and sum, and as many bytes of tickets."""
+        return 16 * self.rows * (self.head_dim // 2 + self.cluster)
+
 
 @dataclasses.dataclass(frozen=True)
 class SimtDecodeConfig(Config):
@@ -145,7 +156,7 @@ def decode(
     -------
     Launch
         Its grid is (blocks that share out the key heads, groups of them), or with clusters
-        (blocks of one, key heads, batch).
+        (blocks of all clusters of a pair, key heads, batch).
 
     Raises
     ------
@@ -164,7 +175,9 @@ def decode(
         )
         if variant is not None:
             if isinstance(variant.config, Sm90DecodeConfig):
-                return Launch(variant, (variant.config.cluster, spec.heads_kv, spec.batch))
+                cluster = variant.config.cluster
+                clusters = decode_clusters(spec, cluster, multiprocessors)
+                return Launch(variant, (clusters * cluster, spec.heads_kv, spec.batch))
             blocks = multiprocessors * variant.config.blocks_per_sm
             lanes = decode_head_lanes(spec.heads_kv, blocks)
             return Launch(variant, (lanes, blocks // lanes))
@@ -200,7 +213,8 @@ def decode_slots(
     """How many partial results a decoding launch may have to keep at most."""
     config = launch.variant.config
     if isinstance(config, Sm90DecodeConfig):
-        return 0
+        blocks, *pairs = launch.grid
+        return 0 if blocks == config.cluster else blocks // config.cluster * math.prod(pairs)
     if num_splits is None:
         return 2 * launch.grid[0] * launch.grid[1]  # a block leaves at most two items incomplete
     group = spec.heads_q // spec.heads_kv
@@ -224,7 +238,7 @@ def sm90_decode(
     num_splits: int | str | None,
 ) -> Variant | None:
     """Choose a variant of decoding/decode_sm90.cu: for so few sequences that each can have a
-    cluster for every key head, and these little to read.
+    cluster for every key head, or several, and these little to read.
     """
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
@@ -237,10 +251,24 @@ def sm90_decode(
     cluster = next((n for n, most in clusters if pairs <= most * multiprocessors / 132), None)
     if cluster is None or (page_size is not None and page_size < CLUSTER_TILE_KEYS):
         return None
-    most = min(MOST_BLOCK_KEYS[spec.head_dim] * cluster, MOST_CLUSTER_KEYS[spec.head_dim] // pairs)
+    parts = decode_clusters(spec, cluster, multiprocessors)
+    if parts == 1:
+        most = MOST_BLOCK_KEYS[spec.head_dim] * cluster
+        most = min(most, MOST_CLUSTER_KEYS[spec.head_dim] // pairs)
+    else:
+        most = MOST_SPLIT_KEYS[spec.head_dim] // pairs
     if spec.seqlen_k > most:
         return None
     return _sm90_decode_variant(spec.dtype.name, spec.head_dim, cluster)
+
+
+def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
+    """How many clusters of `cluster` blocks a sequence and key head have."""
+    if cluster != max(CLUSTERS[spec.head_dim]):
+        return 1
+    most = CLUSTERS[spec.head_dim][cluster] * multiprocessors // 132
+    fit = most // (spec.batch * spec.heads_kv)
+    return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
 
 
 def _sm90_decode_variant(dtype: str, head_dim: int, cluster: int) -> Variant:
