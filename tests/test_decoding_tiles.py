@@ -85,6 +85,7 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"heads": 2, "capacity": 65536}, (8, 7)),
         ({"heads": 1, "capacity": 65536}, (8, 14)),
         ({"heads": 4, "capacity": 65536}, (8, 3)),
+        ({"heads": 5, "capacity": 16384}, 8),
         ({"heads": 4, "capacity": 131072}, None),  # too few to read fast
         ({"heads": 1, "dim": 64}, (4, 4)),
         ({"dim": 64, "capacity": 2048}, 4),

@@ -25,8 +25,8 @@ CLUSTER_TILE_KEYS = 16
 #: later but reads faster.
 MOST_BLOCK_KEYS = {64: 1024, 128: 4096}
 MOST_CLUSTER_KEYS = {64: 1 << 16, 128: 3 << 16}
-#: A pair has several of the largest clusters where they fit: each has so many keys at least, and all
-#: pairs so many at most.
+#: A pair has several of the largest clusters where they fit: each has so many keys at least, and
+#: all pairs so many at most.
 SPLIT_KEYS = 2048
 MOST_SPLIT_KEYS = {64: 1 << 15, 128: 1 << 18}
 
@@ -102,8 +102,8 @@ class Sm90DecodeConfig(Config):
 
     @property
     def part_bytes(self) -> int:
-        """What a cluster leaves in global memory where it is one of several: for each row O, and for
-        each block maximum and sum, and as many bytes of tickets."""
+        """What a cluster leaves in global memory where it is one of several: each row's O, and each
+        block's maximum and sum of it, and as many bytes of tickets."""
         return 16 * self.rows * (self.head_dim // 2 + self.cluster)
 
 
@@ -268,6 +268,8 @@ def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> 
         return 1
     most = CLUSTERS[spec.head_dim][cluster] * multiprocessors // 132
     fit = most // (spec.batch * spec.heads_kv)
+    if fit < 3:  # twice the blocks do not pay for one more merge
+        return 1
     return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
 
 
