@@ -26,10 +26,10 @@ __device__ __forceinline__ Segment own_segment(int vocab) {
   return {begin, min(begin + part, vocab)};
 }
 
-// The two halves of sync_cluster, for a first meeting before blocks write to each other.
+// The two halves of a first meeting before blocks write to each other: all are there, no more.
 __device__ __forceinline__ void arrive_cluster() {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (Config::cluster > 1) ptx::cluster_arrive();
+  if constexpr (Config::cluster > 1) ptx::cluster_arrive_relaxed();
 #endif
 }
 
