@@ -43,6 +43,8 @@ __device__ __forceinline__ int tile_index(int base, int j) {
   return base + 32 * j + int(threadIdx.x % 32);
 }
 
+constexpr bool kAhead = Config::blocks_per_sm == 1;
+
 // A thread's tokens in one tile of the segment after the other, kTokens in each; beyond the end a
 // logit is -inf. The warps of a team take turns.
 template <int kTokens, int kTeam = kWarps>
@@ -72,16 +74,17 @@ struct Tiles {
       }
     }
   }
+
+  __device__ __forceinline__ void load_ahead(float (&ahead)[kTokens]) const {
+    if (kAhead) load(ahead);
+  }
 };
 
-// f(base, logits) for each tile of the segment, while the next one is on its way if there are
-// registers to hold it.
-template <int kTokens = kTile, class F>
-__device__ __forceinline__ void for_each_tile(const Row& logits, Segment segment, F f) {
-  constexpr bool kAhead = Config::blocks_per_sm == 1;
-  float x[kTokens], ahead[kTokens];
-  Tiles<kTokens> tiles(logits, segment);
-  if (kAhead) tiles.load(ahead);
+// f(base, logits) for each tile, while the next one is on its way if there are registers to hold
+// it: `ahead`, which the first is asked for into by load_ahead().
+template <int kTokens, class F>
+__device__ __forceinline__ void for_each_tile(Tiles<kTokens> tiles, float (&ahead)[kTokens], F f) {
+  float x[kTokens];
   while (tiles.any()) {
     const int base = tiles.base;
     if (kAhead) {

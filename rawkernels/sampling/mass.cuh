@@ -14,7 +14,8 @@ constexpr int kSumWarps = 8;  // that take a segment together, whatever Config::
 constexpr int kMassBins = Config::mass_bins;
 constexpr int kSurveyBins = 256;
 constexpr float kSurveyBin = 24.0f / kSurveyBins;  // of log2 of a mass
-constexpr float kWanted = 32.0f;                   // tokens on a list, about; more for hard filters
+constexpr float kMassUnit = 0x1p19f;  // of the survey's sums, so that all of it comes to 2^31
+constexpr float kWanted = 32.0f;      // tokens on a list, about; more for hard filters
 static_assert(kSegments % Config::cluster == 0 && kWarps % kSumWarps == 0, "work is even");
 static_assert(kMassBins <= 32, "one for each lane");
 
@@ -28,7 +29,7 @@ struct Raced {
   float chance;                // a token is listed if E < mass * chance,
   float least;                 // its logit is at least this
   Key out;                     // and its key above this one
-  bool sparse;                 // few warps have a token that min-p keeps
+  bool sparse;                 // min-p keeps a token of one quad in sixteen at most
   bool surveyed;               // all this is from the survey, not yet from the row itself
 
   __device__ __forceinline__ bool has_nucleus() const { return top_p < 1.0f; }
@@ -43,7 +44,7 @@ struct Raced {
   }
 };
 
-extern __shared__ float own_bins[][Config::threads];  // each thread's
+extern __shared__ __align__(16) float own_bins[][Config::threads];  // each thread's
 
 struct RacedSmem {
   Raced row;
@@ -51,7 +52,7 @@ struct RacedSmem {
   float bins[Config::cluster][kMassBins];
   float2 sums[kSegments][kSumWarps];
   float highs[Config::cluster][kWarps], in_bin[Config::cluster][kWarps];
-  float2 surveyed[kWarps];
+  uint2 surveyed[kWarps];
   float survey_high[kWarps];
   float before[kMassBins], in[kMassBins], total;
   RaceSmem race;
@@ -91,7 +92,7 @@ __device__ __forceinline__ void place_bins(Raced& row, float squares, const Race
     const float left = __shfl_up_sync(0xffffffffu, sum, step);
     if (lane >= step) sum += left;
   }
-  const float total = __shfl_sync(0xffffffffu, sum, 31), mass = total * 0x1p-19f;
+  const float total = __shfl_sync(0xffffffffu, sum, 31), mass = total / kMassUnit;
   sum -= float(own);
   // The nucleus ends where the survey's does, give or take four standard deviations.
   const float error = 4.0f * sqrtf(row.top_p * (1.0f - row.top_p) * squares) / mass;
@@ -114,10 +115,13 @@ __device__ __forceinline__ void place_bins(Raced& row, float squares, const Race
 }
 
 // Guesses from a part of the row how it will be.
+template <class Meanwhile>
 __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, float temperature,
-                                              float top_p, float min_p, RacedSmem& smem) {
+                                              float top_p, float min_p, RacedSmem& smem,
+                                              Meanwhile meanwhile) {
   float x[kSurveyTile];
   read_survey(logits, vocab, x);
+  meanwhile();
   for (int b = threadIdx.x; b < kSurveyBins; b += Config::threads) smem.survey[b] = 0;
   float high = -kInfinity;
 #pragma unroll
@@ -136,31 +140,34 @@ __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, floa
   row.out = kLowest;
   row.least = least_logit(row.ref, row.slope, min_p);
   row.surveyed = true;
-  float2 sums = {0.0f, 0.0f};  // of what min-p keeps; of squares
-  bool any = false;
+  float kept = 0.0f, squares = 0.0f;  // sums of masses, which are 1 at most
 #pragma unroll
   for (int j = 0; j < kSurveyTile; ++j) {
     const float log_mass = row.log_mass(x[j]);
     const float mass = ptx::ex2(log_mass);
-    if (x[j] >= row.least) sums.x += mass;
-    any |= x[j] >= row.least;
-    sums.y = fmaf(mass, mass, sums.y);
+    if (x[j] >= row.least) kept += mass;
+    squares = fmaf(mass, mass, squares);
     if (top_p < 1.0f && x[j] > -kInfinity) {
       const int bin = min(int(log_mass * (-1.0f / kSurveyBin)), kSurveyBins - 1);
-      atomicAdd(&smem.survey[max(bin, 0)], __float2uint_rn(mass * 0x1p19f));
+      atomicAdd(&smem.survey[max(bin, 0)], __float2uint_rn(mass * kMassUnit));
     }
   }
-  sums = reduce_warp(sums, Add());
+  uint2 sums = {__reduce_add_sync(0xffffffffu, __float2uint_rn(kept * kMassUnit)),
+                __reduce_add_sync(0xffffffffu, __float2uint_rn(squares * kMassUnit))};
   if (threadIdx.x % 32 == 0) smem.surveyed[threadIdx.x / 32] = sums;
-  row.sparse = __syncthreads_count(any) <= 24;
+  const float top = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  row.sparse = __syncthreads_count(top >= row.least) <= Config::threads / 16;
   if (threadIdx.x < 32) {
-    sums = reduce_warp(threadIdx.x < kWarps ? smem.surveyed[threadIdx.x] : float2{}, Add());
+    if (threadIdx.x >= kWarps) sums = {0, 0};
+    if (threadIdx.x < kWarps) sums = smem.surveyed[threadIdx.x];
+    kept = float(__reduce_add_sync(0xffffffffu, sums.x)) / kMassUnit;
+    squares = float(__reduce_add_sync(0xffffffffu, sums.y)) / kMassUnit;
     // One token of the survey stands for several, but hardly the largest.
     const float each = fmaxf(1.0f, float(vocab) / kSurvey);
     const float wanted = kWanted * (min_p > 0.0f ? 2.0f : 1.0f) / fmaxf(top_p, 0.25f);
-    row.chance = wanted / fmaxf(fmaf(sums.x - 1.0f, each, 1.0f), 1.0f);
+    row.chance = wanted / fmaxf(fmaf(kept - 1.0f, each, 1.0f), 1.0f);
     row.bin_scale = row.bin_shift = 0.0f;
-    if (top_p < 1.0f) place_bins(row, sums.y, smem);
+    if (top_p < 1.0f) place_bins(row, squares, smem);
     if (threadIdx.x == 0) {
       smem.row = row;
       smem.total = 0.0f;
@@ -271,7 +278,10 @@ __device__ __forceinline__ float mass_in_bin_before(const Row& logits, int vocab
   const float bin = row.bin(row.log_mass(bound));
   constexpr int kTokens = 32;  // as many as there are registers for
   float sum = 0.0f;
-  for_each_tile<kTokens>(logits, own_segment(vocab), [&](int base, const float (&x)[kTokens]) {
+  const Tiles<kTokens> tiles(logits, own_segment(vocab));
+  float ahead[kTokens];
+  tiles.load_ahead(ahead);
+  for_each_tile(tiles, ahead, [&](int base, const float (&x)[kTokens]) {
 #pragma unroll
     for (int first = 0; first < kTokens; first += 4) {
       if (fmaxf(fmaxf(x[first], x[first + 1]), fmaxf(x[first + 2], x[first + 3])) < bound) continue;

@@ -37,6 +37,11 @@ __device__ __forceinline__ bool beats(const Draw& a, const Draw& b) {
   return a.token >= 0 && (b.token < 0 || a.key > b.key || (a.key == b.key && a.token < b.token));
 }
 
+// A token's key, as NumPy has it. Hardly ever asked for, so that one copy will do.
+__device__ __noinline__ double exact_key(float x, float temperature, float u) {
+  return double(x) / double(temperature) - log(-log1p(-double(u)));
+}
+
 // log2(e) times a token's key, nearly: less than slack() off. With E = -log1p(-u) it is log2 of the
 // token's mass, in any unit that all have in common, less log2(E).
 __device__ __forceinline__ float near_key(float log_mass, float u) {
@@ -153,7 +158,7 @@ __device__ __forceinline__ void best_of_block(Draw& best, bool& bad, RaceSmem& s
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-#pragma unroll
+#pragma unroll 1
     for (int w = 1; w < kWarps; ++w) {
       if (beats(smem.best[w], best)) best = smem.best[w];
       bad |= smem.bad[w];

@@ -30,10 +30,12 @@ __device__ __forceinline__ Key above(Key largest, unsigned* top) {
 }
 
 // A key that somewhat more than k tokens of the row reach, by all probability.
+template <class Meanwhile>
 __device__ __forceinline__ Key survey_key(const Row& logits, int vocab, int k, Key lowest,
-                                          unsigned* top) {
+                                          unsigned* top, Meanwhile meanwhile) {
   float x[kSurveyTile];
   read_survey(logits, vocab, x);
+  meanwhile();
   float best = -kInfinity;
   int place = -1;
 #pragma unroll
@@ -50,11 +52,11 @@ __device__ __forceinline__ Key survey_key(const Row& logits, int vocab, int k, K
 }
 
 // Lists the tokens whose keys reach `bar`.
-__device__ __forceinline__ void list_reaching(const Row& logits, Segment segment,
+__device__ __forceinline__ void list_reaching(const Tiles<kTile>& tiles, float (&ahead)[kTile],
                                               const AmendedRow& amended, Key bar, ListSmem& smem) {
   const float least = key_score(bar);
   clear_list(smem);
-  for_each_tile(logits, segment, [&](int base, const float (&x)[kTile]) {
+  for_each_tile(tiles, ahead, [&](int base, const float (&x)[kTile]) {
     unsigned near = 0;
 #pragma unroll
     for (int j = 0; j < kTile; ++j) {
@@ -63,14 +65,14 @@ __device__ __forceinline__ void list_reaching(const Row& logits, Segment segment
     for (; near != 0; near &= near - 1) {
       const int j = __ffs(near) - 1;
       const int i = tile_index(base, j);
-      if (i >= segment.end) continue;
+      if (i >= tiles.segment.end) continue;
       const float value = amended.of(i, pick(x, j)) + 0.0f;  // -0 becomes 0: they are equal
       if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
       const Key key = rank_key(value, i);
       if (key >= bar) add_to_list(key, smem);
     }
   });
-  list_amended(logits, amended, bar, smem);
+  list_amended(tiles.logits, amended, bar, smem);
   share_list(smem);
 }
 
@@ -79,11 +81,13 @@ __device__ __forceinline__ void list_reaching(const Row& logits, Segment segment
 __device__ __forceinline__ Key list_surveyed(const Row& logits, Segment segment, int vocab, int k,
                                              Key lowest, const AmendedRow& amended, ListSmem& list,
                                              unsigned* top) {
-  Key bar = survey_key(logits, vocab, k, lowest, top);
+  const Tiles<kTile> tiles(logits, segment);
+  float ahead[kTile];
+  Key bar = survey_key(logits, vocab, k, lowest, top, [&] { tiles.load_ahead(ahead); });
   Key least = lowest,
       beyond = ~0ull;  // k tokens reach the one, if so many there are; not the other
   for (;;) {
-    list_reaching(logits, segment, amended, bar, list);
+    list_reaching(tiles, ahead, amended, bar, list);
     const Listed listed(list);
     if (listed.bad || (listed.whole && (listed.total >= k || bar == lowest))) return bar;
     if (listed.total < k) {
@@ -94,6 +98,7 @@ __device__ __forceinline__ Key list_surveyed(const Row& logits, Segment segment,
       least = reached_by(keys, kEach, k, 2 * k, bar, beyond);
     }
     bar = least + (beyond - least) / 2;
+    tiles.load_ahead(ahead);
     sync_cluster();  // the list is no longer looked at
   }
 }

@@ -3,8 +3,8 @@
 //
 // logits (rows, vocab) -> tokens (rows,), or top values and indices (rows, top_count), where k is
 // at most kMaxRanked, or for a draw all of the row; grid (rows * cluster). A cluster of
-// Config::cluster blocks shares a row. 512 rows of 128256 float32 take 70 us by top-k 50, 79 to 88
-// by min-p, 114 to 128 by top-p; one read takes 62 (H200, 2026-11-21).
+// Config::cluster blocks shares a row. 512 rows of 128256 float32 take 74 us by top-k 50, 78 to 87
+// by min-p, 121 to 123 by top-p; one read takes 62 (H200, 2026-11-22).
 #include "sampling/params.cuh"
 #include "sampling/race.cuh"
 #include "sampling/raced.cuh"
@@ -103,7 +103,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     return;
   }
   Draw best = {0.0, -1};
-  if (may) best = {double(x) / double(temperature) - log(-log1p(-double(u))), i};
+  if (may) best = {exact_key(x, temperature, u), i};
   best_of_block(best, bad, smem.race);
   if (threadIdx.x == 0) params.tokens[row] = best.token;
 }

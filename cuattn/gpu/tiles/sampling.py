@@ -54,11 +54,11 @@ class SampleConfig(RowConfig):
 class StreamConfig(RowConfig):
     """sampling/stream.cu."""
 
-    mass_bins: int = 24
+    mass_bins: int
 
     @property
     def smem_bytes(self) -> int:
-        """Bins of mass, a column for each thread."""
+        """Bins of mass, a column for each thread; or quads of tokens that wait for their draw."""
         return 4 * self.mass_bins * self.threads
 
 
@@ -252,7 +252,8 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
 
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:
-    shape = {1: (4, 4, 256), 2: (1, 4, 512), CLUSTER: (2, 8, 256)}[cluster]
+    # 25 bins are as much memory as quads that wait need; with eight tokens a tile none wait.
+    shape = {1: (4, 4, 256, 25), 2: (1, 4, 512, 25), CLUSTER: (2, 8, 256, 24)}[cluster]
     return Variant("sampling/stream.cu", "stream", StreamConfig(dtype, cluster, *shape))
 
 
