@@ -3,8 +3,10 @@
 ``pytest benchmarks/bench_options.py --benchmark-json=benchmarks/results/NAME.json``
 
 A call that sees fewer keys, or whose sequences end within a tile, is judged by the products it
-computes: 64 queries times whole blocks of keys. The two take turns by themselves, since a kernel
-that uses all the power there is leaves a lower clock to the one that follows.
+computes (``tiles.products_of_tiles`` counts what attention/forward_sm90.cu does): 64 queries
+times whole blocks of keys, but for the blocks that a consumer skips. The two take turns by
+themselves, since a kernel that uses all the power there is leaves a lower clock to the one that
+follows.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Batch:
 
     def __init__(self, pages: cupy.ndarray, batch: int, width: int) -> None:
         _refuse_capture("the page table")
-        with on(pages):
+        with on(pages.device):
             self.page_table = cupy.zeros((batch, width), np.int32)
             self.seq_lens = cupy.zeros(batch, np.int32)
             self.cu_new = cupy.zeros(batch + 1, np.int32)
@@ -47,8 +47,9 @@ class Batch:
         numbers[batch:header] = cu_new
         numbers[header::2] = positions * width + columns
         numbers[header + 1 :: 2] = pages
-        with on(self.page_table):
-            kernel = compiler.kernel(tiles.CACHE_UPDATE, self.page_table.device.id)
+        device = self.page_table.device
+        with on(device):
+            kernel = compiler.kernel(tiles.CACHE_UPDATE, device.id)
             threads = tiles.CACHE_UPDATE.config.threads
             kernel(
                 (-(-(header + pages.size) // threads),),
@@ -79,7 +80,7 @@ def copy_pages(
 ) -> None:
     """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
     _refuse_capture("pages")
-    with on(k_pages):
+    with on(k_pages.device):
         for pages in (k_pages, v_pages):
             pages[:, target] = pages[:, source]
 
@@ -100,9 +101,10 @@ def write(
     """
     pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
-    with on(k):
+    device = k.device
+    with on(device):
         plan = _plan(
-            k.device.id,
+            device.id,
             k.dtype,
             (*k.shape, v.shape[2]),
             (k.strides, v.strides, k_pages.strides, v_pages.strides),
@@ -167,5 +169,5 @@ def _plan(
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:
     if table.data.ptr % 16 == 0:
         return table
-    with on(table), temporaries():
+    with on(table.device), temporaries():
         return table.copy()

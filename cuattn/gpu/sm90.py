@@ -106,7 +106,8 @@ def plan(
     return Plan(
         maps=(
             *map(_map, [spec] * 3, shapes, strides, rows),
-            *(_score_map(a if score_aligned else None, config.tile_n) for a in (bias, mask)),
+            _score_map(bias if score_aligned else None, config.bias_pitch),
+            _score_map(mask if score_aligned else None, config.tile_n),
         ),
         section=tiles.sm90_section(spec, config, blocks),
         scales=_scales(spec, has_bias=bias is not None),
@@ -189,7 +190,7 @@ def _map(
     return Map(dtype, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
 
 
-def _score_map(layout: tuple | None, tile_n: int) -> Map | None:
+def _score_map(layout: tuple | None, pitch: int) -> Map | None:
     """The axes (key, query, head, batch) of a bias or mask, where the copy engine can address it
     and each query has a row of its own."""
     if layout is None:
@@ -204,5 +205,5 @@ def _score_map(layout: tuple | None, tile_n: int) -> Map | None:
     contiguous = strides[-1] == dtype.itemsize and shape[-1] > 1 and lengths[-2] > 1
     if not (contiguous and tensormap.addressable(steps[:3])):
         return None
-    box = (tile_n, _WARPGROUP_ROWS, 1, 1)
+    box = (pitch, _WARPGROUP_ROWS, 1, 1)
     return Map(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)

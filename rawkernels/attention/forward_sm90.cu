@@ -186,20 +186,25 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   Tile tile = find_tile();
   if (tile.row < 0) return;
 
+  // As soon as the tile's last scores are there, or a step later, which spares a branch a block:
+  // with two slots, and where NVRTC 13.0 has the register for it.
+  constexpr bool kReleasesLate = kSlots > 1 && !Config::score;
+  const auto release_queries = [&] {
+    arrive_warp(smem.empty_q[ring_q.index][consumer]);
+    ring_q.advance();
+  };
   // What becomes of the products of Q and K, before and while exponentials are taken.
   const auto receive_scores = [&](bool fresh) __attribute__((always_inline)) {
     ptx::wgmma_keep(s);
     arrive_warp(smem.empty_k[ring_k.index]);
     ring_k.advance();
-    if (block == last_block) {
-      arrive_warp(smem.empty_q[ring_q.index][consumer]);
-      ring_q.advance();
-    }
+    if (!kReleasesLate && block == last_block) release_queries();
     const int row = tile.row + first_row, column = block * kTileN + lane_column;
     if constexpr (Config::score) {
       const float distance = static_cast<float>(row + tile.diagonal() - column);
       if (bent.bend(s, distance)) return;
-      bend_scores(s, sm90.cap_scale, slope, distance);
+      if (kBent || sm90.cap_scale != 0.0f || slope != 0.0f)
+        bend_scores(s, sm90.cap_scale, slope, distance);
     }
     if constexpr (Config::elementwise) {
       ptx::mbarrier_wait(rows.full, rows_parity);
@@ -207,10 +212,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       add_score_rows(s, rows, params, sm90.score_scale);
       arrive_warp(rows.empty);
     }
-    if ((fresh || Config::bound_right) && block >= hidden.from)
-      hide_later_keys(s, params, tile, row, column);
-    if (Config::bound_left && block < hidden.before)
-      hide_earlier_keys(s, params, tile, row, column);
+    if ((fresh || Config::bound_right || Config::bound_left) && hidden.has(block)) {
+      if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
+      if (Config::bound_left && block < hidden.before)
+        hide_earlier_keys(s, params, tile, row, column);
+    }
   };
   const auto await_values = [&] {
     ptx::mbarrier_wait((kGuards > 0 ? smem.checked_v : smem.full_v)[ring_v.index], ring_v.parity);
@@ -310,6 +316,7 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   };
   while (true) {
     while (block > last_block) step(false, tile);
+    if (kReleasesLate) release_queries();
     const Tile finished = tile;
     skips = kSkipsBlocks && last_block > tile.block_begin;
     tile = find_tile();

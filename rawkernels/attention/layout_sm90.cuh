@@ -59,15 +59,18 @@ struct Smem {
   TileQueue queue;
 };
 
-// Bias and mask of a consumer's 64 queries and a block of keys, row by row.
+// Bias and mask of a consumer's 64 queries and a block of keys, row by row. Rows of bias are 8
+// elements longer than the block, so that what eight rows' quads read side by side lies in
+// different banks.
+constexpr int kBiasPitch = kTileN + 8;
 struct ScoreRows {
-  alignas(128) unsigned char bias[64 * kTileN * sizeof(float)];
+  alignas(128) unsigned char bias[64 * kBiasPitch * sizeof(float)];
   alignas(128) unsigned char mask[64 * kTileN];
   // The lanes of a guard, and the copy engine's bytes -> the consumer; its warps -> the guard.
   ptx::Mbarrier full, empty;
 };
 static_assert(!Config::elementwise || kTileN % 32 == 16,
-              "what eight rows' quads read side by side is to lie in different banks");
+              "rows of the mask are to lie in different banks as well");
 constexpr int kScoreRows = Config::elementwise ? kWarpgroups : 0;  // they follow Smem
 
 static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) <= Config::smem_bytes,

@@ -6,6 +6,7 @@
 
 #include "attention/layout_sm90.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "tile/softmax.cuh"
 
@@ -182,9 +183,9 @@ __device__ __forceinline__ void copy_elements(unsigned char* to, const void* fro
 // a warp a row. `head` is the first element of this sequence and head, `size` that of an element in
 // bytes. Queries and keys that do not exist are left as they are. Whether copies are still under
 // way.
-__device__ __forceinline__ bool copy_rows(unsigned char* rows, const void* head, int size,
-                                          const ScoreStrides& stride, const Tile& tile, int row,
-                                          int column) {
+__device__ __forceinline__ bool copy_rows(unsigned char* rows, int pitch, const void* head,
+                                          int size, const ScoreStrides& stride, const Tile& tile,
+                                          int row, int column) {
   const int lane = threadIdx.x % 8;
   const int count = min(tile.queries.length - row, 64);
   const int keys = min(tile.keys.length - column, kTileN);
@@ -197,7 +198,7 @@ __device__ __forceinline__ bool copy_rows(unsigned char* rows, const void* head,
   int r = threadIdx.x % 32 / 8;
   from += ((row + r) * stride.row + column * stride.col) * size;
   for (; r < count; r += 4, from += 4 * stride.row * size) {
-    unsigned char* const to = rows + r * kTileN * size;
+    unsigned char* const to = rows + r * pitch * size;
     if (piece == 16) {
       for (int at = lane * 16; at < keys * size; at += 128)
         ptx::cp_async_16(ptx::shared_address(to + at), from + at);
@@ -222,21 +223,21 @@ __device__ __forceinline__ void load_score_rows(ScoreRows& rows, const ForwardPa
                                                 int column) {
   bool copying = true;
   int bytes = 0;  // of the copy engine
-  const auto load = [&](unsigned char* place, const ptx::TensorMap& map, const void* array,
-                        int mapped, const ScoreStrides& stride, int size) {
+  const auto load = [&](unsigned char* place, int pitch, const ptx::TensorMap& map,
+                        const void* array, int mapped, const ScoreStrides& stride, int size) {
     if (array == nullptr) return;
     if (!mapped) {
-      copying &= copy_rows(place, array, size, stride, tile, row, column);
+      copying &= copy_rows(place, pitch, array, size, stride, tile, row, column);
       return;
     }
-    bytes += 64 * kTileN * size;
+    bytes += 64 * pitch * size;
     if (threadIdx.x % 32 == 0)
       ptx::tma_load(place, map, rows.full, column, row, stride.head == 0 ? 0 : tile.head,
                     stride.batch == 0 ? 0 : tile.batch, ptx::kEvictNormal);
   };
-  load(rows.bias, sm90.bias, params.bias, sm90.bias_mapped, params.bias_stride,
+  load(rows.bias, kBiasPitch, sm90.bias, params.bias, sm90.bias_mapped, params.bias_stride,
        params.bias_is_float32 ? sizeof(float) : sizeof(T));
-  load(rows.mask, sm90.mask, params.mask, sm90.mask_mapped, params.mask_stride, 1);
+  load(rows.mask, kTileN, sm90.mask, params.mask, sm90.mask_mapped, params.mask_stride, 1);
   if (!copying) ptx::cp_async_wait_all();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_expect_tx(rows.full, bytes);
   if (copying)
@@ -245,27 +246,53 @@ __device__ __forceinline__ void load_score_rows(ScoreRows& rows, const ForwardPa
     ptx::mbarrier_arrive(rows.full);
 }
 
-__device__ __forceinline__ float2 read_pair(const float* pair) {
-  return *reinterpret_cast<const float2*>(pair);
+__device__ __forceinline__ float2 as_floats(unsigned pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
-__device__ __forceinline__ float2 read_pair(const __half* pair) {
-  return __half22float2(*reinterpret_cast<const __half2*>(pair));
-}
-__device__ __forceinline__ float2 read_pair(const __nv_bfloat16* pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
+__device__ __forceinline__ float2 as_floats(unsigned pair, __nv_bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 
-template <class Element>
-__device__ __forceinline__ void add_bias(float (&s)[kTileN / 2], const unsigned char* rows,
+// Scores in natural units, and bias. Four pairs of 16-bit bias are one instruction: rows g and
+// g + 8, columns 8j + 2t and 8 further.
+__device__ __forceinline__ void add_bias(float (&s)[kTileN / 2], const ScoreRows& rows,
                                          float scale) {
-  const unsigned char* const pairs =
-      rows + (lane_row() * kTileN + threadIdx.x % 4 * 2) * sizeof(Element);
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const unsigned from =
+      ptx::shared_address(rows.bias) + (row * kBiasPitch + lane / 16 * 8) * sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kTileN / 2; i += 8) {
+    unsigned pairs[4];
+    ptx::ldmatrix_x4(pairs, from + i * 2 * sizeof(T));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 bias = as_floats(pairs[j], T());
+      s[i + 2 * j] = fmaf(s[i + 2 * j], scale, bias.x);
+      s[i + 2 * j + 1] = fmaf(s[i + 2 * j + 1], scale, bias.y);
+    }
+  }
+}
+__device__ __forceinline__ void add_float_bias(float (&s)[kTileN / 2], const ScoreRows& rows,
+                                               float scale) {
+  const float* const from =
+      reinterpret_cast<const float*>(rows.bias) + lane_row() * kBiasPitch + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kTileN / 2; i += 2) {
-    const float2 bias = read_pair(reinterpret_cast<const Element*>(
-        pairs + (i / 2 % 2 * 8 * kTileN + i / 4 * 8) * sizeof(Element)));
+    const float2 bias =
+        *reinterpret_cast<const float2*>(from + i / 2 % 2 * 8 * kBiasPitch + i / 4 * 8);
     s[i] = fmaf(s[i], scale, bias.x);
     s[i + 1] = fmaf(s[i + 1], scale, bias.y);
+  }
+}
+
+__device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], const ScoreRows& rows) {
+  const unsigned char* const from = rows.mask + lane_row() * kTileN + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kTileN / 2; i += 2) {
+    const unsigned keep =
+        *reinterpret_cast<const unsigned short*>(from + i / 2 % 2 * 8 * kTileN + i / 4 * 8);
+    s[i] = keep & 0xff ? s[i] : tile::negative_infinity();
+    s[i + 1] = keep & 0xff00 ? s[i + 1] : tile::negative_infinity();
   }
 }
 
@@ -274,18 +301,9 @@ __device__ __forceinline__ void add_score_rows(float (&s)[kTileN / 2], const Sco
                                                const ForwardParams& params, float score_scale) {
   if (params.bias != nullptr) {
     if (params.bias_is_float32)
-      add_bias<float>(s, rows.bias, score_scale);
+      add_float_bias(s, rows, score_scale);
     else
-      add_bias<T>(s, rows.bias, score_scale);
+      add_bias(s, rows, score_scale);
   }
-  if (params.mask != nullptr) {
-    const unsigned char* const pairs = rows.mask + lane_row() * kTileN + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kTileN / 2; i += 2) {
-      const unsigned keep =
-          *reinterpret_cast<const unsigned short*>(pairs + i / 2 % 2 * 8 * kTileN + i / 4 * 8);
-      s[i] = keep & 0xff ? s[i] : tile::negative_infinity();
-      s[i + 1] = keep & 0xff00 ? s[i + 1] : tile::negative_infinity();
-    }
-  }
+  if (params.mask != nullptr) apply_mask(s, rows);
 }

@@ -239,17 +239,85 @@ struct FixedWalk {
   }
 };
 
+// The tiles of a batch of up to 32 sequences, those that cost the most first: under a causal mask
+// by their place among the sequence's keys, the last first, else by how many keys there are. One
+// warp's lanes know a sequence each. Not where windows make the tiles' costs much the same: there
+// the warp has no registers left.
+struct SortedTiles {
+  static constexpr int kMost = Config::bound_left ? 0 : 32;
+  static constexpr bool kByPlace = Config::bound_right;
+
+  int count = 0;  // of the lane's sequence
+  int first = 0;  // the place of its first; else its lowest number, as sequences follow each other
+
+  __device__ __forceinline__ explicit SortedTiles(const ForwardParams& params) {
+    if (!serves(params)) return;
+    const int lane = threadIdx.x % 32;
+    int keys = -1;
+    if (lane < params.batch) {
+      const tile::Sequence mine = tile::sequence(params, lane);
+      count = (mine.seqlen_q + kTileM - 1) / kTileM;
+      keys = mine.seqlen_k;
+      if (kByPlace) first = max(0, mine.seqlen_k - mine.seqlen_q) / kTileM;
+    }
+    if (kByPlace) return;
+#pragma unroll 1
+    for (int other = 0; other < params.batch; ++other) {
+      const int other_keys = __shfl_sync(~0u, keys, other);
+      const int other_count = __shfl_sync(~0u, count, other);
+      if (other_keys > keys || (other_keys == keys && other < lane)) first += other_count;
+    }
+  }
+
+  __device__ __forceinline__ static bool serves(const ForwardParams& params) {
+    return kMost > 0 && params.batch <= kMost;
+  }
+
+  // All lanes together, with the same number.
+  __device__ __forceinline__ tile::Sequence find(const ForwardParams& params, int number) const {
+    int place = 0;
+    bool mine;
+    if (kByPlace) {
+      int after = __reduce_max_sync(~0u, first + count);  // no tile has this place or a later one
+      int later = 0;  // how many tiles have a place after `place`
+      while (place < after) {
+        const int middle = (place + after) / 2;
+        const int beyond = __reduce_add_sync(~0u, min(count, max(0, first + count - middle - 1)));
+        if (number < beyond) {
+          place = middle + 1;
+        } else {
+          after = middle;
+          later = beyond;
+        }
+      }
+      mine = place >= first && place < first + count;
+      const unsigned have = __ballot_sync(~0u, mine);
+      mine &= __popc(have & ((1u << threadIdx.x % 32) - 1)) == number - later;
+      place -= first;
+    } else {
+      mine = number >= first && number < first + count;
+      place = first + count - 1 - number;
+    }
+    const unsigned owner = __ballot_sync(~0u, mine);
+    if (owner == 0) return {0, 0, 0, 0, 0, -1};
+    const int index = __ffs(owner) - 1;
+    tile::Sequence found = tile::sequence(params, index);
+    found.tile = __shfl_sync(~0u, place, index);
+    return found;
+  }
+};
+
 // Tiles of a varlen call are taken by whichever block is free: no one knows their cost before. The
-// tiles of a section of heads at a time, last first, as above. All lanes of one warp together.
+// tiles of a section of heads at a time, sorted or, of a larger batch, last first. All lanes of one
+// warp together.
 struct VarlenWalk {
   const ForwardParams& params;
   const Sm90Params& sm90;
-  unsigned slots, total;
+  const SortedTiles sorted;
   unsigned item = blockIdx.x;  // the first of each block is given
 
   __device__ __forceinline__ VarlenWalk(const ForwardParams& params, const Sm90Params& sm90)
-      : params(params), sm90(sm90), slots(params.seqlen_q / kTileM + params.batch) {
-    total = slots * params.heads_q;
+      : params(params), sm90(sm90), sorted(params) {
     if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       sm90.taken->tiles = gridDim.x;
       ptx::store_release(&sm90.taken->opened, sm90.ticket);
@@ -259,11 +327,14 @@ struct VarlenWalk {
   __device__ __forceinline__ Tile next() {
     Tile tile;
     tile.row = -1;
-    while (item < total && tile.row < 0) {
-      const int first_head = item / (slots * sm90.section) * sm90.section;
+    while (item < total() && tile.row < 0) {
+      const int first_head = item / (slots() * sm90.section) * sm90.section;
       const int size = min(sm90.section, params.heads_q - first_head);
-      const unsigned place = item - first_head * slots;
-      const tile::Sequence found = tile::varlen_sequence<kTileM>(params, slots - 1 - place / size);
+      const unsigned place = item - first_head * slots();
+      const int number = place / size;
+      const tile::Sequence found =
+          SortedTiles::serves(params) ? sorted.find(params, number)
+                                      : tile::varlen_sequence<kTileM>(params, slots() - 1 - number);
       tile.row = found.tile * kTileM;
       tile.batch = found.index;
       tile.head = first_head + place % size;
@@ -277,6 +348,11 @@ struct VarlenWalk {
   }
 
  private:
+  __device__ __forceinline__ unsigned slots() const {
+    return params.seqlen_q / kTileM + params.batch;
+  }
+  __device__ __forceinline__ unsigned total() const { return slots() * params.heads_q; }
+
   __device__ __forceinline__ static Sequence sequence(int begin, int length) {
     return {length, kFarRows - length, begin + length};
   }
@@ -288,7 +364,7 @@ struct VarlenWalk {
       }
       taken = atomicAdd(&sm90.taken->tiles, 1);
       // The last of all: a replay of this launch in a CUDA graph must not find the ticket.
-      if (taken == total + gridDim.x - 1) sm90.taken->opened = ~sm90.ticket;
+      if (taken == total() + gridDim.x - 1) sm90.taken->opened = ~sm90.ticket;
     }
     return __shfl_sync(~0u, taken, 0);
   }

@@ -17,6 +17,18 @@ struct Sequence {
 
 __device__ __forceinline__ int clamped(int x, int low, int high) { return max(low, min(x, high)); }
 
+// Number `index` of the batch; its tile is left to the caller. Lengths that are not what they must
+// be give nonsense, but no address outside of the arrays.
+__device__ __forceinline__ Sequence sequence(const ForwardParams& params, int index) {
+  const int* cu_q = params.cu_seqlens_q;
+  const int* cu_k = params.cu_seqlens_k;
+  const int begin_q = clamped(cu_q[index], 0, params.seqlen_q),
+            end_q = clamped(cu_q[index + 1], begin_q, params.seqlen_q);
+  const int begin_k = clamped(cu_k[index], 0, params.seqlen_k),
+            end_k = clamped(cu_k[index + 1], begin_k, params.seqlen_k);
+  return {index, begin_q, begin_k, end_q - begin_q, end_k - begin_k, -1};
+}
+
 // All 32 lanes of a warp together, with the same slot. 32 candidates a step: a thousand sequences
 // are found in two reads.
 template <int kTileM>
@@ -34,15 +46,11 @@ __device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params,
     low += last * step;
     count = min(step, end - low);
   }
-  // Lengths that are not what they must be give nonsense, but no address outside of the arrays.
-  const int* cu_k = params.cu_seqlens_k;
-  const int begin_q = clamped(cu_q[low], 0, params.seqlen_q),
-            end_q = clamped(cu_q[low + 1], begin_q, params.seqlen_q);
-  const int begin_k = clamped(cu_k[low], 0, params.seqlen_k),
-            end_k = clamped(cu_k[low + 1], begin_k, params.seqlen_k);
-  const int tile = slot - (begin_q / kTileM + low);
-  const bool exists = tile * static_cast<long long>(kTileM) < end_q - begin_q;
-  return {low, begin_q, begin_k, end_q - begin_q, end_k - begin_k, exists ? tile : -1};
+  Sequence found = sequence(params, low);
+  const int tile = slot - (static_cast<int>(found.begin_q) / kTileM + low);
+  const bool exists = tile * static_cast<long long>(kTileM) < found.seqlen_q;
+  found.tile = exists ? tile : -1;
+  return found;
 }
 
 }  // namespace tile

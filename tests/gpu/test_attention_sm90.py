@@ -173,6 +173,22 @@ def test_alibi_before_and_after_the_queries(head_dim, seqlen_q, seqlen_k, softca
         formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 32, 33])
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_batches_of_any_size(batch, causal, rng):
+    """Tiles of up to 32 sequences are sorted; lengths of queries and of keys differ, some are 0."""
+    lengths = rng.integers(0, 300, (2, batch)) * (rng.random((2, batch)) < 0.8)
+    lengths[:, 0] = 400, 700
+    ends = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in lengths]
+    host = [normal(rng, int(ends[i][-1]), 1, 128) for i in (0, 1, 1)]
+    out = cuattn.flash_attention_varlen(
+        *map(cupy.asarray, host), *map(cupy.asarray, ends), causal=causal
+    )
+    exact, _ = formulas.varlen_attention(*host, *ends, causal=causal)
+    plain, _ = formulas.varlen_attention(*host, *ends, causal=causal, precision=BFLOAT16)
+    formulas.assert_accurate(out.get(), exact, plain)
+
+
 def test_varlen_maps_stay_within_small_allocations(rng):
     """Arrays with nothing mapped before or after them, which a map must not touch."""
     for total in (1, 60, 500, 5000):

@@ -147,6 +147,11 @@ class Sm90ForwardConfig(Config):
         return 64 * self.warpgroups
 
     @property
+    def bias_pitch(self) -> int:
+        """Elements of a row of bias in shared memory: kBiasPitch of attention/layout_sm90.cuh."""
+        return self.tile_n + 8
+
+    @property
     def threads(self) -> int:
         """A warpgroup that loads, beside those that compute."""
         return 128 * (self.warpgroups + 1)
@@ -157,7 +162,7 @@ class Sm90ForwardConfig(Config):
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         queries = self.q_slots * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
-        rows = self.tile_m * self.tile_n * 5 + 1024 if self.elementwise else 0
+        rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
         return queries + keys + 1024 + rows
 
 
@@ -279,7 +284,8 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
         return section * min(seqlen_k, rows + window) * key_bytes
 
     if spec.varlen:
-        return max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
+        most = max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
+        return -(-heads // -(-heads // most))
     cost = _sm90_costs(spec, config)
     if cost.min() == cost.max():
         return 0
