@@ -24,6 +24,8 @@ FLOAT_DTYPES = {
     np.dtype(np.float32): "float32",
     np.dtype(np.float64): "float64",
 }
+#: The dtypes that lengths and page tables may have.
+INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def acc_dtype(dtype: np.dtype) -> np.dtype:
@@ -126,21 +128,21 @@ def on_their_gpu(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for given in itertools.chain(args, kwargs.values()):
-            if (gpu := gpu_of(given)) is not None:
-                with side(sys.modules["cupy"], "memory").on(gpu):
+            if (array := on_gpu(given)) is not None:
+                with side(sys.modules["cupy"], "memory").on(array):
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
-def gpu_of(given: Any) -> Any:
-    """The GPU that an array is on; None if it is not on a GPU, or no array."""
+def on_gpu(given: Any) -> Any:
+    """An array that is on a GPU, as CuPy's; None if it is not on one, or no array."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(given, cupy.ndarray):
-        return given.device
+        return given
     if hasattr(given, "__cuda_array_interface__"):
-        return _as_array("", "", given).device
+        return _as_array("", "", given)
     return None
 
 
@@ -176,7 +178,7 @@ def reshaped(xp: ModuleType, array: Any, shape: tuple[int, ...]) -> Any:
     if xp is np or array.flags.c_contiguous:
         return array.reshape(shape)
     memory = side(xp, "memory")
-    with memory.on(array.device), memory.temporaries():
+    with memory.on(array), memory.temporaries():
         return array.reshape(shape)
 
 
@@ -187,7 +189,7 @@ def temporaries(xp: ModuleType) -> contextlib.AbstractContextManager:
 
 def check_index_dtype(function: str, name: str, array: Any) -> None:
     """Check that an array of lengths or of pages has integers that kernels can be given."""
-    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+    if array.dtype not in INDEX_DTYPES:
         raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be int32 or int64")
 
 

@@ -25,7 +25,7 @@ from cuattn._arrays import (
     check_out,
     contiguous,
     contiguous_last_axis,
-    gpu_of,
+    on_gpu,
     on_their_gpu,
     reshaped,
     side,
@@ -650,11 +650,8 @@ def _row_values(
     if isinstance(given, (int, float, np.number)):
         number = _number(name, parameter, given, vocab)
         return np.full(batch, number, _RANGES[parameter][-1]) if xp is np else number
-    if gpu_of(given) is not None:
-        if xp is np:
-            raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
-        rows = _per_row(name, parameter, given, batch)
-        return contiguous(xp, rows, _RANGES[parameter][-1])
+    if (array := _on_their_device(name, xp, parameter, given)) is not None:
+        return contiguous(xp, _per_row(name, parameter, array, batch), _RANGES[parameter][-1])
     if isinstance(given, np.ndarray) and given.ndim == 0:
         return _row_values(name, xp, parameter, given[()], batch, vocab)
     rows = _per_row(name, parameter, _in_range(name, parameter, given, vocab), batch)
@@ -691,11 +688,9 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
     if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
         word = int(given) & 0xFFFFFFFFFFFFFFFF
         return np.full(batch, word, np.uint64) if xp is np else word
-    if gpu_of(given) is not None:
-        if xp is np:
-            raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
-        _check_integers(name, parameter, given)
-        rows = _per_row(name, parameter, given, batch)
+    if (array := _on_their_device(name, xp, parameter, given)) is not None:
+        _check_integers(name, parameter, array)
+        rows = _per_row(name, parameter, array, batch)
         return contiguous(xp, rows, None if rows.itemsize == 8 else np.uint64).view(np.uint64)
     values = np.asarray(given)
     if values.dtype.kind not in "iu":
@@ -704,13 +699,21 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
     return rows if xp is np else _uploaded(name, xp, parameter, rows)
 
 
+def _on_their_device(name: str, xp: ModuleType, parameter: str, given: Any) -> Any:
+    """A parameter that is on the logits' GPU; None for one of the host's."""
+    array = on_gpu(given)
+    if array is None:
+        return None
+    if xp is np:
+        raise ValueError(f"{name}: {parameter} is on a GPU, and logits are not")
+    if array.device.id != (current := xp.cuda.runtime.getDevice()):
+        raise ValueError(
+            f"{name}: {parameter} is on GPU {array.device.id}, and logits are on GPU {current}"
+        )
+    return array
+
+
 def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
-    if (gpu := gpu_of(values)) is not None:
-        xp, (values,) = as_arrays(name, **{parameter: values})
-        if gpu.id != (current := xp.cuda.runtime.getDevice()):
-            raise ValueError(
-                f"{name}: {parameter} is on GPU {gpu.id}, and logits are on GPU {current}"
-            )
     if values.shape != (batch,):
         raise ValueError(
             f"{name}: {parameter} must be a scalar or of shape ({batch},), has shape {values.shape}"

@@ -43,8 +43,7 @@ def forward(
     Parameters and result as in :func:`cuattn.flash_attention`; q, k, v have a batch axis unless
     `spec` is varlen, and contiguous head_dims.
     """
-    device = q.device
-    with on(device):
+    with on(q):
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
             bias = contiguous(bias, spec.acc_dtype)
         alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
@@ -55,7 +54,7 @@ def forward(
             pointers = (q.data.ptr, k.data.ptr, v.data.ptr, result.data.ptr)
             plan = _plan(
                 spec,
-                device.id,
+                q.device.id,
                 (q.strides, k.strides, v.strides, result.strides),
                 layout(bias),
                 layout(mask),

@@ -59,7 +59,7 @@ def decode(
 
     Parameters and result as of :func:`cuattn.reference.decoding.decode`.
     """
-    with on(q.device):
+    with on(q):
         alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
         sinks = contiguous(sinks, spec.acc_dtype)
         # Where positions count, a shared prefix is read with the rest: its queries are at as many
@@ -333,7 +333,7 @@ def merge(
 ) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Merge partial results. Parameters and result as of
     :func:`cuattn.reference.decoding.merge`."""
-    with on(outs[0].device):
+    with on(outs[0]):
         while len(outs) > MAX_PARTS:
             with temporaries():
                 out, lse = merge(outs[:MAX_PARTS], lses[:MAX_PARTS], lse_axes)

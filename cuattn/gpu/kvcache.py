@@ -22,7 +22,7 @@ class Batch:
 
     def __init__(self, pages: cupy.ndarray, batch: int, width: int) -> None:
         _refuse_capture("the page table")
-        with on(pages.device):
+        with on(pages):
             self.page_table = cupy.zeros((batch, width), np.int32)
             self.seq_lens = cupy.zeros(batch, np.int32)
             self.cu_new = cupy.zeros(batch + 1, np.int32)
@@ -47,9 +47,8 @@ class Batch:
         numbers[batch:header] = cu_new
         numbers[header::2] = positions * width + columns
         numbers[header + 1 :: 2] = pages
-        device = self.page_table.device
-        with on(device):
-            kernel = compiler.kernel(tiles.CACHE_UPDATE, device.id)
+        with on(self.page_table):
+            kernel = compiler.kernel(tiles.CACHE_UPDATE, self.page_table.device.id)
             threads = tiles.CACHE_UPDATE.config.threads
             kernel(
                 (-(-(header + pages.size) // threads),),
@@ -80,7 +79,7 @@ def copy_pages(
 ) -> None:
     """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
     _refuse_capture("pages")
-    with on(k_pages.device):
+    with on(k_pages):
         for pages in (k_pages, v_pages):
             pages[:, target] = pages[:, source]
 
@@ -101,10 +100,9 @@ def write(
     """
     pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
-    device = k.device
-    with on(device):
+    with on(k):
         plan = _plan(
-            device.id,
+            k.device.id,
             k.dtype,
             (*k.shape, v.shape[2]),
             (k.strides, v.strides, k_pages.strides, v_pages.strides),
@@ -169,5 +167,5 @@ def _plan(
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:
     if table.data.ptr % 16 == 0:
         return table
-    with on(table.device), temporaries():
+    with on(table), temporaries():
         return table.copy()

@@ -31,9 +31,10 @@ def pointer(array: cupy.ndarray | None) -> int:
     return 0 if array is None else array.data.ptr
 
 
-def on(device: cupy.cuda.Device) -> contextlib.AbstractContextManager:
-    """A context in which `device` is the current one."""
-    return _AS_IT_IS if device.id == cupy.cuda.runtime.getDevice() else device
+def on(array: cupy.ndarray) -> contextlib.AbstractContextManager:
+    """A context in which an array's device is the current one."""
+    current = cupy.cuda.runtime.getDevice()
+    return _AS_IT_IS if array.data.device_id == current else array.device
 
 
 def capturing() -> bool:
@@ -67,7 +68,7 @@ def contiguous(array: Any, dtype: Any = None) -> Any:
     return it."""
     if array is None or ((dtype is None or array.dtype == dtype) and array.flags.c_contiguous):
         return array
-    with on(array.device), temporaries():
+    with on(array), temporaries():
         return cupy.ascontiguousarray(array, dtype)
 
 

@@ -260,6 +260,25 @@ def test_each_row_has_its_own_filters(rng, dtype, vocab):
         assert np.array_equal(tokens.get(), expected)
 
 
+class OfAnotherLibrary:
+    """All that is known of an array on the device."""
+
+    def __init__(self, array):
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__cuda_array_interface__
+
+
+def test_arrays_of_other_libraries(rng):
+    logits, seed = logits_of(rng, 3, 2000), rng.integers(0, 1 << 40, 3)
+    parameters = {"temperature": rng.random(3, np.float32), "seed": seed, "offset": seed[::-1]}
+    there = {name: OfAnotherLibrary(cupy.asarray(value)) for name, value in parameters.items()}
+    tokens = sampling.sample(OfAnotherLibrary(cupy.asarray(logits)), **there)
+    assert np.array_equal(tokens.get(), sampling.sample(logits, **parameters))
+
+
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 20, "top_p": 0.9}], ids=name_of)
 def test_offsets_advance_on_the_device_between_replays(rng, parameters):
     logits = logits_of(rng, 4, 3000, std=1.0)
