@@ -285,8 +285,9 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     multiply_keys(s, smem.q[ring_q.index][consumer], smem.k[ring_k.index]);
     multiply_values(o, p, smem.v[ring_v.index]);
     if (!kKeepsTurn) pass_turn();
-    bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN, hidden.has(block),
-                slope);
+    // A tile's first block is computed as a block's very first is: who comes before changes no bit.
+    bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
+                fresh || hidden.has(block), slope);
     ptx::wgmma_wait_group<1>();
     if (kKeepsTurn) pass_turn();
     receive_scores(fresh);

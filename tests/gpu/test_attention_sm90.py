@@ -29,17 +29,23 @@ def normal(rng, *shape):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_sequence_is_the_same_in_any_company(head_dim, causal, rng):
+@pytest.mark.parametrize("option", ["full", "causal", "alibi", "softcap"])
+def test_a_sequence_is_the_same_in_any_company(head_dim, option, rng):
     """Bit for bit: alone, in a batch of more tiles than blocks, and again."""
+    options = {
+        "full": {},
+        "causal": {"causal": True},
+        "alibi": {"alibi_slopes": cupy.asarray(np.float32([0.5, 0.1, 0.01, 0.0]))},
+        "softcap": {"softcap": 20.0},
+    }[option]
     q, k, v = (cupy.asarray(normal(rng, 60, 700, 4, head_dim)) for _ in "qkv")
-    out, lse = cuattn.flash_attention(q, k, v, causal=causal, return_lse=True)
-    again = cuattn.flash_attention(q, k, v, causal=causal)
+    out, lse = cuattn.flash_attention(q, k, v, **options, return_lse=True)
+    again = cuattn.flash_attention(q, k, v, **options)
     assert bool((out == again).all())
     for b in (0, 17, 59):
         one = slice(b, b + 1)
         alone, alone_lse = cuattn.flash_attention(
-            q[one], k[one], v[one], causal=causal, return_lse=True
+            q[one], k[one], v[one], **options, return_lse=True
         )
         assert bool((alone == out[one]).all())
         assert bool((alone_lse == lse[one]).all())
