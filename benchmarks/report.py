@@ -104,20 +104,23 @@ def host(records: list[dict[str, Any]]) -> list[str]:
     """What a call costs beside its kernel, one line for each benchmark of it."""
     lines = []
     for r in records:
+        when = f" ({r['date']}, commit {r['commit'][:10]})"
         if "microseconds" in r:
             call, bare = r["microseconds"]["call"], r["microseconds"]["bare launch"]
             lines.append(
                 f"- A call takes the host {call:.1f} µs; "
-                f"the bare launch of an empty kernel takes {bare:.1f} µs."
+                f"the bare launch of an empty kernel takes {bare:.1f} µs{when}."
             )
         if "sampler_microseconds" in r:
             calls = ", ".join(f"{n} {us:.0f}" for n, us in r["sampler_microseconds"].items())
-            lines.append(f"- Of the sampling operations one call takes the host, in µs: {calls}.")
+            lines.append(
+                f"- Of the sampling operations one call takes the host, in µs: {calls}{when}."
+            )
         if "compiling_ms" in r:
             lines.append(
                 f"- The first call of a variant takes {r['compiling_ms']:.0f} ms, "
                 f"with compiling it, and {r['cached_ms']:.0f} ms in later processes, "
-                "which find it in the kernel cache."
+                f"which find it in the kernel cache{when}."
             )
     return lines
 

@@ -55,6 +55,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What repeats a failure, also where -q left out the header."""
+    if terminalreporter.stats.get("failed"):
+        seed = config.getoption("random_seed")
+        terminalreporter.write_line(f"--random-seed={seed} repeats the inputs")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = missing_gpu()
     if reason:

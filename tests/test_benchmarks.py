@@ -83,7 +83,7 @@ def test_report_compares_and_says_where_the_figures_come_from(results, capsys):
         "over FA-2's: 1.50× in the geometric mean of 2 shapes, 1.50× at least, 1.50× at most"
         in text
     )
-    assert "A call takes the host 9.0 µs; the bare launch of an empty kernel takes 3.0 µs." in text
+    assert "A call takes the host 9.0 µs; the bare launch of an empty kernel takes 3.0 µs (" in text
     for part in ("GPU X", "driver 580.1", "torch 2.11", "2026-01-01, commit 0123456789"):
         assert part in text
     assert "2026-01-02, commit fedcba9876" in text
@@ -99,12 +99,13 @@ def test_a_tier_is_compared_under_its_name():
 
 
 def test_the_host_has_a_line_for_each_benchmark():
+    when = {"date": "2026-01-01", "commit": "0123456789abcdef"}
     records = [
-        {"sampler_microseconds": {"joint": 15.6, "greedy": 8.2}},
-        {"compiling_ms": 900.0, "cached_ms": 30.0},
+        {"sampler_microseconds": {"joint": 15.6, "greedy": 8.2}, **when},
+        {"compiling_ms": 900.0, "cached_ms": 30.0, **when},
     ]
     samplers, first = report.host(records)
-    assert samplers.endswith("in µs: joint 16, greedy 8.")
+    assert samplers.endswith("in µs: joint 16, greedy 8 (2026-01-01, commit 0123456789).")
     assert "900 ms" in first
 
 
