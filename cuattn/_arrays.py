@@ -198,6 +198,6 @@ def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype) 
     if out.shape != shape:
         raise ValueError(f"{function}: out has shape {out.shape}, must be {shape}")
     if out.dtype != dtype:
-        raise ValueError(f"{function}: out has dtype {out.dtype}, must be {dtype}")
+        raise TypeError(f"{function}: out has dtype {out.dtype}, must be {dtype}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{function}: out is read-only, must be writable")

@@ -530,7 +530,7 @@ def _logits(name: str, logits: Any) -> tuple[ModuleType, Any, tuple[int, ...]]:
     check_given(name, logits=logits)
     xp, (logits,) = as_arrays(name, logits=logits)
     if logits.dtype not in _LOGIT_DTYPES:
-        raise ValueError(
+        raise TypeError(
             f"{name}: logits has dtype {logits.dtype}, must be float16, bfloat16 or float32"
         )
     if logits.ndim not in (1, 2) or not 1 <= logits.shape[-1] < _MAX_ROW:
@@ -627,7 +627,7 @@ def _penalties(
     if allowed is not None:
         packed = allowed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
         if not packed and allowed.dtype != np.bool_:
-            raise ValueError(
+            raise TypeError(
                 f"{name}: allowed has dtype {allowed.dtype}, must be bool, int32 or uint32"
             )
         width = -(-vocab // 32) if packed else vocab
@@ -803,7 +803,7 @@ def _speculative(
         )
     for parameter, array in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if array.dtype != np.float32:
-            raise ValueError(f"{name}: {parameter} has dtype {array.dtype}, must be float32")
+            raise TypeError(f"{name}: {parameter} has dtype {array.dtype}, must be float32")
     integers = {"draft_tokens": draft_tokens, "parents": parents}
     for parameter, array in integers.items():
         if parameter == "parents" and array is None:

@@ -377,7 +377,6 @@ def test_logprobs_and_beams_by_their_definition(rng):
             "repetition",
         ),
         (lambda x: sampling.apply_penalties(x, np.zeros((3, 1), int)), "tokens"),
-        (lambda x: sampling.greedy(x.astype(np.float64)), "float64"),
         (lambda x: sampling.greedy(x[None]), "shape"),
         (lambda x: sampling.logprobs(x, top_n=9), "top_n"),
         (lambda x: sampling.beam_step(x, x), "batch, beams, vocab"),
@@ -404,6 +403,12 @@ def test_what_does_not_fit_is_named(call, words):
         (lambda x: sampling.sample(x, top_k=5.0), "top_k must be an integer or integers, got 5.0"),
         (lambda x: sampling.sample(x, top_p=True), "top_p must be a number or numbers, got True"),
         (lambda x: sampling.sample(x, seed=1.5), "seed must be an integer or integers, got 1.5"),
+        (lambda x: sampling.greedy(x.astype(np.float64)), "logits has dtype float64"),
+        (lambda x: sampling.sample(x, allowed=x), "allowed has dtype float32"),
+        (
+            lambda x: sampling.apply_penalties(x, np.zeros((2, 1), int), out=np.zeros((2, 8))),
+            "out has dtype float64",
+        ),
     ],
 )
 def test_what_is_of_another_kind_is_named(call, words):
