@@ -463,7 +463,6 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
         An argument does not fit; the message names it.
     """
     name = "sampling.logprobs"
-    check_given(name, logits=logits)
     xp, (logits, tokens) = as_arrays(name, logits=logits, tokens=tokens)
     xp, logits, shape = _logits(name, logits)
     batch, vocab = logits.shape

@@ -10,9 +10,9 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, sm90, tensormap, tiles
-from cuattn.gpu.memory import contiguous, delivered, layout, on, pointer, scratch, target
+from cuattn.gpu.memory import contiguous, delivered, on, pointer, scratch, target
 from cuattn.gpu.params import forward_pointers, forward_shape
-from cuattn.gpu.plan import Plan
+from cuattn.gpu.plan import Plan, layout
 
 
 @dataclasses.dataclass(frozen=True)

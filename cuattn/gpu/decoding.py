@@ -15,7 +15,6 @@ from cuattn.gpu import compiler, shared_prefix, tensormap, tiles
 from cuattn.gpu.memory import (
     contiguous,
     delivered,
-    layout,
     on,
     pointer,
     scratch,
@@ -24,7 +23,7 @@ from cuattn.gpu.memory import (
     temporaries,
 )
 from cuattn.gpu.params import MERGE_PARAMS, decode_pointers, decode_shape
-from cuattn.gpu.plan import Plan, by_value, ticket
+from cuattn.gpu.plan import Plan, by_value, layout, ticket
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
@@ -298,18 +297,12 @@ def _plan(
     )
     config = launch.variant.config
     slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
-    if isinstance(config, tiles.Sm90DecodeConfig):
-        map_rows, slot_bytes = config.warp_keys, config.part_bytes
-    else:
-        # O, with maximum and sum for every 64 columns, and as many bytes of tickets
-        slot_bytes = config.rows * config.head_dim * 33 // 16 * spec.acc_dtype.itemsize
-        map_rows = 0
     return DecodePlan(
         kernel=compiler.kernel(launch.variant, device),
         grid=launch.grid,
         block=(config.threads,),
         smem_bytes=config.smem_bytes,
-        map_rows=map_rows,
+        map_rows=config.warp_keys if isinstance(config, tiles.Sm90DecodeConfig) else 0,
         shape=decode_shape(
             spec,
             strides,
@@ -324,7 +317,7 @@ def _plan(
             head_lanes=launch.grid[0],
             one_item=tiles.decode_one_item(spec, launch, num_splits),
         ),
-        partials=slots * slot_bytes,
+        partials=slots * config.part_bytes,
     )
 
 

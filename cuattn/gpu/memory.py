@@ -42,11 +42,6 @@ def capturing() -> bool:
     return cupy.cuda.get_current_stream().is_capturing()
 
 
-def layout(array: cupy.ndarray | None) -> tuple | None:
-    """What of an array a plan depends on."""
-    return None if array is None else (array.shape, array.strides, array.dtype)
-
-
 def scratch(nbytes: int) -> cupy.cuda.MemoryPointer:
     """Memory for the duration of a call, or a graph's own."""
     return cupy.cuda.malloc_async(nbytes) if capturing() else cupy.cuda.alloc(nbytes)

@@ -28,6 +28,11 @@ class Plan:
         self.kernel(self.grid, self.block, arguments, shared_mem=self.smem_bytes)
 
 
+def layout(array: Any) -> tuple | None:
+    """What of an array a plan depends on."""
+    return None if array is None else (array.shape, array.strides, array.dtype)
+
+
 def ticket() -> int:
     """A random number of a launch's own, by which it knows what it has written in its scratch."""
     return _tickets.getrandbits(64)

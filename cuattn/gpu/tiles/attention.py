@@ -35,7 +35,6 @@ def forward(
         Whether bias, mask or alibi_slopes are given.
     aligned : bool
         Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
-
     elementwise : bool, optional
         Whether bias or mask are given; if not said, `has_score`.
 
@@ -308,40 +307,38 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
 
 def blocks_of_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
     """Count the blocks of keys that some query of each tile of one head sees."""
-    begin, end = _keys_seen(spec, np.arange(0, spec.seqlen_q, config.tile_m), config.tile_m)
-    return -(-end // config.tile_n) - begin // config.tile_n
+    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
+    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    return end - begin
 
 
 def products_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
     """Count the products of 64 queries with a block of keys that each tile of one head computes:
     of all its blocks, but for those that kSkipsBlocks in attention/layout_sm90.cuh leaves out."""
     first_row = np.arange(0, spec.seqlen_q, config.tile_m)
-    begin, end = _keys_seen(spec, first_row, config.tile_m)
-    begin_block, end_block = begin // config.tile_n, -(-end // config.tile_n)
-    count = config.warpgroups * (end_block - begin_block)
+    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    count = config.warpgroups * (end - begin)
     if config.elementwise or not (config.bound_left or config.bound_right):
         return count
     for row in range(0, config.tile_m, 64):
-        begin, end = _keys_seen(spec, first_row + row, 64)
-        if row < config.tile_m - 64:
-            hidden = end <= (end_block - 1) * config.tile_n
-        else:
-            hidden = begin >= (begin_block + 1) * config.tile_n
-        count = count - (hidden & (end_block - begin_block > 1))
+        own_begin, own_end = _blocks_seen(spec, config, first_row + row, 64)
+        hidden = own_end < end if row < config.tile_m - 64 else own_begin > begin
+        count = count - (hidden & (end - begin > 1))
     return count
 
 
-def _keys_seen(
-    spec: AttentionSpec, first_row: np.ndarray, rows: int
+def _blocks_seen(
+    spec: AttentionSpec, config: Sm90ForwardConfig, first_row: np.ndarray, rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first key that some of `rows` queries from each of `first_row` on see, and the one after
-    the last."""
+    """The first block of keys of which some of `rows` queries from each of `first_row` on see some,
+    and the one after the last."""
     last_row = np.minimum(first_row + rows, spec.seqlen_q) - 1
     diagonal = spec.seqlen_k - spec.seqlen_q
     right = spec.seqlen_k if spec.window_right is None else spec.window_right
     left = spec.seqlen_k + spec.seqlen_q if spec.window_left is None else spec.window_left
     end = np.clip(last_row + diagonal + right + 1, 0, spec.seqlen_k)
-    return np.clip(first_row + diagonal - left, 0, end), end
+    begin = np.clip(first_row + diagonal - left, 0, end)
+    return begin // config.tile_n, -(-end // config.tile_n)
 
 
 def _sm90_costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:

@@ -71,6 +71,11 @@ class Sm80DecodeConfig(Config):
         small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
         return -(-(rings + rows + pages + small) // 128) * 128
 
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return _part_bytes(self.rows, self.head_dim, 4)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sm90DecodeConfig(Config):
@@ -121,6 +126,17 @@ class SimtDecodeConfig(Config):
     def threads(self) -> int:
         """Four warps, which take keys in turn."""
         return 128
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return _part_bytes(self.rows, self.head_dim, 8 if self.dtype == "float64" else 4)
+
+
+def _part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
+    """O, with maximum and sum for every 64 columns, and as many bytes of tickets: kSlotUnits of
+    decoding/combine.cuh."""
+    return rows * head_dim * 33 // 16 * acc_bytes
 
 
 def decode(
