@@ -66,8 +66,15 @@ def uniform(seed: np.ndarray, offset: np.ndarray, size: int, stream: int = 0) ->
     array (rows, size) of float32
         The 32 bits ``x`` of each as the float32 nearest to ``(x + 1/2) / 2**32``, but never 1.
     """
-    # Of four numbers, which are 32 indices apart: one a lane of a warp.
-    blocks = -(-size // 128) * 32
+    upper, lower = (_halves(seed, offset, size, 2 * stream + half) for half in range(2))
+    x = (upper << np.uint64(16) | lower).astype(np.float32)
+    below_one = np.float32(1 - 2.0**-24)
+    return np.minimum(x * np.float32(2.0**-32) + np.float32(2.0**-33), below_one)
+
+
+def _halves(seed: np.ndarray, offset: np.ndarray, size: int, stream: int) -> np.ndarray:
+    """16 bits for each index. Eight of a counter go to indices 32 apart: one a lane of a warp."""
+    blocks = -(-size // 256) * 32
     counter = (
         np.arange(blocks, dtype=np.uint64)[None],
         np.uint64(stream),
@@ -76,7 +83,6 @@ def uniform(seed: np.ndarray, offset: np.ndarray, size: int, stream: int = 0) ->
     )
     words = philox4x32(counter, ((seed & _LOW)[:, None], (seed >> _HALF)[:, None]))
     rows = len(seed)
-    bits = np.stack([word.reshape(rows, -1, 32) for word in words], axis=2)
-    x = bits.reshape(rows, -1)[:, :size].astype(np.float32)
-    below_one = np.float32(1 - 2.0**-24)
-    return np.minimum(x * np.float32(2.0**-32) + np.float32(2.0**-33), below_one)
+    numbers = np.stack([word.reshape(rows, -1, 32) for word in words], axis=2)
+    halves = np.stack([numbers & np.uint64(0xFFFF), numbers >> np.uint64(16)], axis=2)
+    return halves.reshape(rows, -1)[:, :size]

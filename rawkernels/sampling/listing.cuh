@@ -12,7 +12,7 @@
 using Key = unsigned long long;  // a rank_key; 0 is none
 
 constexpr int kUnroll = Config::unroll;                 // groups that a warp has in flight
-constexpr int kTile = 4 * kUnroll;                      // tokens of a thread in them
+constexpr int kTile = 8 * kUnroll;                      // tokens of a thread in them
 constexpr int kSurvey = 4096;                           // tokens in the survey
 constexpr int kSurveyTile = kSurvey / Config::threads;  // of a thread
 constexpr int kList = 2048;
@@ -114,14 +114,14 @@ __device__ __forceinline__ float pick(const float (&x)[kTile], int j) {
   return left[0];
 }
 
-// Groups spread evenly over the row, four for each warp: the first index of one of them. Beyond the
+// Groups of 128 tokens spread evenly over the row: the first index of one of a warp's. Beyond the
 // row if it has fewer.
 __device__ __forceinline__ int survey_base(int vocab, int group) {
-  constexpr int kGroups = kSurvey / kGroup;
-  const int groups = (vocab + kGroup - 1) / kGroup;
+  constexpr int kSize = 128, kGroups = kSurvey / kSize;
+  const int groups = (vocab + kSize - 1) / kSize;
   const int warp = ptx::thread_index() / 32;  // else kept in registers for another survey
   const int wanted = warp * (kSurveyTile / 4) + group;
-  return (groups <= kGroups ? wanted : wanted * groups / kGroups) * kGroup;
+  return (groups <= kGroups ? wanted : wanted * groups / kGroups) * kSize;
 }
 
 __device__ __forceinline__ void read_survey(const Row& logits, int vocab, float (&x)[kSurveyTile]) {

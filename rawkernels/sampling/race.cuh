@@ -3,7 +3,7 @@
 //
 // The winner is decided in float64, as NumPy decides it, but hardly any token gets that far. With E
 // = -log1p(-u) a token beats the best key so far only if  E < 2^(log2(e) (logit / temperature -
-// key)),  and E > u: one exp2 and 23 bits of u tell nearly every token that it has lost. Rounding
+// key)),  and E > u: one exp2 and 16 bits of u tell nearly every token that it has lost. Rounding
 // is met by a margin, which costs a few needless looks and no answer. A NaN passes every such test,
 // since each is written so that only a true comparison rejects; so does +inf.
 #pragma once
@@ -13,7 +13,6 @@
 #include "tile/philox.cuh"
 
 constexpr unsigned kTokenStream = 0, kAcceptStream = 1;
-constexpr int kRaceUnroll = Config::unroll;  // groups whose loads are in flight together
 
 struct Draw {
   double key;
@@ -52,6 +51,22 @@ __device__ __forceinline__ float near_key(float log_mass, float u) {
 
 __device__ __forceinline__ float slack(float key) { return fmaf(fabsf(key), 2e-6f, 5e-4f); }
 
+// NaN if one of four is.
+__device__ __forceinline__ float largest_of_four(const float* x) {
+  return ptx::max_nan(ptx::max_nan(x[0], x[1]), ptx::max_nan(x[2], x[3]));
+}
+
+// 1/2 + u, or 2 u if that is more, of the upper half of u's bits; so not above. E is at least u,
+// and 1/2 + E at least this.
+__device__ __forceinline__ float half_plus(unsigned word, int half) {
+  return __uint_as_float(__byte_perm(word, 0x3f, half ? 0x4325 : 0x4105));
+}
+
+// The least of a counter's upper halves, and of its lower ones.
+__device__ __forceinline__ unsigned least_halves(uint4 words) {
+  return __vminu2(__vminu2(words.x, words.y), __vminu2(words.z, words.w));
+}
+
 // log2(e) times a token's key, or a little less: -log E >= log((1 - u) / u).
 __device__ __forceinline__ float key_bound(float logit, float slope, PhiloxKey key, int i) {
   const float u = philox_uniform(key, kTokenStream, i);
@@ -82,40 +97,33 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
   if (lane == 0) atomicMax(&smem.bar, ordered(start));
   __syncthreads();
 
-  for (int base = segment.begin + warp * kGroup * kRaceUnroll; base < segment.end;
-       base += Config::threads * 4 * kRaceUnroll) {
-    float logit[4 * kRaceUnroll];
-    if (base + kGroup * kRaceUnroll <= segment.end) {
+  constexpr int kTokens = 4;  // of a thread, which have halves alike of a counter's numbers
+  for (int base = segment.begin + warp * 32 * kTokens; base < segment.end;
+       base += Config::threads * kTokens) {
+    float logit[kTokens];
+    if (base + 32 * kTokens <= segment.end) {
 #pragma unroll
-      for (int j = 0; j < 4 * kRaceUnroll; ++j) logit[j] = load(base + 32 * j + lane);
+      for (int j = 0; j < kTokens; ++j) logit[j] = load(base + 32 * j + lane);
     } else {
 #pragma unroll
-      for (int j = 0; j < 4 * kRaceUnroll; ++j) {
+      for (int j = 0; j < kTokens; ++j) {
         const int i = base + 32 * j + lane;
         logit[j] = i < segment.end ? load(i) : -kInfinity;
       }
     }
     bool any = false;
 #pragma unroll
-    for (int j = 0; j < 4 * kRaceUnroll; ++j) any |= !(logit[j] == -kInfinity);
+    for (int j = 0; j < kTokens; ++j) any |= !(logit[j] == -kInfinity);
     if (!__any_sync(0xffffffffu, any)) continue;
     const float bar = from_ordered(*static_cast<volatile unsigned*>(&smem.bar));
-    uint4 words[kRaceUnroll];
-#pragma unroll
-    for (int group = 0; group < kRaceUnroll; ++group) {
-      words[group] = philox_counter(philox_block(base + kGroup * group + lane), kTokenStream, key);
-    }
+    uint4 words[1] = {philox_counter(philox_block(base + lane), kTokenStream, kUpper, key)};
     philox4x32(words, key.seed);
+    const unsigned bits[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
     unsigned close = 0;  // bit j: token j may win
 #pragma unroll
-    for (int group = 0; group < kRaceUnroll; ++group) {
-      const unsigned bits[4] = {words[group].x, words[group].y, words[group].z, words[group].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float one_plus_u = __uint_as_float(0x3f800000u | bits[j] >> 9);
-        const float limit = 1.0f + ptx::ex2(fmaf(logit[4 * group + j], slope, -bar));
-        if (!(one_plus_u > limit)) close |= 1u << (4 * group + j);
-      }
+    for (int j = 0; j < kTokens; ++j) {
+      const float limit = 0.5f + ptx::ex2(fmaf(logit[j], slope, -bar));
+      if (!(half_plus(bits[j], base >> 7 & 1) > limit)) close |= 1u << j;
     }
     for (; close != 0; close &= close - 1) {
       const int i = base + 32 * (__ffs(close) - 1) + lane;

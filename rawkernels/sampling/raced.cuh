@@ -12,16 +12,11 @@
 #include "sampling/mass.cuh"
 
 constexpr int kAtOnce = 2;  // groups whose random numbers are drawn together
-
-// 1/2 + u, or 2 u if that is more; of 24 bits, so not above. E is at least u, and 1/2 + E at least
-// this.
-__device__ __forceinline__ float half_plus(unsigned bits) {
-  return __uint_as_float(__byte_perm(bits, 0x3f, 0x4321));
-}
+constexpr int kQuads = kTile / 4;
 
 // Where min-p keeps few tokens, the quads that may have one wait until there is one for each lane:
 // 64 peaked rows of 128256 take 15.7 us, 18.1 where a warp drew for all of its quads if it had one.
-constexpr int kWaiting = 32 * (kUnroll + 1);  // a tile's, and fewer than 32 from before
+constexpr int kWaiting = 32 * (kQuads + 1);  // a tile's, and fewer than 32 from before
 
 struct Waiting {
   float4 quads[kWaiting];
@@ -30,25 +25,26 @@ struct Waiting {
 constexpr bool kMayWait = sizeof(Waiting) * kWarps <= Config::smem_bytes;  // in place of the bins
 
 // Whether one of four tokens may come first: hardly ever would the largest of them with the
-// smallest of their numbers.
-__device__ __forceinline__ bool stand_out(const Raced& row, float top, uint4 words) {
-  const unsigned least = min(min(words.x, words.y), min(words.z, words.w));
-  return !(half_plus(least) > fmaf(row.mass(top), row.chance, 0.5f));
+// smallest of their numbers, which are one half of a counter's or the other.
+__device__ __forceinline__ bool stand_out(const Raced& row, float top, uint4 words, int half) {
+  return !(half_plus(least_halves(words), half) > fmaf(row.mass(top), row.chance, 0.5f));
 }
 
 // Which of four tokens may come first; bit j is token j.
-__device__ __forceinline__ unsigned may_be_first(const Raced& row, const float* quad, uint4 words) {
+__device__ __forceinline__ unsigned may_be_first(const Raced& row, const float* quad, uint4 words,
+                                                 int half) {
   const unsigned bits[4] = {words.x, words.y, words.z, words.w};
   unsigned close = 0;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (!(half_plus(bits[j]) > fmaf(row.mass(quad[j]), row.chance, 0.5f))) close |= 1u << j;
+    if (!(half_plus(bits[j], half) > fmaf(row.mass(quad[j]), row.chance, 0.5f))) close |= 1u << j;
   }
   return close;
 }
 
-// Lists the tokens that come first, and finds the largest logit; kMass: and the mass of each bin.
-template <bool kMass>
+// Lists the tokens that come first, and finds the largest logit. kMass: and the mass of each bin.
+// kSparse: of rows of which min-p keeps little.
+template <bool kMass, bool kSparse>
 __device__ __forceinline__ void race_row(const Tiles<kTile>& tiles, float (&ahead)[kTile],
                                          PhiloxKey key, ListSmem& list, RacedSmem& smem) {
   const Raced row = smem.row;
@@ -68,16 +64,15 @@ __device__ __forceinline__ void race_row(const Tiles<kTile>& tiles, float (&ahea
     if (!(value < smem.row.least) && token > smem.row.out) add_to_list(token, list);
   };
   for_each_tile(tiles, ahead, [&](int base, const float (&x)[kTile]) {
-    float tops[kUnroll];
+    float tops[kQuads];
 #pragma unroll
-    for (int n = 0; n < kUnroll; ++n) {
-      const float* const quad = x + 4 * n;
-      tops[n] = ptx::max_nan(ptx::max_nan(quad[0], quad[1]), ptx::max_nan(quad[2], quad[3]));
+    for (int n = 0; n < kQuads; ++n) {
+      tops[n] = largest_of_four(x + 4 * n);
       high = fmaxf(high, tops[n]);
     }
-    if (!kMass && kMayWait && row.sparse) {
+    if constexpr (kSparse) {
 #pragma unroll
-      for (int n = 0; n < kUnroll; ++n) {
+      for (int n = 0; n < kQuads; ++n) {
         const bool may = !(tops[n] < row.least);
         const unsigned all = __ballot_sync(0xffffffffu, may);
         if (may) {
@@ -97,11 +92,11 @@ __device__ __forceinline__ void race_row(const Tiles<kTile>& tiles, float (&ahea
         const int first = waiting.firsts[num_waiting + lane];
         const float4 four = waiting.quads[num_waiting + lane];
         const float quad[4] = {four.x, four.y, four.z, four.w};
-        const float top = ptx::max_nan(ptx::max_nan(four.x, four.y), ptx::max_nan(four.z, four.w));
-        uint4 words[1] = {philox_counter(philox_block(first), kTokenStream, key)};
+        uint4 words[1] = {philox_counter(philox_block(first), kTokenStream, kUpper, key)};
         philox4x32(words, key.seed);
-        if (!stand_out(row, top, words[0])) continue;
-        const unsigned close = may_be_first(row, quad, words[0]);
+        const int half = first >> 7 & 1;
+        if (!stand_out(row, largest_of_four(quad), words[0], half)) continue;
+        const unsigned close = may_be_first(row, quad, words[0], half);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (close >> j & 1) add(first + 32 * j, quad[j]);
@@ -116,13 +111,13 @@ __device__ __forceinline__ void race_row(const Tiles<kTile>& tiles, float (&ahea
       uint4 words[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        words[n] = philox_counter(block + 32 * (first + n), kTokenStream, key);
+        words[n] = philox_counter(block + 32 * (first + n), kTokenStream, kUpper, key);
       }
       philox4x32(words, key.seed);
-      bool out[kAtOnce], any = false;
+      bool out[2 * kAtOnce], any = false;
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const float* const quad = x + 4 * (first + n);
+      for (int n = 0; n < 2 * kAtOnce; ++n) {
+        const float* const quad = x + 4 * (2 * first + n);
         if constexpr (kMass) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
@@ -133,14 +128,14 @@ __device__ __forceinline__ void race_row(const Tiles<kTile>& tiles, float (&ahea
             *reinterpret_cast<float*>(column + offset) += ptx::ex2(log_mass);
           }
         }
-        out[n] = stand_out(row, tops[first + n], words[n]);
+        out[n] = stand_out(row, tops[2 * first + n], words[n / 2], n % 2);
         any |= out[n];
       }
       if (!any) continue;
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int token = 4 * (first + n);
-        if (out[n]) close |= may_be_first(row, x + token, words[n]) << token;
+      for (int n = 0; n < 2 * kAtOnce; ++n) {
+        const int token = 4 * (2 * first + n);
+        if (out[n]) close |= may_be_first(row, x + token, words[n / 2], n % 2) << token;
       }
     }
     for (; close != 0; close &= close - 1) {
@@ -236,10 +231,12 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
   wait_cluster();
   for (;;) {
     if (smem.row.has_nucleus() && smem.row.surveyed) {
-      race_row<true>(tiles, ahead, key, list, smem);
+      race_row<true, false>(tiles, ahead, key, list, smem);
       add_up_bins(smem);
+    } else if (kMayWait && smem.row.sparse) {
+      race_row<false, kMayWait>(tiles, ahead, key, list, smem);
     } else {
-      race_row<false>(tiles, ahead, key, list, smem);
+      race_row<false, false>(tiles, ahead, key, list, smem);
     }
     float high = -kInfinity;
     for (int slot = threadIdx.x % 32; slot < Config::cluster * kWarps; slot += 32)

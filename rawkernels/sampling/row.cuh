@@ -4,7 +4,7 @@
 
 #include "ptx/cluster.cuh"
 
-constexpr int kGroup = 128;  // indices that a warp takes together: four a lane, 32 apart, as
+constexpr int kGroup = 256;  // indices that a warp takes together: eight a lane, 32 apart, as
                              // tile/philox.cuh numbers them
 constexpr int kWarps = Config::threads / 32;
 constexpr float kLog2e = 1.4426950408889634f;

@@ -10,7 +10,7 @@
 #include "sampling/quads.cuh"
 #include "sampling/race.cuh"
 
-constexpr int kLoads = 4 * Config::unroll;  // of a thread, in flight together
+constexpr int kLoads = 8 * Config::unroll;  // of a thread, in flight together
 
 struct Claim {  // what a block knows of the winner
   float bar;    // log2(e) times its best key, or a little less
@@ -127,7 +127,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
     const unsigned block = philox_block(base + lane);
 #pragma unroll
     for (int group = 0; group < kUnroll; ++group) {
-      words[group] = philox_counter(block + 32 * group, kTokenStream, key);
+      words[group] = philox_counter(block + 32 * group, kTokenStream, kUpper, key);
     }
     philox4x32(words, key.seed);
 #pragma unroll
@@ -145,10 +145,10 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   load_tile();
   prefetch_next();
   take_tile();
-  const auto consider = [&](int i, float y, float u) {
+  const auto consider = [&](int i, float y) {
     if (!(y < kInfinity)) smem.bad = 1;
     if (!(y > -kInfinity)) return;
-    const float near = near_key(y * slope, u);
+    const float near = near_key(y * slope, philox_uniform(key, kTokenStream, i));
     const int place = atomicAdd(&smem.listed, 1);
     if (place < kClose) {
       smem.close[place] = i;
@@ -161,7 +161,8 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   float start = -kMaxFloat;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float near = near_key(x[j] * slope, philox_unit(philox_word(words[0], 32 * j)));
+    const unsigned above = philox_half(words[0], 32 * j) + 1;  // u is at most so many 2^-16
+    const float near = near_key(x[j] * slope, above * 0x1p-16f);
     start = fmaxf(start, near - slack(near));
   }
   start = reduce_warp(start, [](float a, float b) { return fmaxf(a, b); });
@@ -174,32 +175,30 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
     load_tile();
     prefetch_next();
     const float bar = from_ordered(*static_cast<volatile unsigned*>(&smem.bar));
-    bool stands_out[kUnroll], any = false;
+    bool stands_out[2 * kUnroll], any = false;
 #pragma unroll
-    for (int group = 0; group < kUnroll; ++group) {
-      const float* const y = x + 4 * group;
-      const uint4 bits = words[group];
-      const float top = ptx::max_nan(ptx::max_nan(y[0], y[1]), ptx::max_nan(y[2], y[3]));
-      const unsigned least = min(min(bits.x, bits.y), min(bits.z, bits.w));
-      const float one_plus_u = __uint_as_float(0x3f800000u | least >> 9);  // E > u
-      stands_out[group] = !(one_plus_u > 1.0f + ptx::ex2(fmaf(top, slope, -bar)));
-      any |= stands_out[group];
+    for (int quad = 0; quad < 2 * kUnroll; ++quad) {
+      const float top = largest_of_four(x + 4 * quad);
+      const float least = half_plus(least_halves(words[quad / 2]), quad % 2);
+      stands_out[quad] = !(least > 0.5f + ptx::ex2(fmaf(top, slope, -bar)));
+      any |= stands_out[quad];
     }
     if (any) {
       unsigned close = 0;  // bit j: token j stands out
 #pragma unroll
-      for (int group = 0; group < kUnroll; ++group) {
-        const unsigned bits[4] = {words[group].x, words[group].y, words[group].z, words[group].w};
-        if (!stands_out[group]) continue;
+      for (int quad = 0; quad < 2 * kUnroll; ++quad) {
+        const uint4 four = words[quad / 2];
+        const unsigned bits[4] = {four.x, four.y, four.z, four.w};
+        if (!stands_out[quad]) continue;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float limit = ptx::ex2(fmaf(x[4 * group + j], slope, -bar)) + 0x1p-22f;
-          if (!(philox_unit(bits[j]) > limit)) close |= 1u << (4 * group + j);
+          const float limit = 0.5f + ptx::ex2(fmaf(x[4 * quad + j], slope, -bar));
+          if (!(half_plus(bits[j], quad % 2) > limit)) close |= 1u << (4 * quad + j);
         }
       }
       for (; close != 0; close &= close - 1) {
         const int i = here + 32 * (__ffs(close) - 1) + lane;
-        if (i < segment.end) consider(i, load(i), philox_uniform(key, kTokenStream, i));
+        if (i < segment.end) consider(i, load(i));
       }
     }
     if (base >= segment.end) break;
@@ -209,7 +208,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   penalised.each_listed([&](int i) {
     const float y = load(i), u = philox_uniform(key, kTokenStream, i);
     const float bar = from_ordered(*static_cast<volatile unsigned*>(&smem.bar));
-    if (!(u > ptx::ex2(fmaf(y, slope, -bar)) + 0x1p-22f)) consider(i, y, u);
+    if (!(u > ptx::ex2(fmaf(y, slope, -bar)) + 0x1p-22f)) consider(i, y);
   });
   __syncthreads();
 

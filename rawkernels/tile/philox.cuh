@@ -1,9 +1,11 @@
 // Philox4x32-10: random numbers as a pure function of (seed, offset, stream, index).
 // cuattn/_philox.py draws the same bits.
 //
-// Four numbers come from one counter. They go to indices 32 apart, so that a warp which takes 128
-// consecutive indices, lane by lane, evaluates one counter a lane and reads memory coalesced,
-// whatever the alignment of the row.
+// A number has 32 bits: its upper half is from one counter, its lower half from another. Each
+// counter gives halves to eight indices, which are 32 apart, so that a warp which takes 256
+// consecutive indices, lane by lane, evaluates one counter a lane for the upper halves and reads
+// memory coalesced, whatever the alignment of the row. Where the upper half tells enough, as for
+// nearly all tokens that race, nobody asks for the lower one.
 #pragma once
 
 struct PhiloxKey {
@@ -28,17 +30,25 @@ __device__ __forceinline__ void philox4x32(uint4 (&c)[kCounters], unsigned long 
   }
 }
 
-__device__ __forceinline__ uint4 philox_counter(unsigned block, unsigned stream, PhiloxKey key) {
-  return {block, stream, unsigned(key.offset), unsigned(key.offset >> 32)};
+enum PhiloxHalf : unsigned { kUpper, kLower };
+
+__device__ __forceinline__ uint4 philox_counter(unsigned block, unsigned stream, PhiloxHalf half,
+                                                PhiloxKey key) {
+  return {block, 2 * stream + half, unsigned(key.offset), unsigned(key.offset >> 32)};
 }
 
 __device__ __forceinline__ unsigned philox_block(int index) {
-  return unsigned(index >> 7) << 5 | unsigned(index & 31);
+  return unsigned(index >> 8) << 5 | unsigned(index & 31);
 }
 
-__device__ __forceinline__ unsigned philox_word(uint4 words, int index) {
-  const int word = index >> 5 & 3;
-  return word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w;
+// What an index has of its counter's numbers, 16 bits.
+__device__ __forceinline__ unsigned philox_half(uint4 words, int index) {
+  const int number = index >> 5 & 3;
+  const unsigned word = number == 0   ? words.x
+                        : number == 1 ? words.y
+                        : number == 2 ? words.z
+                                      : words.w;
+  return word >> (index >> 7 & 1) * 16 & 0xffffu;
 }
 
 // Strictly between 0 and 1: the float nearest to (bits + 1/2) / 2^32, but never 1.
@@ -47,7 +57,9 @@ __device__ __forceinline__ float philox_unit(unsigned bits) {
 }
 
 __device__ __forceinline__ float philox_uniform(PhiloxKey key, unsigned stream, int index) {
-  uint4 numbers[1] = {philox_counter(philox_block(index), stream, key)};
-  philox4x32(numbers, key.seed);
-  return philox_unit(philox_word(numbers[0], index));
+  const unsigned block = philox_block(index);
+  uint4 words[2] = {philox_counter(block, stream, kUpper, key),
+                    philox_counter(block, stream, kLower, key)};
+  philox4x32(words, key.seed);
+  return philox_unit(philox_half(words[0], index) << 16 | philox_half(words[1], index));
 }

@@ -30,7 +30,7 @@ class RowConfig(Config):
     dtype: str
     cluster: int
     blocks_per_sm: int
-    unroll: int  # groups of 128 tokens that a warp has in flight
+    unroll: int  # groups of 256 tokens that a warp has in flight
     threads_per_block: int
 
     @property
@@ -40,7 +40,7 @@ class RowConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig(RowConfig):
-    """sampling/sample.cu and sampling/speculate.cu."""
+    """sampling/sample.cu."""
 
     penalised: bool = False  # whether it serves calls with penalties, and has memory for them
 
@@ -70,7 +70,6 @@ class FilterConfig(Config):
     resident: bool
     row_bytes: int  # of a row, at most, in a block's shared memory
     blocks_per_sm: int = 2
-    unroll: int = 1
 
     @property
     def threads(self) -> int:
@@ -105,6 +104,18 @@ class SoftmaxConfig(Config):
     def smem_bytes(self) -> int:
         """A block's part of its next row."""
         return self.part * (4 if self.dtype == "float32" else 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculateConfig(Config):
+    """sampling/speculate.cu."""
+
+    cluster: int
+    blocks_per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +155,8 @@ def stream(dtype: str, rows: int, arch: str) -> Launch:
 
 def segment(vocab: int, cluster: int) -> int:
     """Tokens of a row that a block takes, at most: own_segment() of sampling/row.cuh."""
-    groups = -(-vocab // 128)
-    return -(-groups // cluster) * 128
+    groups = -(-vocab // 256)
+    return -(-groups // cluster) * 256
 
 
 def penalty_bytes(segment: int, length: int, triples: int) -> int:
@@ -233,7 +244,7 @@ def _cluster(rows: int, arch: str, *, together: bool = False) -> int:
 
 def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
     few = 5 if capability(arch) == 90 else 2  # newer ones need more registers
-    shape = {1: (4, 4, 256), 2: (2, 4, 512), CLUSTER: (few, 2, 256)}[cluster]
+    shape = {1: (4, 2, 256), 2: (2, 2, 512), CLUSTER: (few, 1, 256)}[cluster]
     config = SampleConfig(dtype, cluster, *shape, penalised=cluster == CLUSTER)
     return Variant("sampling/sample.cu", "sample", config)
 
@@ -253,7 +264,7 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:
     # 25 bins are as much memory as quads that wait need; with eight tokens a tile none wait.
-    shape = {1: (4, 4, 256, 25), 2: (1, 4, 512, 25), CLUSTER: (2, 8, 256, 24)}[cluster]
+    shape = {1: (4, 2, 256, 25), 2: (1, 2, 512, 25), CLUSTER: (2, 4, 256, 24)}[cluster]
     return Variant("sampling/stream.cu", "stream", StreamConfig(dtype, cluster, *shape))
 
 
@@ -273,5 +284,4 @@ def _filter_variant(arch: str, *, resident: bool) -> Variant:
 def _speculate_variant(arch: str) -> Variant:
     cluster = CLUSTER if capability(arch) >= 90 else 1
     blocks = 3 if capability(arch) <= 90 else 2  # newer ones need more registers
-    config = SampleConfig("float32", cluster, blocks, unroll=1, threads_per_block=256)
-    return Variant("sampling/speculate.cu", "speculate", config)
+    return Variant("sampling/speculate.cu", "speculate", SpeculateConfig(cluster, blocks))
