@@ -41,12 +41,14 @@ __device__ __noinline__ double exact_key(float x, float temperature, float u) {
   return double(x) / double(temperature) - log(-log1p(-double(u)));
 }
 
-// log2(e) times a token's key, nearly: less than slack() off. With E = -log1p(-u) it is log2 of the
-// token's mass, in any unit that all have in common, less log2(E).
+constexpr float kMostNear = 3e38f;
+
+// log2(e) times a token's key, nearly: less than slack() off, or else beyond kMostNear. With E =
+// -log1p(-u) it is log2 of the token's mass, in any unit that all have in common, less log2(E).
 __device__ __forceinline__ float near_key(float log_mass, float u) {
   const float series = u * fmaf(u, fmaf(u, fmaf(u, fmaf(u, 0.2f, 0.25f), 1 / 3.0f), 0.5f), 1.0f);
   const float e = u < 0x1p-4f ? series : -0.6931472f * ptx::lg2(1.0f - u);
-  return fminf(fmaxf(log_mass - ptx::lg2(e), -3e38f), 3e38f);
+  return fminf(fmaxf(log_mass - ptx::lg2(e), -kMostNear), kMostNear);
 }
 
 __device__ __forceinline__ float slack(float key) { return fmaf(fabsf(key), 2e-6f, 5e-4f); }

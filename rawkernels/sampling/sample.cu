@@ -149,6 +149,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
     if (!(y < kInfinity)) smem.bad = 1;
     if (!(y > -kInfinity)) return;
     const float near = near_key(y * slope, philox_uniform(key, kTokenStream, i));
+    if (near == -kMostNear) return;  // there may be better ones that do not stand out
     const int place = atomicAdd(&smem.listed, 1);
     if (place < kClose) {
       smem.close[place] = i;
