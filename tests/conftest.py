@@ -4,6 +4,7 @@ that can be had again."""
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import zlib
 
@@ -34,7 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-seed",
         type=int,
-        default=secrets.randbits(32),
+        # In the environment, which pytest-xdist's workers share.
+        default=int(os.environ.setdefault("CUATTN_RANDOM_SEED", str(secrets.randbits(32)))),
         help="seed of the rng fixture: repeats the inputs of an earlier run (default: new ones)",
     )
 

@@ -124,7 +124,7 @@ __cluster_dims__(Config::cluster, 1, 1)
       const float below = there ? x - high : 0.0f;
       const float m = there ? ptx::ex2(below * slope) : 0.0f;
       sum += m;
-      moment = fmaf(m, below, moment);
+      if (m > 0.0f) moment = fmaf(m, below, moment);  // or `below` may be -inf
     });
     return reduce_cluster(sum, Add(), 0.0f, slots);
   };

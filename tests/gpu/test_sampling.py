@@ -187,6 +187,7 @@ def test_rows_in_any_order(rng, vocab, copies):
 def test_logits_of_any_size(rng, scale):
     logits = logits_of(rng, 4, 9001, std=1.0) * np.float32(scale)
     logits[1, 5] = -3e38
+    logits[2, 5:7] = -3e38, 3e38  # their difference is past float32
     for parameters in FILTERS[:11]:
         expected = sampling.sample(logits, seed=1, **parameters)
         tokens = sampling.sample(cupy.asarray(logits), seed=1, **parameters)
