@@ -164,7 +164,9 @@ __device__ __forceinline__ void survey_masses(const Row& logits, int vocab, floa
     squares = float(__reduce_add_sync(0xffffffffu, sums.y)) / kMassUnit;
     // One token of the survey stands for several, but hardly the largest.
     const float each = fmaxf(1.0f, float(vocab) / kSurvey);
-    const float wanted = kWanted * (min_p > 0.0f ? 2.0f : 1.0f) / fmaxf(top_p, 0.25f);
+    // Of what is listed, min-p keeps little where the row is far above its survey.
+    const float more = min_p == 0.0f ? 1.0f : row.sparse ? 2.0f : 1.5f;
+    const float wanted = kWanted * more / fmaxf(top_p, 0.25f);
     row.chance = wanted / fmaxf(fmaf(kept - 1.0f, each, 1.0f), 1.0f);
     row.bin_scale = row.bin_shift = 0.0f;
     if (top_p < 1.0f) place_bins(row, squares, smem);

@@ -256,20 +256,26 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
     // Another list, of what is certain now.
     sync_cluster();
     float wanted = 16.0f * kWanted;
+    // Min-p keeps too little of a list that should have sufficed, so it keeps little of the row.
+    const bool few = smem.row.surveyed && listed.whole && !smem.row.has_nucleus();
     if (smem.row.surveyed) {
       wanted = 2.0f * kWanted;
       __syncthreads();
       if (threadIdx.x == 0) {
         smem.row.surveyed = false;
+        smem.row.chance *= 32.0f * ptx::ex2((high - smem.row.ref) * smem.row.slope);
+        smem.row.sparse = smem.row.min_p > 0.0f;
         smem.row.ref = high;
         smem.total = 0.0f;
         smem.row.least = least_logit(high, smem.row.slope, smem.row.min_p);
       }
       __syncthreads();
     }
-    const Key least = rank_key(fmaxf(smem.row.least, -kMaxFloat), 0x7fffffff);
-    const float left = mass_above(logits, vocab, max(smem.row.out, least), smem).x;
-    if (threadIdx.x == 0) smem.row.chance = wanted / left;
+    if (!few) {
+      const Key least = rank_key(fmaxf(smem.row.least, -kMaxFloat), 0x7fffffff);
+      const float left = mass_above(logits, vocab, max(smem.row.out, least), smem).x;
+      if (threadIdx.x == 0) smem.row.chance = wanted / left;
+    }
     tiles.load_ahead(ahead);
     __syncthreads();
   }
