@@ -299,7 +299,7 @@ def _normalise(
         *logits.shape,
         0 if tokens is None else tokens.shape[1],
     )
-    _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
+    _launch(launch, params)
 
 
 def _stream(

@@ -1,6 +1,8 @@
 // Thread block clusters: rank, barrier, and the shared memory of the other blocks.
 #pragma once
 
+#include "ptx/shared.cuh"
+
 namespace ptx {
 
 __device__ __forceinline__ int cluster_ctarank() {
@@ -36,6 +38,24 @@ __device__ __forceinline__ T* mapa(T* pointer, int rank) {
   T* mapped;
   asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(pointer), "r"(rank));
   return mapped;
+}
+
+// Sends 8 bytes to where `target` is in the block of another rank, and counts them there off what
+// `barrier` (mbarrier.cuh) waits for: no one else has to be waited for.
+template <class T>
+__device__ __forceinline__ void store_async(T& target, float a, float b,
+                                            unsigned long long& barrier, int rank) {
+  static_assert(sizeof(T) == 8, "8 bytes");
+  asm volatile(
+      "{\n"
+      ".reg .b32 target, barrier;\n"
+      "mapa.shared::cluster.u32 target, %0, %4;\n"
+      "mapa.shared::cluster.u32 barrier, %3, %4;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [target], {%1, %2}, "
+      "[barrier];\n"
+      "}" ::"r"(shared_address(&target)),
+      "f"(a), "f"(b), "r"(shared_address(&barrier)), "r"(rank)
+      : "memory");
 }
 
 }  // namespace ptx

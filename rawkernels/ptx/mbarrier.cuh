@@ -66,4 +66,20 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, unsigned parity
   }
 }
 
+// The same for what other blocks of the cluster have stored.
+__device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier& barrier, unsigned parity) {
+  unsigned done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+  }
+}
+
 }  // namespace ptx

@@ -151,6 +151,8 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
     has one row at a time.
     """
     filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.9, "min_p": 0.01}
+    for vocab in (9000, 40000):  # softmax by clusters of eight blocks
+        cuattn.sampling.softmax(*arrays(rng, dtype, (2, vocab)))
     for rows, vocab, start, penalised in [
         (3, 700, 0, True),
         (3, 700, 3, False),

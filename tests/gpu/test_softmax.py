@@ -40,7 +40,8 @@ def on_gpu(options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "vocab"), [(1, 1), (300, 7), (70, 4100), (9, 32768), (2, 300_001)]
+    ("rows", "vocab"),
+    [(1, 1), (300, 7), (70, 4100), (9, 32768), (5, 128256), (2, 163_844), (2, 300_001)],
 )
 def test_probabilities_of_rows_at_any_place(rng, dtype, rows, vocab):
     """Rows of whole quads and not, aligned and not, within a block's registers and beyond."""
@@ -75,7 +76,7 @@ def test_probabilities_of_degenerate_rows_and_temperatures(rng, vocab):
 
 
 @settings(max_examples=15)
-@given(rows=st.integers(1, 300), vocab=st.integers(1, 5000), data=st.data())
+@given(rows=st.integers(1, 300), vocab=st.integers(1, 12000), data=st.data())
 def test_rows_do_not_depend_on_the_batch(rows, vocab, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     dtype = data.draw(st.sampled_from(list(DTYPES)))

@@ -96,14 +96,9 @@ class SoftmaxConfig(Config):
         return self.threads_per_block
 
     @property
-    def part(self) -> int:
-        """Tokens of a row that a block holds."""
-        return self.values * self.threads
-
-    @property
-    def smem_bytes(self) -> int:
-        """A block's part of its next row."""
-        return self.part * (4 if self.dtype == "float32" else 2)
+    def row(self) -> int:
+        """Tokens of the longest row that a cluster holds."""
+        return self.cluster * self.values * self.threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +173,8 @@ def filter_rows(rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
 def softmax(dtype: str, rows: int, vocab: int, arch: str) -> Launch:
     """Choose the kernel of the probabilities."""
     variants = _softmax_variants(dtype, arch)
-    fitting = (v for v in variants if segment(vocab, v.config.cluster) <= v.config.part)
-    variant = next(fitting, variants[-1])
-    turns = 2 if dtype != "float32" and rows > WHOLE_ROWS else 1  # rows of a cluster
-    return Launch(variant, (-(-rows // turns) * variant.config.cluster,))
+    variant = next((v for v in variants if vocab <= v.config.row), variants[-1])
+    return Launch(variant, (rows * variant.config.cluster,))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -253,11 +246,11 @@ def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
 def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
     """In ascending order of the vocabulary that fits."""
     if capability(arch) == 90:
-        configs = [(2, 32, 512), (CLUSTER, 32, 512), (CLUSTER, 80, 256)]
+        configs = [(4, 16, 256, 6), (CLUSTER, 16, 256, 6), (CLUSTER, 80, 256, 2)]
     else:
-        configs = [(CLUSTER if capability(arch) > 90 else 1, 64, 256)]
+        configs = [(CLUSTER if capability(arch) > 90 else 1, 64, 256, 2)]
     return tuple(
-        Variant("sampling/softmax.cu", "softmax", SoftmaxConfig(dtype, *config, blocks_per_sm=2))
+        Variant("sampling/softmax.cu", "softmax", SoftmaxConfig(dtype, *config))
         for config in configs
     )
 
