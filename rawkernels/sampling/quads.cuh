@@ -37,21 +37,8 @@ struct Places {
   }
 };
 
-// A quad that nothing else will need: L2 is to forget it first.
-__device__ __forceinline__ Quad read_once(const Quad* place) {
-  Quad quad;
-  if constexpr (sizeof(Quad) == 16) {
-    const ulonglong2 bits = __ldcs(reinterpret_cast<const ulonglong2*>(place));
-    quad.bits[0] = bits.x;
-    quad.bits[sizeof(Quad) / 8 - 1] = bits.y;
-  } else {
-    quad.bits[0] = __ldcs(place->bits);
-  }
-  return quad;
-}
-
 // The values at a thread's places, -inf beyond them.
-template <bool kOnce = false, int kValues>
+template <int kValues>
 __device__ __forceinline__ void read(float (&x)[kValues], const Config::dtype* logits,
                                      Places places) {
   const auto* const from = logits + places.first;
@@ -62,8 +49,7 @@ __device__ __forceinline__ void read(float (&x)[kValues], const Config::dtype* l
 #pragma unroll
       for (int k = 0; k < 4; ++k) quad[q].values[k] = Config::dtype(-kInfinity);
       if (q < places.count) {
-        const auto* const place = reinterpret_cast<const Quad*>(from + q * Config::threads * 4);
-        quad[q] = kOnce ? read_once(place) : *place;
+        quad[q] = *reinterpret_cast<const Quad*>(from + q * Config::threads * 4);
       }
     }
 #pragma unroll
@@ -74,4 +60,8 @@ __device__ __forceinline__ void read(float (&x)[kValues], const Config::dtype* l
       x[k] = k < places.count ? to_float(from[k * Config::threads]) : -kInfinity;
     }
   }
+}
+
+__device__ __forceinline__ void write4(float* out, float a, float b, float c, float d) {
+  __stcg(reinterpret_cast<float4*>(out), make_float4(a, b, c, d));
 }
