@@ -72,7 +72,7 @@ def test_the_report_stays_short():
     """The forward pass in all its tiers stays under 300 rows; decoding and sampling come on top."""
     rows = [v.source for arch in DEFAULT_ARCHS for v in tiles.variants(arch)]
     assert sum(source.startswith("attention/forward_") for source in rows) < 300
-    assert len(rows) < 450
+    assert len(rows) < 460
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)

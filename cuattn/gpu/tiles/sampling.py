@@ -246,7 +246,13 @@ def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
 def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
     """In ascending order of the vocabulary that fits."""
     if capability(arch) == 90:
-        configs = [(4, 16, 256, 6), (CLUSTER, 16, 256, 6), (CLUSTER, 80, 256, 2)]
+        configs = [
+            (4, 16, 256, 6),
+            (CLUSTER, 16, 256, 6),
+            (CLUSTER, 32, 256, 4),
+            (CLUSTER, 48, 256, 3),
+            (CLUSTER, 80, 256, 2),
+        ]
     else:
         configs = [(CLUSTER if capability(arch) > 90 else 1, 64, 256, 2)]
     return tuple(
@@ -256,7 +262,7 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
 
 
 def _stream_variant(dtype: str, cluster: int) -> Variant:
-    # 25 bins are as much memory as quads that wait need; with eight tokens a tile none wait.
+    # 25 bins are as much memory as quads that wait need; with eight quads a tile none wait.
     shape = {1: (4, 2, 256, 25), 2: (1, 2, 512, 25), CLUSTER: (2, 4, 256, 24)}[cluster]
     return Variant("sampling/stream.cu", "stream", StreamConfig(dtype, cluster, *shape))
 
