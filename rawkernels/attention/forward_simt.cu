@@ -11,27 +11,15 @@
 //
 //   A thread has kRows queries, kThreadRows apart, and every sixteenth column of the scores, of O
 //   every sixteenth vector: both products are outer products of registers, fed from shared memory
-//   in slabs. The 16 threads that share a query are half a warp, so a row's maximum is four
-//   shuffles away. At most 48 KiB of shared memory, all static.
+//   in slabs. Each is a sum of chains of kChain products: one chain over all would round too often.
+//   The 16 threads that share a query are half a warp, so a row's maximum is four shuffles away. At
+//   most 48 KiB of shared memory, all static.
 //
-//   H200, 2026-11-21: float32, 2048 queries and keys, 32.8 TFLOP/s at head_dim 64, 28.3 at
-//   128, 26.9 at 256, where a cuBLAS product of float32 matrices, without TF32, reaches 50.6.
-#include "attention/params.cuh"
+//   H200, 2026-11-22: float32, 2048 queries and keys, 30.6 TFLOP/s at head_dim 64, 30.0 at
+//   128, 25.9 at 256, where a cuBLAS product of float32 matrices, without TF32, reaches 50.6.
+#include "attention/slab_simt.cuh"
 #include "tile/varlen.cuh"
 
-using T = Config::dtype;
-
-template <class>
-struct Accumulator {
-  using type = float;
-};
-template <>
-struct Accumulator<double> {
-  using type = double;
-};
-using Acc = Accumulator<T>::type;
-
-constexpr int kVec = 16 / sizeof(Acc);  // shared memory is read and written 16 bytes at a time
 constexpr int kTileM = Config::tile_m;
 constexpr int kTileN = Config::tile_n;
 constexpr int kHeadDimV = Config::head_dim_v;  // padded; head_dim is walked over at run time
@@ -40,37 +28,26 @@ constexpr int kThreadRows = Config::thread_rows;
 constexpr int kRows = kTileM / kThreadRows;
 constexpr int kCols = kTileN / kThreadCols;
 constexpr int kVecsV = kHeadDimV / (kThreadCols * kVec);
-constexpr int kDepth = sizeof(Acc) == 4 ? 32 : 8;  // columns in a slab of Q and of K
-constexpr int kSlabV = 16384 / (kHeadDimV * sizeof(Acc));
-constexpr int kDepthV = kTileN < kSlabV ? kTileN : kSlabV;  // keys in a slab of V: 16 KiB
-constexpr int kChain = 64;  // products added one by one: the error grows with their number
+constexpr int kChain = 16;  // products added one by one: the error grows with their number
+constexpr int kDepth = sizeof(Acc) == 4 ? 32 : 16;  // columns in a slab of Q and of K
 
-struct Smem {
-  Acc p[kTileM][kTileN];
-  union {
-    struct {
-      Acc q[kTileM][kDepth + kVec];  // a vector more: 8 consecutive rows lie in different banks
-      Acc k[kTileN][kDepth + kVec];
-    };
-    Acc v[kDepthV][kHeadDimV];
-  };
-};
+__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
-static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
+// Keys in a slab of V: 16 KiB, or a chain.
+constexpr int kSlabV = 16384 / (kHeadDimV * static_cast<int>(sizeof(Acc)));
+constexpr int kDepthV = kSlabV < kChain ? kChain : least(kSlabV, kTileN);
+// Columns of S, and vectors of O, that a thread sums at a time: as many chains as registers hold
+// beside all of S and O.
+constexpr int kColsAtOnce = least(kCols, 4);
+constexpr int kVecsAtOnce = least(kVecsV, 32 / (kRows * kVec));
+
 static_assert(kTileM % kThreadRows == 0 && kTileN % kThreadCols == 0,
               "threads cover the scores evenly");
 static_assert(kHeadDimV % (kThreadCols * kVec) == 0, "threads cover O evenly");
-static_assert(kTileN % kDepthV == 0 && kDepthV % kVec == 0, "whole slabs of V");
-static_assert(kChain % kDepth == 0, "chains end with a slab");
+static_assert(kTileN % kDepthV == 0, "whole slabs of V");
+static_assert(kCols % kColsAtOnce == 0 && kVecsV % kVecsAtOnce == 0, "chains cover S and O");
+static_assert(kDepth % kChain == 0 && kDepthV % kChain == 0, "chains end with a slab");
 static_assert(Config::threads == kThreadRows * kThreadCols, "a thread for each place");
-
-struct alignas(16) Vec {
-  Acc x[kVec];
-};
-
-struct alignas(kVec * sizeof(T)) Packed {  // kVec elements as they are in global memory
-  T x[kVec];
-};
 
 __device__ __forceinline__ Acc infinity() { return static_cast<Acc>(__int_as_float(0x7f800000)); }
 
@@ -78,89 +55,54 @@ __device__ __forceinline__ const Vec& vec(const Acc& first) {
   return reinterpret_cast<const Vec&>(first);
 }
 
-// Rows of one head of one sequence in global memory.
-struct Matrix {
-  const T* data;
-  long long stride;
-  int rows, columns;
-  bool packed;  // every row starts where a Packed may, and holds a whole number of them
-
-  __device__ Matrix(const void* base, const Strides& strides, int batch, long long first_row,
-                    int head, int rows, int columns)
-      : data(static_cast<const T*>(base) + batch * strides.batch + first_row * strides.seq +
-             head * strides.head),
-        stride(strides.seq),
-        rows(rows),
-        columns(columns) {
-    const long long bytes =
-        reinterpret_cast<long long>(data) | stride * static_cast<long long>(sizeof(T));
-    packed = bytes % static_cast<long long>(sizeof(Packed)) == 0 && columns % kVec == 0;
-  }
+struct Smem {
+  alignas(16) Acc p[kTileM][kTileN];
+  union {
+    struct {  // a vector more: 8 consecutive rows lie in different banks
+      alignas(16) Acc q[kTileM][kDepth + kVec];
+      alignas(16) Acc k[kTileN][kDepth + kVec];
+    };
+    alignas(16) Acc v[kDepthV][kHeadDimV];
+  };
+  // What is needed once a slab or a tile, and registers are too few for.
+  Acc row_max[kTileM];
+  Acc row_sum[kRows][Config::threads];  // each thread's own
+  tile::Sequence seq;
+  Matrix from_q, from_k, from_v;
 };
 
-// Copies kSlabRows x kColumns elements from (row, column) on into a slab; zeros where the matrix
-// has ended, so that nothing beyond it is multiplied. Returns whether this thread saw an infinity
-// or a NaN.
-template <int kColumns, int kSlabRows, int kPitch>
-__device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], const Matrix& from,
-                                          int row, int column) {
-  bool odd = false;
-  if (from.packed) {
-    constexpr int kRowVecs = kColumns / kVec;
-    constexpr int kRowsAtOnce = Config::threads / kRowVecs;
-    constexpr int kLoads = (kSlabRows + kRowsAtOnce - 1) / kRowsAtOnce;
-    const int r = threadIdx.x / kRowVecs, c = threadIdx.x % kRowVecs * kVec;
-    const T* source = from.data + (row + r) * from.stride + column + c;
-    Packed loaded[kLoads];  // all on their way before the first is used
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool inside = row + r + i * kRowsAtOnce < from.rows && column + c < from.columns;
-      loaded[i] = inside ? *reinterpret_cast<const Packed*>(source) : Packed{};
-      source += kRowsAtOnce * from.stride;
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      Vec values;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        values.x[e] = static_cast<Acc>(loaded[i].x[e]);
-        odd |= !isfinite(values.x[e]);
-      }
-      if (r + i * kRowsAtOnce < kSlabRows)
-        reinterpret_cast<Vec&>(slab[r + i * kRowsAtOnce][c]) = values;
-    }
-  } else {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kSlabRows * kColumns; i += Config::threads) {
-      const int r = i / kColumns, c = i % kColumns;
-      const bool inside = row + r < from.rows && column + c < from.columns;
-      const Acc value =
-          inside ? static_cast<Acc>(from.data[(row + r) * from.stride + column + c]) : 0;
-      odd |= !isfinite(value);
-      slab[r][c] = value;
-    }
-  }
-  return odd;
-}
+static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
 
-// S += Q K^T over `depth` columns of the slabs.
+// S += Q K^T over `depth` columns of the slabs, or a few more, which are zeros.
 __device__ __forceinline__ void multiply_scores(Acc (&s)[kRows][kCols], const Smem& smem,
                                                 int depth) {
   const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
 #pragma unroll 1
-  for (int d = 0; d < depth; d += kVec) {
-    Vec k[kCols];
+  for (int begin = 0; begin < depth; begin += kChain)
 #pragma unroll
-    for (int j = 0; j < kCols; ++j) k[j] = vec(smem.k[col + j * kThreadCols][d]);
+    for (int first = 0; first < kCols; first += kColsAtOnce) {
+      Acc chain[kRows][kColsAtOnce];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const Vec q = vec(smem.q[row + i * kThreadRows][d]);
+      for (int d = 0; d < kChain; d += kVec) {
+        Vec k[kColsAtOnce];
 #pragma unroll
-      for (int j = 0; j < kCols; ++j)
+        for (int j = 0; j < kColsAtOnce; ++j)
+          k[j] = vec(smem.k[col + (first + j) * kThreadCols][begin + d]);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) s[i][j] = fma(q.x[e], k[j].x[e], s[i][j]);
+        for (int i = 0; i < kRows; ++i) {
+          const Vec q = vec(smem.q[row + i * kThreadRows][begin + d]);
+#pragma unroll
+          for (int j = 0; j < kColsAtOnce; ++j)
+#pragma unroll
+            for (int e = 0; e < kVec; ++e)
+              chain[i][j] = d + e == 0 ? q.x[e] * k[j].x[e] : fma(q.x[e], k[j].x[e], chain[i][j]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kColsAtOnce; ++j) s[i][first + j] += chain[i][j];
     }
-  }
 }
 
 // O += P V over the slab of V, whose first key is column `key` of P. kGuarded: V holds infinities
@@ -168,24 +110,44 @@ __device__ __forceinline__ void multiply_scores(Acc (&s)[kRows][kCols], const Sm
 template <bool kGuarded>
 __device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecsV][kVec], const Smem& smem,
                                                 int key) {
+  constexpr int kKeys = kGuarded ? 1 : kVec;  // of P at a time: the rare case can do with less
+  struct alignas(kKeys * sizeof(Acc)) Keys {
+    Acc x[kKeys];
+  };
   const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
 #pragma unroll 1
-  for (int n = 0; n < kDepthV; n += kVec) {
-    Vec p[kRows];
+  for (int begin = 0; begin < kDepthV; begin += kChain)
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) p[i] = vec(smem.p[row + i * kThreadRows][key + n]);
-#pragma unroll
-    for (int e = 0; e < kVec; ++e)
-#pragma unroll
-      for (int c = 0; c < kVecsV; ++c) {
-        const Vec v = vec(smem.v[n + e][(col + c * kThreadCols) * kVec]);
+    for (int first = 0; first < kVecsV; first += kVecsAtOnce) {
+      Acc chain[kRows][kVecsAtOnce][kVec] = {};
+#pragma unroll(kGuarded ? 1 : kChain / kVec)
+      for (int n = 0; n < kChain; n += kKeys) {
+        Keys p[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
+          p[i] = reinterpret_cast<const Keys&>(smem.p[row + i * kThreadRows][key + begin + n]);
 #pragma unroll
-          for (int f = 0; f < kVec; ++f)
-            if (!kGuarded || p[i].x[e] != 0) o[i][c][f] = fma(p[i].x[e], v.x[f], o[i][c][f]);
+        for (int e = 0; e < kKeys; ++e)
+#pragma unroll
+          for (int c = 0; c < kVecsAtOnce; ++c) {
+            const Vec v = vec(smem.v[begin + n + e][(col + (first + c) * kThreadCols) * kVec]);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+              for (int f = 0; f < kVec; ++f)
+                if (!kGuarded && n + e == 0)
+                  chain[i][c][f] = p[i].x[e] * v.x[f];
+                else if (!kGuarded || p[i].x[e] != 0)
+                  chain[i][c][f] = fma(p[i].x[e], v.x[f], chain[i][c][f]);
+          }
       }
-  }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int c = 0; c < kVecsAtOnce; ++c)
+#pragma unroll
+          for (int f = 0; f < kVec; ++f) o[i][first + c][f] += chain[i][c][f];
+    }
 }
 
 // A query sees the keys with low <= key - query <= high.
@@ -258,23 +220,28 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   __shared__ Smem smem;
   const int slots = gridDim.x / params.heads_q;
   const int head = blockIdx.x / slots, slot = blockIdx.x % slots;
-  tile::Sequence seq;
+  tile::Sequence found;
   if (params.cu_seqlens_q != nullptr) {
-    seq = tile::varlen_sequence<kTileM>(params, slot);
+    found = tile::varlen_sequence<kTileM>(params, slot);
   } else {
     const int batch = blockIdx.z * gridDim.y + blockIdx.y;
     // The last queries first: with a causal mask theirs is the most work.
-    seq = {batch, 0, 0, params.seqlen_q, params.seqlen_k, slots - 1 - slot};
+    found = {batch, 0, 0, params.seqlen_q, params.seqlen_k, slots - 1 - slot};
   }
-  if (seq.tile < 0 || seq.index >= params.batch) return;
+  if (found.tile < 0 || found.index >= params.batch) return;
 
-  const int kv_head = head / (params.heads_q / params.heads_kv);
-  const Matrix q(params.q, params.q_stride, seq.index, seq.begin_q, head, seq.seqlen_q,
-                 params.head_dim);
-  const Matrix k(params.k, params.k_stride, seq.index, seq.begin_k, kv_head, seq.seqlen_k,
-                 params.head_dim);
-  const Matrix v(params.v, params.v_stride, seq.index, seq.begin_k, kv_head, seq.seqlen_k,
-                 params.head_dim_v);
+  const tile::Sequence& seq = smem.seq;
+  if (threadIdx.x == 0) {
+    const int kv_head = head / (params.heads_q / params.heads_kv);
+    smem.seq = found;
+    smem.from_q = matrix(params.q, params.q_stride, seq.index, seq.begin_q, head, seq.seqlen_q,
+                         params.head_dim);
+    smem.from_k = matrix(params.k, params.k_stride, seq.index, seq.begin_k, kv_head, seq.seqlen_k,
+                         params.head_dim);
+    smem.from_v = matrix(params.v, params.v_stride, seq.index, seq.begin_k, kv_head, seq.seqlen_k,
+                         params.head_dim_v);
+  }
+  __syncthreads();
 
   const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
   const int first_query = seq.tile * kTileM;
@@ -285,34 +252,25 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   const int common_begin = last_query + band.low;  // keys that all of these queries see
   const int common_end = first_query + 1 + min(band.high, seq.seqlen_k - 1 - first_query);
 
-  Acc row_max[kRows], row_sum[kRows];
   Acc o[kRows][kVecsV][kVec] = {};
   const Acc sink =
       params.sinks != nullptr ? static_cast<const Acc*>(params.sinks)[head] : -infinity();
 // A sink is a key that comes before all others and has no value.
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    row_max[i] = sink;
-    row_sum[i] = sink > -infinity() && col == 0 ? 1 : 0;
+    if (col == 0) smem.row_max[row + i * kThreadRows] = sink;
+    smem.row_sum[i][threadIdx.x] = sink > -infinity() && col == 0 ? 1 : 0;
   }
 
   for (int key = first_key / kTileN * kTileN; key < end_key; key += kTileN) {
     Acc s[kRows][kCols] = {};
     for (int d = 0; d < params.head_dim; d += kDepth) {
       __syncthreads();  // the slabs before these have been used
-      load_slab<kDepth>(smem.q, q, first_query, d);
-      load_slab<kDepth>(smem.k, k, key, d);
+      load_slab<kDepth>(smem.q, smem.from_q, first_query, d);
+      load_slab<kDepth>(smem.k, smem.from_k, key, d);
       __syncthreads();
       multiply_scores(s, smem, min(kDepth, params.head_dim - d));
-      if ((d + kDepth) % kChain == 0 && d + kDepth < params.head_dim) {
-        each_score(s, row, col, [&](Acc& score, int i, int j) {
-          smem.p[i][j] = d < kChain ? score : smem.p[i][j] + score;
-          score = 0;
-        });
-      }
     }
-    if (params.head_dim > kChain)
-      each_score(s, row, col, [&](Acc& score, int i, int j) { score += smem.p[i][j]; });
 
     const Acc scale = static_cast<Acc>(params.scale);
     each_score(s, first_query + row, key + col, [&](Acc& score, int, int) { score *= scale; });
@@ -336,20 +294,23 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      Acc new_max = row_max[i];
+      const Acc old_max = smem.row_max[row + i * kThreadRows];
+      Acc new_max = old_max;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) new_max = fmax(new_max, s[i][j]);
       new_max = row_reduce(new_max, [](Acc a, Acc b) { return fmax(a, b); });
       const Acc shift = new_max == -infinity() ? 0 : new_max;  // or -inf - -inf would be NaN
-      const Acc rescale = exp(row_max[i] - shift);
-      row_max[i] = new_max;
-      row_sum[i] *= rescale;
+      const Acc rescale = exp(old_max - shift);
+      __syncwarp();  // all threads of the row have read the old one
+      if (col == 0) smem.row_max[row + i * kThreadRows] = new_max;
+      Acc sum = smem.row_sum[i][threadIdx.x] * rescale;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
         const Acc p = exp(s[i][j] - shift);
-        row_sum[i] += p;
+        sum += p;
         smem.p[row + i * kThreadRows][col + j * kThreadCols] = p;
       }
+      smem.row_sum[i][threadIdx.x] = sum;
 #pragma unroll
       for (int c = 0; c < kVecsV; ++c)
 #pragma unroll
@@ -358,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 
     for (int n = 0; n < kTileN; n += kDepthV) {
       __syncthreads();  // K, or the slab of V before this, has been used
-      const bool odd = load_slab<kHeadDimV>(smem.v, v, key + n, 0);
+      const bool odd = load_slab<kHeadDimV>(smem.v, smem.from_v, key + n, 0);
       if (__syncthreads_or(odd))
         multiply_values<true>(o, smem, n);
       else
@@ -369,24 +330,25 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int query = first_query + row + i * kThreadRows;
-    const Acc sum = row_reduce(row_sum[i], [](Acc a, Acc b) { return a + b; });
+    const Acc sum = row_reduce(smem.row_sum[i][threadIdx.x], [](Acc a, Acc b) { return a + b; });
     if (query >= seq.seqlen_q) continue;
     const long long out_row = seq.begin_q + query;
     T* out = static_cast<T*>(params.out) + seq.index * params.out_stride.batch +
              out_row * params.out_stride.seq + head * params.out_stride.head;
-    const Acc inverse = sum == 0 ? 0 : 1 / sum;  // 0: no key was seen
+    const Acc divisor = sum == 0 ? 1 : sum;  // 0: no key was seen, and O is 0
 #pragma unroll
     for (int c = 0; c < kVecsV; ++c)
 #pragma unroll
       for (int f = 0; f < kVec; ++f) {
         const int column = (col + c * kThreadCols) * kVec + f;
-        if (column < params.head_dim_v) out[column] = static_cast<T>(o[i][c][f] * inverse);
+        if (column < params.head_dim_v) out[column] = static_cast<T>(o[i][c][f] / divisor);
       }
     if (params.lse != nullptr && col == 0) {
       const bool varlen = params.cu_seqlens_q != nullptr;  // then (heads_q, total)
       const long long lse_row =
           varlen ? head : static_cast<long long>(seq.index) * params.heads_q + head;
-      static_cast<Acc*>(params.lse)[lse_row * params.seqlen_q + out_row] = row_max[i] + log(sum);
+      static_cast<Acc*>(params.lse)[lse_row * params.seqlen_q + out_row] =
+          smem.row_max[row + i * kThreadRows] + log(sum);
     }
   }
 }

@@ -67,7 +67,7 @@ class SimtForwardConfig(Config):
     tile_m: int
     tile_n: int
     thread_rows: int
-    blocks_per_sm: int  # that registers must suffice for
+    blocks_per_sm: int  # that registers must suffice for, as shared memory does
 
     @property
     def threads(self) -> int:
@@ -76,12 +76,13 @@ class SimtForwardConfig(Config):
 
 
 #: (tile_m, tile_n, thread_rows, blocks_per_sm) by the size of the accumulator and head_dim_v: as
-#: many scores and columns of O for a thread as registers hold, since it should use often what it
-#: reads from shared memory.
+#: many scores and columns of O for a thread as registers hold beside their chains, since it should
+#: use often what it reads from shared memory.
 SIMT_TILES = {
-    4: {64: (64, 64, 8, 3), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
-    8: {64: (64, 64, 8, 2), 128: (64, 64, 16, 1), 256: (32, 64, 16, 1)},
+    4: {64: (64, 64, 8, 3), 128: (32, 128, 8, 3), 256: (32, 128, 8, 2)},
+    8: {64: (32, 64, 8, 3), 128: (32, 64, 8, 2), 256: (16, 64, 8, 2)},
 }
+SIMT_KIB = 44  # of shared memory, at most, for a block
 GRID_Y = 65535  # the most blocks along a grid's second axis
 
 
@@ -93,6 +94,7 @@ def simt_forward(
         dtype=spec.dtype.name,
         head_dim_v=next(n for n in (64, 128, 256) if spec.head_dim_v <= n),
         has_score=has_score or spec.softcap != 0.0 or spec.dtype.itemsize == 2,
+        arch=arch,
     )
     if spec.varlen:
         tiles, batch = spec.seqlen_q // config.tile_m + spec.batch, 1
@@ -107,12 +109,13 @@ def simt_forward_variants(arch: str) -> Iterator[Variant]:
     for dtype, name in FLOAT_DTYPES.items():
         for head_dim_v in (64, 128, 256):
             for has_score in (True,) if dtype.itemsize == 2 else (False, True):
-                yield _simt_variant(_simt_config(name, head_dim_v, has_score))
+                yield _simt_variant(_simt_config(name, head_dim_v, has_score, arch))
 
 
-def _simt_config(dtype: str, head_dim_v: int, has_score: bool) -> SimtForwardConfig:
-    tile = SIMT_TILES[8 if dtype == "float64" else 4][head_dim_v]
-    return SimtForwardConfig(dtype, head_dim_v, has_score, *tile)
+def _simt_config(dtype: str, head_dim_v: int, has_score: bool, arch: str) -> SimtForwardConfig:
+    *tile, blocks = SIMT_TILES[8 if dtype == "float64" else 4][head_dim_v]
+    blocks = min(blocks, SHARED_KIB.get(capability(arch), 100) // SIMT_KIB)
+    return SimtForwardConfig(dtype, head_dim_v, has_score, *tile, blocks)
 
 
 def _simt_variant(config: SimtForwardConfig) -> Variant:
