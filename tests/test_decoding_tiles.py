@@ -52,7 +52,9 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         assert blocks % config.cluster == 0
         assert spec.batch * spec.heads_kv * blocks <= multiprocessors
         assert blocks == config.cluster or blocks * 2048 <= config.cluster * spec.seqlen_k
-        assert spec.seqlen_q * spec.heads_q <= 8 * spec.heads_kv
+        rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
+        assert config.rows == (8 if rows <= 8 else 16)
+        assert rows <= 16
         assert config.smem_bytes <= (227 if config.cluster == 8 else 113) * 1024
         return
     lanes, groups = launch.grid
@@ -87,14 +89,24 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"heads": 4, "capacity": 65536}, (8, 3)),
         ({"heads": 5, "capacity": 16384}, 8),
         ({"heads": 4, "capacity": 131072}, None),  # too few to read fast
-        ({"heads": 1, "dim": 64}, (4, 4)),
-        ({"dim": 64, "capacity": 2048}, 4),
-        ({"dim": 64, "capacity": 4096}, (4, 2)),
-        ({"dim": 64}, None),
+        ({"heads": 1, "dim": 64}, (8, 4)),
+        ({"dim": 64, "capacity": 2048}, 8),
+        ({"dim": 64, "capacity": 16384}, 8),
+        ({"dim": 64, "capacity": 16385}, None),
+        ({"dim": 64, "heads": 16, "capacity": 4096}, 4),
         ({"dim": 64, "heads": 32, "capacity": 2048}, 4),
         ({"dim": 64, "heads": 32, "capacity": 4096}, None),
         ({"dim": 256}, None),
-        ({"tokens": 3}, None),  # 12 rows
+        ({"tokens": 3}, 8),  # 12 rows
+        ({"tokens": 4, "capacity": 65536}, 8),
+        ({"tokens": 4, "capacity": 65537}, None),
+        ({"tokens": 4, "heads": 6, "capacity": 65537}, None),  # too many for a cluster
+        ({"tokens": 4, "batch": 4, "capacity": 16384}, 4),
+        ({"tokens": 4, "heads": 4, "capacity": 131072}, (8, 3)),
+        ({"tokens": 4, "dim": 64, "capacity": 32768}, 8),
+        ({"tokens": 4, "dim": 64, "heads": 16, "capacity": 16384}, 4),
+        ({"tokens": 4, "dim": 64, "heads": 16, "capacity": 16385}, None),
+        ({"tokens": 5}, None),  # 20 rows
     ],
 )
 def test_few_sequences_have_clusters(change, clusters):

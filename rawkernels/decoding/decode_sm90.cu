@@ -3,11 +3,11 @@
 // memory. Where there are fewer of these than clusters can run, each has several, the last of which
 // merges what they leave in global memory.
 //
-//   q, out (batch, seqlen_q, heads_q, head_dim), at most 8 rows (query heads that share a key head,
-//   times query tokens); caches contiguous or in pages of at least kWarpKeys; float16 or bfloat16,
-//   head_dims of exactly kHeadDim, everything 16-byte aligned. DecodeParams has the rest. The copy
-//   engine brings tiles of kWarpKeys keys, a ring of kStages for each warp; a warp's products are
-//   decode_sm80.cu's. Grid: (kCluster times clusters, key heads, batch).
+//   q, out (batch, seqlen_q, heads_q, head_dim), at most kRows rows, 8 or 16 (query heads that
+//   share a key head, times query tokens); caches contiguous or in pages of at least kWarpKeys;
+//   float16 or bfloat16, head_dims of exactly kHeadDim, everything 16-byte aligned. DecodeParams
+//   has the rest. The copy engine brings tiles of kWarpKeys keys, a ring of kStages for each warp;
+//   a warp's products are decode_sm80.cu's. Grid: (kCluster times clusters, key heads, batch).
 #include "decoding/combine.cuh"
 #include "decoding/slice.cuh"
 #include "ptx/cluster.cuh"
@@ -19,23 +19,27 @@ constexpr int kWarpKeys = Config::warp_keys;
 constexpr int kWarps = Config::warps;
 constexpr int kStages = Config::stages;
 constexpr int kCluster = Config::cluster;
-constexpr int kRows = 8;
+constexpr int kRows = Config::rows;
 constexpr int kChunks = kHeadDim / 8;
 constexpr int kOwnColumns = kHeadDim / kCluster;  // of O, which a block merges for the cluster
+// Rows that the threads merge at a time, four columns each.
+constexpr int kPassRows = Config::threads * 4 / kHeadDim;
+constexpr int kPasses = kRows > kPassRows ? kRows / kPassRows : 1;
+static_assert(kPasses <= kCluster, "a lane for each");
 
 using QTile = decoding::SwizzledRows<kHeadDim>;
 using Tile = decoding::Panels<8, kWarpKeys * 128>;  // as the copy engine writes them
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
-using Slice = decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys>;
+using Slice = decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys, 2>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, 1>;
 using Vec = decoding::Vec<float>;
 
 struct Staged {  // a warp's O
-  float o[2][4][kHeadDim];
+  float o[kRows][kHeadDim];
 };
 static_assert(sizeof(Staged) <= kStages * sizeof(Stage), "it takes the place of the ring");
 static_assert(kOwnColumns % 4 == 0 && 32 % kCluster == 0, "whole vectors; parts are lanes");
-static_assert(kRows * kHeadDim / 4 % Config::threads == 0 || kHeadDim == 64, "whole warps merge");
+static_assert(kPassRows * kPasses == kRows || kPassRows > kRows, "whole warps merge");
 
 struct Smem {
   union {
@@ -45,7 +49,7 @@ struct Smem {
   alignas(128) T q[kRows * kHeadDim];
   Vec parts[kCluster][kRows][kOwnColumns / 4];  // written by the cluster's blocks
   float2 part_max_sum[kCluster][kRows];
-  float2 max_sum[kWarps][2][4];
+  float2 max_sum[kWarps][kRows];
   ptx::Mbarrier full[kWarps][kStages];
   decoding::Rows<kRows> rows;
 };
@@ -100,23 +104,35 @@ __device__ __forceinline__ decoding::Partial<T> part_of_block(const Smem& smem, 
                                                               int column) {
   decoding::Partial<T> whole;
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp)
-    whole.max = fmaxf(whole.max, smem.max_sum[warp][row / 4][row % 4].x);
+  for (int warp = 0; warp < kWarps; ++warp) whole.max = fmaxf(whole.max, smem.max_sum[warp][row].x);
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    const float2 max_sum = smem.max_sum[warp][row / 4][row % 4];
-    const float* o = smem.of_warp[warp].staged.o[row / 4][row % 4];
-    whole.add(reinterpret_cast<const Vec&>(o[decoding::permuted_column(row % 4, column)]),
-              max_sum.x, max_sum.y);
+    const float2 max_sum = smem.max_sum[warp][row];
+    const float* o = smem.of_warp[warp].staged.o[row];
+    whole.add(reinterpret_cast<const Vec&>(o[decoding::permuted_column<8>(row, column)]), max_sum.x,
+              max_sum.y);
   }
   return whole;
 }
 
-// Visits each four of this block's columns of each row, by kCluster neighbouring lanes.
-template <class Visit>
-__device__ __forceinline__ void each_vec(const Visit& visit) {
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += Config::threads)
-    visit(i / (kHeadDim / 4), i / kCluster % (kOwnColumns / 4), i % kCluster);
+// Four of this block's columns of a row, merged from the cluster's parts, of which each of kCluster
+// lanes has one.
+__device__ __forceinline__ decoding::Partial<T> part_of_cluster(const Smem& smem, int row, int vec,
+                                                                int part) {
+  const float2 max_sum = smem.part_max_sum[part][row];
+  decoding::Partial<T> whole;
+  whole.max = max_sum.x;
+#pragma unroll
+  for (int distance = 1; distance < kCluster; distance *= 2)
+    whole.max = fmaxf(whole.max, __shfl_xor_sync(~0u, whole.max, distance));
+  whole.add(smem.parts[part][row][vec], max_sum.x, max_sum.y);
+#pragma unroll
+  for (int distance = 1; distance < kCluster; distance *= 2) {
+    whole.sum += __shfl_xor_sync(~0u, whole.sum, distance);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) whole.o.x[e] += __shfl_xor_sync(~0u, whole.o.x[e], distance);
+  }
+  return whole;
 }
 
 // What a block of one of several clusters leaves of its columns of a row, in units of 16 bytes that
@@ -268,49 +284,52 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   }
 
   acc.add_up();
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    acc.put_rows(0, half, smem.of_warp[warp].staged.o[half], smem.max_sum[warp][half], 0);
+  acc.put_all_rows(smem.of_warp[warp].staged.o, smem.max_sum[warp]);
   __syncthreads();
   ptx::cluster_wait();
+  // Four columns of a row, and of those kPassRows further on: chains of instructions side by side.
   constexpr int kVecs = kHeadDim / 4;
-  for (int i = threadIdx.x; i < kRows * kVecs; i += Config::threads) {
-    const int row = i / kVecs, vec = i % kVecs, owner = vec / (kOwnColumns / 4);
-    const decoding::Partial<T> part = part_of_block(smem, row, vec * 4);
-    *ptx::mapa(&smem.parts[rank][row][vec % (kOwnColumns / 4)], owner) = part.o;
-    if (vec < kCluster)
-      *ptx::mapa(&smem.part_max_sum[rank][row], vec) = make_float2(part.max, part.sum);
+  const int row = threadIdx.x / kVecs;
+  decoding::Partial<T> whole[kPasses];
+  if (row < kRows) {
+    const int column_vec = threadIdx.x % kVecs, owner = column_vec / (kOwnColumns / 4);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i)
+      whole[i] = part_of_block(smem, row + i * kPassRows, column_vec * 4);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int its_row = row + i * kPassRows;
+      *ptx::mapa(&smem.parts[rank][its_row][column_vec % (kOwnColumns / 4)], owner) = whole[i].o;
+      if (column_vec < kCluster)
+        *ptx::mapa(&smem.part_max_sum[rank][its_row], column_vec) =
+            make_float2(whole[i].max, whole[i].sum);
+    }
   }
   ptx::cluster_barrier();
+  if (row >= kRows) return;
 
   // This block's columns, with the cluster's parts in the lanes.
+  const int vec = threadIdx.x / kCluster % (kOwnColumns / 4), part = threadIdx.x % kCluster;
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i)
+    whole[i] = part_of_cluster(smem, row + i * kPassRows, vec, part);
+  if (gridDim.x > kCluster) {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) put_part(params, row + i * kPassRows, vec, part, whole[i]);
+    if (blockIdx.x + kCluster < gridDim.x) return;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i)
+      whole[i] = merge_parts(params, row + i * kPassRows, vec, part);
+  }
+  // All of them have the results: each writes one.
+  int its_row = row;
+#pragma unroll
+  for (int i = 1; i < kPasses; ++i)
+    if (part == i) {
+      whole[0] = whole[i];
+      its_row += i * kPassRows;
+    }
   const decoding::Parts alone = {0, 1, false, false, false, 0};
   const Writer writer = {params, piece, alone};
-  const auto put = [&](int row, int vec, int part, const decoding::Partial<T>& whole) {
-    if (part == 0 && row < rows) writer.put(row, rank * kOwnColumns + vec * 4, whole);
-  };
-  const bool several = gridDim.x > kCluster;
-  each_vec([&](int row, int vec, int part) {
-    const float2 max_sum = smem.part_max_sum[part][row];
-    decoding::Partial<T> whole;
-    whole.max = max_sum.x;
-#pragma unroll
-    for (int distance = 1; distance < kCluster; distance *= 2)
-      whole.max = fmaxf(whole.max, __shfl_xor_sync(~0u, whole.max, distance));
-    whole.add(smem.parts[part][row][vec], max_sum.x, max_sum.y);
-#pragma unroll
-    for (int distance = 1; distance < kCluster; distance *= 2) {
-      whole.sum += __shfl_xor_sync(~0u, whole.sum, distance);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) whole.o.x[e] += __shfl_xor_sync(~0u, whole.o.x[e], distance);
-    }
-    if (several)
-      put_part(params, row, vec, part, whole);
-    else
-      put(row, vec, part, whole);
-  });
-  if (!several || blockIdx.x + kCluster < gridDim.x) return;
-  each_vec([&](int row, int vec, int part) {
-    put(row, vec, part, merge_parts(params, row, vec, part));
-  });
+  if (part < kPasses && its_row < rows) writer.put(its_row, rank * kOwnColumns + vec * 4, whole[0]);
 }

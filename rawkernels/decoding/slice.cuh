@@ -9,10 +9,11 @@
 
 namespace decoding {
 
-// Where a column of a row of O lies in shared memory: lanes 4g + t, with two rows and columns g,
-// hit 16 banks.
+// Where a column of a row of O lies in shared memory, if kRows are written at a time: lanes 4g + t,
+// with kRows / 2 rows and columns g, hit as many banks.
+template <int kRows = 4>
 __device__ __forceinline__ int permuted_column(int row, int column) {
-  return column ^ (row / 2 % 2 * 8);
+  return column ^ (row / 2 % (kRows / 2) * 8);
 }
 
 // Of the rows of a tile.
@@ -31,15 +32,14 @@ struct Rows {
 
 // One slice's share of a piece, for this warp's rows; Tile is how K and V lie in shared memory.
 // With g = lane / 4, t = lane % 4, scores s[j][r] are of keys 16 j + g (and + 8 in the last two)
-// and rows 8 r + 2 t (and + 1 in every second).
-template <class T, class Tile, int kHeadDim, int kWarpRows, int kWarpKeys>
+// and rows 8 r + 2 t (and + 1 in every second). Sᵀ is summed up in kChains chains of dependent
+// products: one alone would wait for the tensor cores each time.
+template <class T, class Tile, int kHeadDim, int kWarpRows, int kWarpKeys,
+          int kChains = kWarpRows == 8 && kWarpKeys == 16 ? 2 : 1>
 struct Slice {
   static constexpr int kRowBlocks = kWarpRows / 8;
   static constexpr int kKeyBlocks = kWarpKeys / 16;
   static constexpr int kSteps = kHeadDim / 16;
-  // Chains of dependent products that Sᵀ is summed up in: one alone would wait for the tensor cores
-  // each time.
-  static constexpr int kChains = kRowBlocks * kKeyBlocks == 1 ? 2 : 1;
   static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32,
                 "whole mma tiles, and a lane for each key");
   static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
@@ -227,6 +227,24 @@ struct Slice {
           o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] = o[step][r][2 * h + c];
       if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
     }
+  }
+
+  // All rows of this warp, likewise.
+  __device__ __forceinline__ void put_all_rows(float (*o_rows)[kHeadDim], float2* max_sum) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = 8 * r + lane % 4 * 2 + c;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            o_rows[row][permuted_column<8>(row, 16 * step + 8 * h + lane / 4)] =
+                o[step][r][2 * h + c];
+        if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
+      }
   }
 
   __device__ __forceinline__ static float offset(float max) {

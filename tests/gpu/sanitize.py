@@ -85,14 +85,18 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         table[:, : prefix // page_size] = table[0, : prefix // page_size]
         lens = ragged if heads // 2 <= 8 else even
         cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
-    for head_dim, heads in itertools.product((64, 128), (2, 5)):  # clusters of each size
+    # Clusters of each size, with tiles of 8 rows and of 16. (Without clusters the latter share keys
+    # as above.)
+    lens = {2: ragged, 4: ragged if "sm90" in tiles.decoding.DECODE_TIERS else even}
+    for head_dim, heads, tokens in itertools.product((64, 128), (2, 5), (2, 4)):
         q, k, v = arrays(
-            rng, dtype, (4, 2, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
+            rng, dtype, (4, tokens, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
         )
-        cuattn.flash_decode(q, k, v, ragged, window=(100, 3), return_lse=True)
+        cuattn.flash_decode(q, k, v, lens[tokens], window=(100, 3), return_lse=True)
     # Several clusters for a key head; without, so many parts that they are merged in two steps.
-    q, k, v = arrays(rng, dtype, (1, 1, 4, 64), *[(1, 4500, 1, 64)] * 2)
-    cuattn.flash_decode(q, k, v, cupy.full(1, 4499, np.int32))
+    for head_dim, heads in ((64, 4), (128, 16)):
+        q, k, v = arrays(rng, dtype, (1, 1, heads, head_dim), *[(1, 4608, 1, head_dim)] * 2)
+        cuattn.flash_decode(q, k, v, cupy.full(1, 4608 - (heads == 4), np.int32))
 
 
 def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:

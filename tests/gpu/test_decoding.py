@@ -173,9 +173,10 @@ def test_every_head_dim_and_group(rng, decode_tier, dims, group):
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_every_page_size(rng, decode_tier, page_size):
     caches = Caches(rng, [515, 1, 64], 520, 2, 128, 128, np.float16, page_size)
-    q = rng.standard_normal((3, 1, 8, 128)).astype(np.float16)
-    check(caches.paged(q, return_lse=True), q, caches, causal=True)
-    check(caches.paged(q, return_lse=True, window=(9, 0)), q, caches, causal=True, window=(9, 0))
+    for seqlen_q in (1, 3):
+        q = rng.standard_normal((3, seqlen_q, 8, 128)).astype(np.float16)
+        for options in ({}, {"window": (9, 0)}):
+            check(caches.paged(q, return_lse=True, **options), q, caches, causal=True, **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 64, "fixed"])
@@ -194,7 +195,7 @@ def test_every_option_of_few_sequences(rng, decode_tier, dtype, option):
     lens, heads = [0, 517, 70], 8
     caches = Caches(rng, lens, 517, 2, 128, 128, DTYPES[dtype])
     options = drawn(OPTIONS[option], rng, len(lens), heads)
-    for seqlen_q in (1, 2):
+    for seqlen_q in (1, 2, 3, 4):
         q = rng.standard_normal((len(lens), seqlen_q, heads, 128)).astype(DTYPES[dtype])
         for call in (caches.contiguous, caches.paged):
             check(call(q, return_lse=True, **on_device(options)), q, caches, **options)
@@ -206,10 +207,11 @@ def test_clusters_of_every_size(rng, decode_tier, dim, heads):
     """The more sequences and key heads, the smaller they are."""
     caches = Caches(rng, [700, 1, 130], 700, heads, dim, dim, BFLOAT16)
     options = drawn(OPTIONS["all"], rng, 3, 3 * heads)
-    q = rng.standard_normal((3, 2, 3 * heads, dim)).astype(BFLOAT16)
-    for more in ({"causal": True}, options):
-        for call in (caches.contiguous, caches.paged):
-            check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
+    for seqlen_q in (2, 5):
+        q = rng.standard_normal((3, seqlen_q, 3 * heads, dim)).astype(BFLOAT16)
+        for more in ({"causal": True}, options):
+            for call in (caches.contiguous, caches.paged):
+                check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +224,12 @@ def test_clusters_of_every_size(rng, decode_tier, dim, heads):
         ([2100, 4200], 2, 16),
     ],
 )
-def test_few_key_heads(rng, decode_tier, lens, heads, page_size):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_key_heads(rng, decode_tier, lens, heads, page_size, dim):
     """Many blocks share out the keys of each: their parts are merged in two steps."""
-    caches = Caches(rng, lens, max(lens) + 100, heads, 128, 128, BFLOAT16, page_size)
-    for seqlen_q in (1, 3):
-        q = rng.standard_normal((len(lens), seqlen_q, 4 * heads, 128)).astype(BFLOAT16)
+    caches = Caches(rng, lens, max(lens) + 100, heads, dim, dim, BFLOAT16, page_size)
+    for seqlen_q in (1, 3, 4):
+        q = rng.standard_normal((len(lens), seqlen_q, 4 * heads, dim)).astype(BFLOAT16)
         for options in ({}, {"window": (3000, 0)}):
             for call in (caches.contiguous, caches.paged):
                 check(call(q, return_lse=True, **options), q, caches, causal=True, **options)
@@ -326,10 +329,12 @@ def test_shared_prefix(rng, monkeypatch, decode_tier, kind, varlen):
     assert np.array_equal(lse.get(), result[1].get())
 
 
-def test_graph_replays_with_new_lengths_and_pages(rng, decode_tier):
-    caches = Caches(rng, [700, 300], 1000, 2, 128, 128, BFLOAT16)
-    other = Caches(rng, [40, 999], 1000, 2, 128, 128, BFLOAT16)
-    q = rng.standard_normal((2, 1, 8, 128)).astype(BFLOAT16)
+@pytest.mark.parametrize(("capacity", "seqlen_q"), [(1000, 1), (5000, 1), (5000, 4)])
+def test_graph_replays_with_new_lengths_and_pages(rng, decode_tier, capacity, seqlen_q):
+    """With one cluster for each sequence and key head, and with several."""
+    caches = Caches(rng, [700, 300], capacity, 2, 128, 128, BFLOAT16)
+    other = Caches(rng, [40, capacity - 1], capacity, 2, 128, 128, BFLOAT16)
+    q = rng.standard_normal((2, seqlen_q, 8, 128)).astype(BFLOAT16)
     q_, table, lens = (cupy.asarray(a) for a in (q, caches.table, caches.lens))
     k_pages, v_pages = cupy.asarray(caches.k_pages), cupy.asarray(caches.v_pages)
     out, lse = paged_attention(q_, k_pages, v_pages, table, lens, return_lse=True)  # compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -17,18 +18,30 @@ from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
-#: Clusters that decode_sm90.cu comes with, by head_dim, and for how many pairs of a sequence and a
-#: key head: as many as run at a time on an H200's 132 multiprocessors.
-CLUSTERS = {64: {4: 33}, 128: {8: 14, 4: 33}}
+#: Sizes of clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key
+#: head: as many as run at a time on an H200's 132 multiprocessors.
+CLUSTERS = {8: 14, 4: 33}
 CLUSTER_TILE_KEYS = 16
-#: How many keys a block reads at most, and how many all pairs have: beyond, decode_sm80.cu starts
-#: later but reads faster.
-MOST_BLOCK_KEYS = {64: 1024, 128: 4096}
-MOST_CLUSTER_KEYS = {64: 1 << 16, 128: 3 << 16}
+#: Rows of a tile, and head_dims, that it comes with.
+CLUSTER_ROWS = (8, 16)
+CLUSTER_HEAD_DIMS = (64, 128)
+#: How many keys a pair has at most, and all pairs together, by rows of a tile, head_dim and size of
+#: a cluster: beyond, decode_sm80.cu starts later but reads faster, though less so in its tile for
+#: more than 8 rows.
+MOST_KEYS = {
+    (8, 64, 8): (1 << 14, 1 << 17),
+    (8, 64, 4): (1 << 12, 1 << 16),
+    (8, 128, 8): (1 << 15, 3 << 16),
+    (8, 128, 4): (1 << 14, 3 << 16),
+    (16, 64, 8): (1 << 15, 1 << 19),
+    (16, 64, 4): (1 << 14, 1 << 18),
+    (16, 128, 8): (1 << 16, 1 << 19),
+    (16, 128, 4): (1 << 14, 1 << 19),
+}
 #: A pair has several of the largest clusters where they fit: each has so many keys at least, and
 #: all pairs so many at most.
 SPLIT_KEYS = 2048
-MOST_SPLIT_KEYS = {64: 1 << 15, 128: 1 << 18}
+MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
 
 #: Entries of a lone sequence's page table that decode_sm80.cu keeps, where there is room.
 TABLE = 2048
@@ -83,15 +96,11 @@ class Sm90DecodeConfig(Config):
 
     dtype: str
     head_dim: int  # of both
+    rows: int  # 8 or 16
     warp_keys: int  # of a warp's tile
     warps: int
     stages: int
     cluster: int  # blocks that share a sequence and key head
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 8
 
     @property
     def threads(self) -> int:
@@ -102,8 +111,8 @@ class Sm90DecodeConfig(Config):
     def smem_bytes(self) -> int:
         """The rings, then Q, then the cluster's parts of O, then what is small."""
         rings = self.warps * self.stages * 2 * self.warp_keys * self.head_dim * 2
-        small = 64 * self.cluster + (64 + 8 * self.stages) * self.warps + 64
-        return -(-(rings + 8 * self.head_dim * (2 + 4) + small) // 1024) * 1024
+        rows = self.rows * (self.head_dim * (2 + 4) + 8 * (self.cluster + self.warps + 1))
+        return -(-(rings + rows + 8 * self.stages * self.warps) // 1024) * 1024
 
     @property
     def part_bytes(self) -> int:
@@ -259,43 +268,45 @@ def sm90_decode(
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
         return None
-    if spec.varlen or rows > 8 or num_splits is not None:
+    if spec.varlen or rows > CLUSTER_ROWS[-1] or num_splits is not None:
         return None
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTERS:
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
         return None
-    pairs, clusters = spec.batch * spec.heads_kv, CLUSTERS[spec.head_dim].items()
-    cluster = next((n for n, most in clusters if pairs <= most * multiprocessors / 132), None)
+    pairs = spec.batch * spec.heads_kv
+    sizes = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
+    cluster = next(sizes, None)
     if cluster is None or (page_size is not None and page_size < CLUSTER_TILE_KEYS):
         return None
-    parts = decode_clusters(spec, cluster, multiprocessors)
-    if parts == 1:
-        most = MOST_BLOCK_KEYS[spec.head_dim] * cluster
-        most = min(most, MOST_CLUSTER_KEYS[spec.head_dim] // pairs)
+    tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
+    if decode_clusters(spec, cluster, multiprocessors) == 1:
+        most, most_of_all = MOST_KEYS[tile_rows, spec.head_dim, cluster]
+        most = min(most, most_of_all // pairs)
     else:
-        most = MOST_SPLIT_KEYS[spec.head_dim] // pairs
+        most = MOST_SPLIT_KEYS[tile_rows] // pairs
     if spec.seqlen_k > most:
         return None
-    return _sm90_decode_variant(spec.dtype.name, spec.head_dim, cluster)
+    return _sm90_decode_variant(spec.dtype.name, spec.head_dim, tile_rows, cluster)
 
 
 def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
     """How many clusters of `cluster` blocks a sequence and key head have."""
-    if cluster != max(CLUSTERS[spec.head_dim]):
+    if cluster != max(CLUSTERS):
         return 1
-    most = CLUSTERS[spec.head_dim][cluster] * multiprocessors // 132
+    most = CLUSTERS[cluster] * multiprocessors // 132
     fit = most // (spec.batch * spec.heads_kv)
     if fit < 3:  # twice the blocks do not pay for one more merge
         return 1
     return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
 
 
-def _sm90_decode_variant(dtype: str, head_dim: int, cluster: int) -> Variant:
+def _sm90_decode_variant(dtype: str, head_dim: int, rows: int, cluster: int) -> Variant:
     """A block has a multiprocessor in clusters of 8, half of one in clusters of 4."""
     tiles = 24 if cluster == 8 else 12  # of head_dim 128 that fit
     warps = 8 if cluster == 8 or head_dim == 64 else 4
     config = Sm90DecodeConfig(
         dtype,
         head_dim,
+        rows,
         warp_keys=CLUSTER_TILE_KEYS,
         warps=warps,
         stages=tiles * 128 // head_dim // warps,
@@ -411,9 +422,9 @@ def prefix(
 ) -> Launch | None:
     """Choose a variant of attention/forward_sm90.cu for a prefix that all queries share.
 
-    It is faster than the decoding kernel where that would need a larger tile than its smallest: on
-    an H200, 32 query heads on 8, head_dim 128, 32768 keys, 55 µs beside 50 for 2 sequences, 56
-    beside 60 for 4, 92 beside 253 for 64.
+    It is faster than the decoding kernel for many rows: on an H200, 32 query heads on 8, head_dim
+    128, 32768 keys, 55 µs beside 50 for 2 sequences, 52 beside 49 for 4, 52 beside 65 for 5, 92
+    beside 253 for 64.
 
     Parameters
     ----------
@@ -535,9 +546,8 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     if capability(arch) >= 80:
         for dtype in ("float16", "bfloat16"):
             if capability(arch) == 90:
-                for head_dim, clusters in CLUSTERS.items():
-                    for cluster in clusters:
-                        yield _sm90_decode_variant(dtype, head_dim, cluster)
+                for config in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTERS):
+                    yield _sm90_decode_variant(dtype, *config)
             for head_dim in (64, 128, 256):
                 for rows in DECODE_ROWS[head_dim]:
                     yield _sm80_decode_variant(dtype, head_dim, rows, arch)
