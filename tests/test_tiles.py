@@ -72,11 +72,12 @@ def test_the_report_stays_short():
     """The forward pass in all its tiers stays under 300 rows; decoding and sampling come on top.
 
     450 were to be enough; ten more are decoding's clusters with tiles of 16 rows, without which a
-    group of 16 query heads took up to twice as long, and of 8 blocks for head_dim 64.
+    group of 16 query heads took up to twice as long, and of 8 blocks for head_dim 64; six are
+    softmax's for 50,000 and 100,000 tokens, which took up to 1.8 times as long.
     """
     rows = [v.source for arch in DEFAULT_ARCHS for v in tiles.variants(arch)]
     assert sum(source.startswith("attention/forward_") for source in rows) < 300
-    assert len(rows) < 460
+    assert len(rows) < 470
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
