@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 8192), (128, 2048), (8, 65536)]
-HEADS = [(32, 8, 128), (64, 8, 128), (32, 32, 64)]  # of queries, of keys, head_dim
+HEADS = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (32, 32, 64)]  # of queries, of keys, head_dim
 MIXED = {
     "16 to 16384": np.linspace(16, 16384, 64).astype(np.int32),
     "one long": np.array([131072] + 31 * [1024], np.int32),
