@@ -2,18 +2,10 @@
 #pragma once
 
 #include "attention/params.cuh"
+#include "tile/accumulator.cuh"
 
 using T = Config::dtype;
-
-template <class>
-struct Accumulator {
-  using type = float;
-};
-template <>
-struct Accumulator<double> {
-  using type = double;
-};
-using Acc = Accumulator<T>::type;
+using Acc = tile::Accumulator<T>;
 
 constexpr int kVec = 16 / sizeof(Acc);  // shared memory is read and written 16 bytes at a time
 

@@ -4,18 +4,10 @@
 
 #include "decoding/schedule.cuh"
 #include "ptx/b128.cuh"
+#include "tile/accumulator.cuh"
 #include "tile/softmax.cuh"
 
 namespace decoding {
-
-template <class T>
-struct Accumulator {
-  using type = float;
-};
-template <>
-struct Accumulator<double> {
-  using type = double;
-};
 
 template <class Acc>
 __device__ __forceinline__ Acc minus_infinity() {
@@ -56,7 +48,7 @@ __device__ __forceinline__ double log_of_power(double n, double x) {
 // against each other costs no digit.
 template <class T>
 struct Partial {
-  using Acc = typename Accumulator<T>::type;
+  using Acc = tile::Accumulator<T>;
 
   Vec<Acc> o = {};
   Acc max = minus_infinity<Acc>();
@@ -97,7 +89,7 @@ struct Partial {
 // fence is needed: who finds the ticket has found the numbers.
 template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch>
 struct Writer {
-  using Acc = typename Accumulator<T>::type;
+  using Acc = tile::Accumulator<T>;
   using Unit = ptx::B128;
 
   static constexpr int kVecs = kHeadDim / 4;

@@ -11,7 +11,7 @@
 #include "decoding/combine.cuh"
 
 using T = Config::dtype;
-using Acc = decoding::Accumulator<T>::type;
+using Acc = tile::Accumulator<T>;
 constexpr int kHeadDim = Config::head_dim;
 constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;

@@ -7,7 +7,7 @@
 #include "decoding/combine.cuh"
 
 using T = Config::dtype;
-using Acc = decoding::Accumulator<T>::type;
+using Acc = tile::Accumulator<T>;
 using Out = Config::out_dtype;
 
 constexpr int kMaxParts = 32;

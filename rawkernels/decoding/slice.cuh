@@ -220,12 +220,7 @@ struct Slice {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = first_row + lane % 2 * 2 + c;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          o_rows[row][permuted_column(row, 16 * step + 8 * h + lane / 4)] = o[step][r][2 * h + c];
-      if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
+      put_row<4>(r, c, row, o_rows, max_sum);
     }
   }
 
@@ -237,14 +232,22 @@ struct Slice {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = 8 * r + lane % 4 * 2 + c;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            o_rows[row][permuted_column<8>(row, 16 * step + 8 * h + lane / 4)] =
-                o[step][r][2 * h + c];
-        if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
+        put_row<8>(r, c, row, o_rows, max_sum);
       }
+  }
+
+  // A lane's columns of this warp's row 8 r + 2 t + c, as `row`; kAtOnce are written at a time.
+  template <int kAtOnce>
+  __device__ __forceinline__ void put_row(int r, int c, int row, float (*o_rows)[kHeadDim],
+                                          float2* max_sum) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        o_rows[row][permuted_column<kAtOnce>(row, 16 * step + 8 * h + lane / 4)] =
+            o[step][r][2 * h + c];
+    if (lane < 4) max_sum[row] = {row_max[r][c], row_sum[r][c]};
   }
 
   __device__ __forceinline__ static float offset(float max) {

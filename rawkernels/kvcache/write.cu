@@ -9,19 +9,12 @@
 //   one of each. 8192 tokens of 8 heads of 128, bfloat16: 18.2 to 18.5 µs on an H200 (2026-11-21),
 //   85 to 86% of the copy ceiling.
 #include "decoding/params.cuh"
+#include "tile/accumulator.cuh"
 
 using T = Config::dtype;
 constexpr int kVec = Config::vec_bytes / sizeof(T);
 
-template <class>
-struct Angle {
-  using type = float;
-};
-template <>
-struct Angle<double> {
-  using type = double;
-};
-using Acc = Angle<T>::type;
+using Acc = tile::Accumulator<T>;  // of angles
 
 // n / divisor = n * magic >> shift for n below 2^31: the divisions would come before the first
 // load.

@@ -125,7 +125,7 @@ __device__ __forceinline__ Draw race(Load load, Exact exact, Segment segment, fl
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       const float limit = 0.5f + ptx::ex2(fmaf(logit[j], slope, -bar));
-      if (!(half_plus(bits[j], base >> 7 & 1) > limit)) close |= 1u << j;
+      if (!(half_plus(bits[j], philox_side(base)) > limit)) close |= 1u << j;
     }
     for (; close != 0; close &= close - 1) {
       const int i = base + 32 * (__ffs(close) - 1) + lane;

@@ -94,7 +94,7 @@ __device__ __forceinline__ void race_row(const Tiles<kTile>& tiles, float (&ahea
         const float quad[4] = {four.x, four.y, four.z, four.w};
         uint4 words[1] = {philox_counter(philox_block(first), kTokenStream, kUpper, key)};
         philox4x32(words, key.seed);
-        const int half = first >> 7 & 1;
+        const int half = philox_side(first);
         if (!stand_out(row, largest_of_four(quad), words[0], half)) continue;
         const unsigned close = may_be_first(row, quad, words[0], half);
 #pragma unroll
@@ -263,6 +263,8 @@ __device__ __forceinline__ int race_filtered(const Row& logits, int vocab, float
       __syncthreads();
       if (threadIdx.x == 0) {
         smem.row.surveyed = false;
+        // 32 times as much of it, unless its mass is to be summed; from now on in masses about
+        // `high`.
         smem.row.chance *= 32.0f * ptx::ex2((high - smem.row.ref) * smem.row.slope);
         smem.row.sparse = smem.row.min_p > 0.0f;
         smem.row.ref = high;

@@ -41,6 +41,9 @@ __device__ __forceinline__ unsigned philox_block(int index) {
   return unsigned(index >> 8) << 5 | unsigned(index & 31);
 }
 
+// Which half of a counter's numbers is an index's: 0 is the lower one.
+__device__ __forceinline__ int philox_side(int index) { return index >> 7 & 1; }
+
 // What an index has of its counter's numbers, 16 bits.
 __device__ __forceinline__ unsigned philox_half(uint4 words, int index) {
   const int number = index >> 5 & 3;
@@ -48,7 +51,7 @@ __device__ __forceinline__ unsigned philox_half(uint4 words, int index) {
                         : number == 1 ? words.y
                         : number == 2 ? words.z
                                       : words.w;
-  return word >> (index >> 7 & 1) * 16 & 0xffffu;
+  return word >> philox_side(index) * 16 & 0xffffu;
 }
 
 // Strictly between 0 and 1: the float nearest to (bits + 1/2) / 2^32, but never 1.

@@ -88,12 +88,11 @@ class SoftmaxConfig(Config):
     dtype: str
     cluster: int
     values: int  # of the row, in a thread's registers
-    threads_per_block: int
     blocks_per_sm: int
 
     @property
     def threads(self) -> int:
-        return self.threads_per_block
+        return 256
 
     @property
     def row(self) -> int:
@@ -247,14 +246,14 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
     """In ascending order of the vocabulary that fits."""
     if capability(arch) == 90:
         configs = [
-            (4, 16, 256, 6),
-            (CLUSTER, 16, 256, 6),
-            (CLUSTER, 32, 256, 4),
-            (CLUSTER, 48, 256, 3),
-            (CLUSTER, 80, 256, 2),
+            (4, 16, 6),
+            (CLUSTER, 16, 6),
+            (CLUSTER, 32, 4),
+            (CLUSTER, 48, 3),
+            (CLUSTER, 80, 2),
         ]
     else:
-        configs = [(CLUSTER if capability(arch) > 90 else 1, 64, 256, 2)]
+        configs = [(CLUSTER if capability(arch) > 90 else 1, 64, 2)]
     return tuple(
         Variant("sampling/softmax.cu", "softmax", SoftmaxConfig(dtype, *config))
         for config in configs
