@@ -26,13 +26,13 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 def tier(request, monkeypatch):
     """What serves the calls: this GPU's fastest tier, the one for Ampere and newer, or the one
     that runs anywhere."""
-    from cuattn.gpu import attention, compiler, tiles
+    from cuattn.gpu import attention, compiler, dispatch
 
     if request.param == "sm80" and compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
         pytest.skip("sm80 is this GPU's fastest tier")
     if request.param != "fastest":
-        one = {request.param: tiles.attention.FORWARD_TIERS[request.param]}
-        monkeypatch.setattr(tiles.attention, "FORWARD_TIERS", one)
+        one = {request.param: dispatch.attention.FORWARD_TIERS[request.param]}
+        monkeypatch.setattr(dispatch.attention, "FORWARD_TIERS", one)
     attention._plan.cache_clear()
     yield request.param
     attention._plan.cache_clear()

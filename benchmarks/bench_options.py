@@ -3,7 +3,7 @@
 ``pytest benchmarks/bench_options.py --benchmark-json=benchmarks/results/NAME.json``
 
 A call that sees fewer keys, or whose sequences end within a tile, is judged by the products it
-computes (``tiles.products_of_tiles`` counts what attention/forward_sm90.cu does): 64 queries
+computes (``dispatch.products_of_tiles`` counts what attention/forward_sm90.cu does): 64 queries
 times whole blocks of keys, but for the blocks that a consumer skips. The two take turns by
 themselves, since a kernel that uses all the power there is leaves a lower clock to the one that
 follows.
@@ -87,14 +87,16 @@ def varlen(name: str, lengths: list[int], heads: int, head_dim: int, **options: 
 
 def computed(spec: Any, has_score: bool, elementwise: bool, seqlen: int | None = None) -> float:
     """Floating-point operations of one sequence, of `seqlen` where the call is varlen."""
-    from cuattn.gpu import compiler, tiles
+    from cuattn.gpu import compiler, dispatch
 
     arch = compiler.device_arch(cupy.cuda.Device().id)
-    launch = tiles.forward(spec, arch, has_score=has_score, elementwise=elementwise, aligned=True)
+    launch = dispatch.forward(
+        spec, arch, has_score=has_score, elementwise=elementwise, aligned=True
+    )
     config = launch.variant.config
     if seqlen is not None:
         spec = dataclasses.replace(spec, seqlen_q=seqlen, seqlen_k=seqlen)
-    scores = tiles.products_of_tiles(spec, config).sum() * 64 * config.tile_n
+    scores = dispatch.products_of_tiles(spec, config).sum() * 64 * config.tile_n
     return 2.0 * spec.heads_q * scores * (spec.head_dim + spec.head_dim_v)
 
 

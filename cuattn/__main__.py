@@ -28,6 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     compile_.add_argument(
         "--jobs", type=int, help="processes to compile in (default: one a core of this machine)"
     )
+    compile_.add_argument(
+        "--digest",
+        metavar="FILE",
+        help="write a digest of each variant's machine code; where FILE exists, compare with it",
+    )
     commands.add_parser("config", help="print versions, devices, tiers and the kernel cache")
     arguments = parser.parse_args(argv)
 
@@ -42,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.exit(1, f"compile: {error}; pip install cuattn[cuda13] brings the compiler\n")
     from cuattn.gpu.report import compile_report
 
-    return compile_report(arguments.arch, arguments.jobs)
+    return compile_report(arguments.arch, arguments.jobs, arguments.digest)
 
 
 if __name__ == "__main__":

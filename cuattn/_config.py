@@ -74,9 +74,9 @@ def _devices(runtime: Any) -> Iterator[str]:
 
 def _tiers(arch: str) -> list[str]:
     """The tiers with kernels for an architecture, fastest first."""
-    from cuattn.gpu import tiles
+    from cuattn.gpu import dispatch
 
-    stems = (pathlib.PurePosixPath(variant.source).stem for variant in tiles.variants(arch))
+    stems = (pathlib.PurePosixPath(variant.source).stem for variant in dispatch.variants(arch))
     found = {stem.rpartition("_")[2] for stem in stems}
     return [tier for tier in ("sm90", "sm80", "simt") if tier in found]
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from cuattn.__main__ import main
-from cuattn.gpu import compiler, tiles
+from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.compiler import CompileError, Config, Variant
 from cuattn.gpu.report import DEFAULT_ARCHS
 
@@ -173,13 +173,71 @@ def test_error_shows_kernel_config_and_log(variant):
     [(CLEAN, 0, "no spill"), (SPILLS, 1, "FAILED"), (BROKEN, 1, "no_such_name")],
     ids=["clean", "spills", "broken"],
 )
-def test_command_reports_and_fails_where_it_must(variant, monkeypatch, capsys, text, status, shown):
+def test_command_reports_and_fails_where_it_must(
+    variant, monkeypatch, tmp_path, capsys, text, status, shown
+):
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path / "reports"))
     example = variant(text)
-    monkeypatch.setattr(tiles, "variants", lambda arch: iter([example]))
+    monkeypatch.setattr(dispatch, "variants", lambda arch: iter([example]))
     assert main(["compile", "--arch", "sm_80,sm_90a", "--jobs", "1"]) == status
     printed = capsys.readouterr().out
     assert printed.count("example") >= 2
     assert shown in printed
+
+
+@pytest.fixture
+def compiled(variant, monkeypatch, tmp_path):
+    """Compile a text as the only variant there is, through the command; what it printed."""
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path / "reports"))
+
+    def run(text: str, *arguments: str, entry: str = "example") -> int:
+        example = dataclasses.replace(variant(text), entry=entry)
+        compiler.resolve.cache_clear()
+        monkeypatch.setattr(dispatch, "variants", lambda arch: iter([example]))
+        return main(["compile", "--arch", "sm_80", "--jobs", "1", *arguments])
+
+    return run
+
+
+def test_digest_tells_changed_machine_code_from_a_changed_text(compiled, capsys, tmp_path):
+    file = tmp_path / "digest"
+    assert compiled(CLEAN, "--digest", str(file)) == 0
+    assert len(file.read_text().splitlines()) == 1
+    capsys.readouterr()
+
+    same = CLEAN.replace("tile[", "renamed[") + "// and a comment\n"
+    assert compiled(same, "--digest", str(file)) == 0
+    assert "1 variants the same, 0 renamed and the same, 0 changed" in capsys.readouterr().out
+
+    renamed = CLEAN.replace(" example(", " other(")
+    assert compiled(renamed, "--digest", str(file), entry="other") == 0
+    assert "0 variants the same, 1 renamed and the same, 0 changed" in capsys.readouterr().out
+
+    changed = CLEAN.replace("+ 1", "+ 2")
+    assert compiled(changed, "--digest", str(file)) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^changed +sm_80 .* example ", printed, re.MULTILINE)
+    assert "0 variants the same, 0 renamed and the same, 1 changed" in printed
+
+
+def test_reports_are_kept_until_what_they_depend_on_changes(variant, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path / "reports"))
+    first = compiler.report(variant(CLEAN), "sm_80")
+
+    def must_not(*_):
+        raise AssertionError("compiled again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "compile_variant", must_not)
+        assert compiler.report(first.variant, "sm_80") == first
+        with pytest.raises(AssertionError, match="compiled again"):
+            compiler.report(first.variant, "sm_90a")
+    compiler.resolve.cache_clear()
+    again = compiler.report(variant(CLEAN.replace("+ 1", "+ 2")), "sm_80")
+    assert again.code_digest != first.code_digest
+    for file in (tmp_path / "reports").iterdir():
+        file.write_text("{}")
+    assert compiler.report(again.variant, "sm_80").code_digest == again.code_digest
 
 
 def test_every_kernel_compiles(say):
@@ -188,11 +246,11 @@ def test_every_kernel_compiles(say):
     chosen = {
         (variant.source, variant.entry, arch): variant
         for arch in DEFAULT_ARCHS
-        for variant in tiles.variants(arch)
+        for variant in dispatch.variants(arch)
     }
     say(f"compiling {len(chosen)} kernels with NVRTC")
     for (_, _, arch), variant in chosen.items():
-        assert compiler.compile_variant(variant, arch).registers > 0
+        assert compiler.report(variant, arch).registers > 0
 
 
 def test_show_config(capsys):
@@ -234,7 +292,7 @@ def test_command_fills_the_kernel_cache(variant, monkeypatch, tmp_path):
 
     example = variant(CLEAN)
     cache = tmp_path / "cache"
-    monkeypatch.setattr(tiles, "variants", lambda arch: iter([example]))
+    monkeypatch.setattr(dispatch, "variants", lambda arch: iter([example]))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
     arch = compiler.device_arch(cupy.cuda.Device().id)
     assert main(["compile", "--arch", arch, "--jobs", "1"]) == 0

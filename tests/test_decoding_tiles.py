@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import params, tiles
+from cuattn.gpu import dispatch, params
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
 
@@ -41,9 +41,9 @@ def specs(draw):
 @pytest.mark.parametrize("arch", ARCHS)
 @given(spec=specs(), multiprocessors=st.integers(1, 200), aligned=st.booleans())
 def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned):
-    launch = tiles.decode(spec, arch, multiprocessors=multiprocessors, aligned=aligned)
+    launch = dispatch.decode(spec, arch, multiprocessors=multiprocessors, aligned=aligned)
     config = launch.variant.config
-    assert launch.variant in set(tiles.decode_variants(arch))
+    assert launch.variant in set(dispatch.decode_variants(arch))
     assert max(spec.head_dim, spec.head_dim_v) <= config.head_dim
     if "sm90" in launch.variant.source:
         assert aligned
@@ -64,7 +64,7 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
     if "sm80" in launch.variant.source:
         assert aligned
         assert spec.dtype.itemsize == 2
-        shared = tiles.SHARED_KIB.get(tiles.capability(arch), 100) * 1024
+        shared = dispatch.SHARED_KIB.get(dispatch.capability(arch), 100) * 1024
         assert config.blocks_per_sm * (config.smem_bytes + 1024) <= shared
 
 
@@ -120,7 +120,7 @@ def test_few_sequences_have_clusters(change, clusters):
         *[np.dtype(np.float16)] * 3,
         causal=True,
     )
-    launch = tiles.decode(
+    launch = dispatch.decode(
         spec,
         call["arch"],
         multiprocessors=132,
@@ -135,7 +135,7 @@ def test_few_sequences_have_clusters(change, clusters):
 
 @given(heads=st.integers(1, 300), blocks=st.integers(1, 600))
 def test_head_lanes_leave_few_blocks_idle(heads, blocks):
-    lanes = tiles.decode_head_lanes(heads, blocks)
+    lanes = dispatch.decode_head_lanes(heads, blocks)
     assert heads % lanes == 0
     assert blocks // lanes * lanes >= 0.95 * max(
         blocks // n * n for n in range(1, min(heads, blocks) + 1) if heads % n == 0
@@ -144,8 +144,8 @@ def test_head_lanes_leave_few_blocks_idle(heads, blocks):
 
 @given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
 def test_there_is_a_slot_for_every_partial_result(spec, splits):
-    launch = tiles.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
-    slots = tiles.decode_slots(spec, launch, splits, 1024)
+    launch = dispatch.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
+    slots = dispatch.decode_slots(spec, launch, splits, 1024)
     if "sm90" in launch.variant.source:
         parts = launch.grid[0] // launch.variant.config.cluster
         assert slots == (0 if parts == 1 else parts * spec.batch * spec.heads_kv)
@@ -162,10 +162,10 @@ def test_there_is_a_slot_for_every_partial_result(spec, splits):
 
 @given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
 def test_one_item_is_one_for_each_block(spec, splits):
-    launch = tiles.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
+    launch = dispatch.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
     rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
     items = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
-    one = tiles.decode_one_item(spec, launch, splits)
+    one = dispatch.decode_one_item(spec, launch, splits)
     lanes = launch.grid[0] if "sm90" not in launch.variant.source else 0
     assert one == (items == lanes and splits is None and not spec.varlen)
 

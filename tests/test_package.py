@@ -124,8 +124,8 @@ def requirements(wheel: pathlib.Path) -> list[str]:
 COMPILE_ONE = """
 import pathlib
 import cuattn
-from cuattn.gpu import compiler, tiles
-variant = next(tiles.variants("sm_80"))
+from cuattn.gpu import compiler, dispatch
+variant = next(dispatch.variants("sm_80"))
 report = compiler.compile_variant(variant, "sm_80")
 assert report.registers > 0
 print(pathlib.Path(cuattn.__file__).parent, compiler.source_root(), sep="\\n")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import compiler, params, tiles
+from cuattn.gpu import compiler, dispatch, params
 
 STRUCTS = {
     "ForwardParams": (params.FORWARD_PARAMS, "attention/forward_simt.cu"),
@@ -38,7 +38,7 @@ def compile_with(monkeypatch):
     full_source = compiler.full_source
 
     def compile_file(source: str, text: str) -> None:
-        variant = next(v for v in tiles.variants("sm_90a") if v.source == source)
+        variant = next(v for v in dispatch.variants("sm_90a") if v.source == source)
         monkeypatch.setattr(compiler, "full_source", lambda v: full_source(v) + text)
         compiler.compile_variant(variant, "sm_90a")
 

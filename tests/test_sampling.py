@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cuattn import sampling
 from cuattn._philox import philox4x32, uniform
-from cuattn.gpu import tiles
+from cuattn.gpu import dispatch
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
 WORD = np.uint64
@@ -279,20 +279,20 @@ def test_a_draw_takes_penalties_along(batch, seed):
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"])
 @given(rows=st.integers(1, 4096), vocab=st.integers(1, 400_000), length=st.integers(0, 9000))
 def test_every_choice_of_a_kernel_is_a_listed_variant(arch, rows, vocab, length):
-    listed = set(tiles.sampling_variants(arch))
-    for dtype in tiles.sampling.LOGIT_DTYPES:
-        softmax = tiles.softmax(dtype, rows, vocab, arch)
+    listed = set(dispatch.sampling_variants(arch))
+    for dtype in dispatch.sampling.LOGIT_DTYPES:
+        softmax = dispatch.softmax(dtype, rows, vocab, arch)
         assert softmax.variant in listed
         assert softmax.grid == (rows * softmax.variant.config.cluster,)
         for penalised in (False, True):
-            launch = tiles.sample(dtype, rows, arch, penalised=penalised)
+            launch = dispatch.sample(dtype, rows, arch, penalised=penalised)
             assert launch.variant in listed
             assert launch.grid == (rows * launch.variant.config.cluster,)
-            part = tiles.segment(vocab, launch.variant.config.cluster)
+            part = dispatch.segment(vocab, launch.variant.config.cluster)
             assert part * launch.variant.config.cluster >= vocab and part % 128 == 0
-        launch, part = tiles.penalize(dtype, rows, vocab, length, 3)
+        launch, part = dispatch.penalize(dtype, rows, vocab, length, 3)
         assert launch.variant in listed and launch.grid[0] * part >= vocab
-        assert tiles.penalty_bytes(part, length, 3) <= launch.variant.config.smem_bytes
+        assert dispatch.penalty_bytes(part, length, 3) <= launch.variant.config.smem_bytes
 
 
 def probabilities(rng, *shape):

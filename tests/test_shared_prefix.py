@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import compiler, sm90, tensormap, tiles
+from cuattn.gpu import compiler, dispatch, sm90, tensormap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -31,7 +31,7 @@ def spec_of(tokens, length, *, heads=8, group=4, dims=(128, 128), dtype=BFLOAT16
 
 
 def choose(spec, arch="sm_90a", page_size=16, multiprocessors=132):
-    return tiles.prefix(spec, arch, multiprocessors=multiprocessors, page_size=page_size)
+    return dispatch.prefix(spec, arch, multiprocessors=multiprocessors, page_size=page_size)
 
 
 def test_64_sequences_fill_the_device_once():
@@ -91,8 +91,8 @@ def test_where_a_cascade_pays(batch, length, hopper, elsewhere):
         (batch, length + 128, 8, 128),
         *[BFLOAT16] * 3,
     )
-    assert tiles.cascade_pays(spec, length, "sm_90a") == hopper
-    assert tiles.cascade_pays(spec, length, "sm_80") == elsewhere
+    assert dispatch.cascade_pays(spec, length, "sm_90a") == hopper
+    assert dispatch.cascade_pays(spec, length, "sm_80") == elsewhere
 
 
 @given(
@@ -113,7 +113,7 @@ def test_every_choice_is_listed_and_covers(
     if launch is None:
         return
     config = launch.variant.config
-    assert launch.variant in set(tiles.variants("sm_90a"))
+    assert launch.variant in set(dispatch.variants("sm_90a"))
     assert max(dims) <= config.head_dim == config.head_dim_v
     assert config.smem_bytes <= 227 * 1024
     tiles_of_part, parts = launch.grid

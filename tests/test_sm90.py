@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import sm90, tensormap, tiles
+from cuattn.gpu import dispatch, sm90, tensormap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def plan(*shapes, **options):
     spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
-    config = tiles.forward(spec, "sm_90a", has_score=False, aligned=True).variant.config
+    config = dispatch.forward(spec, "sm_90a", has_score=False, aligned=True).variant.config
     strides = tuple(np.empty(shape, BFLOAT16).strides for shape in shapes)
     return sm90.plan(spec, config, 132, strides), config
 
@@ -54,7 +54,7 @@ def test_maps_of_bias_and_mask(dtype):
     """What the copy engine can address has a map; the rest is left to the kernel."""
     shape = (2, 304, 8, 128)
     spec = attention_spec("flash_attention", *[shape] * 3, *[BFLOAT16] * 3)
-    config = tiles.forward(spec, "sm_90a", has_score=True, aligned=True).variant.config
+    config = dispatch.forward(spec, "sm_90a", has_score=True, aligned=True).variant.config
     strides = (np.empty(shape, BFLOAT16).strides,) * 3
 
     def mapped(array, **options):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import MAX_HEAD_DIM, attention_spec
-from cuattn.gpu import tiles
-from cuattn.gpu.report import DEFAULT_ARCHS
+from cuattn.gpu import dispatch
 
 #: Every architecture of CUDA 12 and 13 wheels, and the shared memory a block of it may have.
 SMEM_LIMITS = {
@@ -59,7 +58,7 @@ def specs(draw):
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
 def test_variants_fit_the_gpu(arch):
-    variants = list(tiles.variants(arch))
+    variants = list(dispatch.variants(arch))
     assert variants
     assert len(set(variants)) == len(variants), "a variant is listed twice"
     for variant in variants:
@@ -68,23 +67,11 @@ def test_variants_fit_the_gpu(arch):
         assert 32 <= variant.config.threads <= 1024, variant
 
 
-def test_the_report_stays_short():
-    """The forward pass in all its tiers stays under 300 rows; decoding and sampling come on top.
-
-    450 were to be enough; ten more are decoding's clusters with tiles of 16 rows, without which a
-    group of 16 query heads took up to twice as long, and of 8 blocks for head_dim 64; six are
-    softmax's for 50,000 and 100,000 tokens, which took up to 1.8 times as long.
-    """
-    rows = [v.source for arch in DEFAULT_ARCHS for v in tiles.variants(arch)]
-    assert sum(source.startswith("attention/forward_") for source in rows) < 300
-    assert len(rows) < 470
-
-
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
 @given(spec=specs(), has_score=st.booleans(), aligned=st.booleans())
 def test_every_choice_is_a_listed_variant(arch, spec, has_score, aligned):
-    launch = tiles.forward(spec, arch, has_score=has_score, aligned=aligned)
-    assert launch.variant in set(tiles.variants(arch))
+    launch = dispatch.forward(spec, arch, has_score=has_score, aligned=aligned)
+    assert launch.variant in set(dispatch.variants(arch))
     assert all(1 <= n <= limit for n, limit in zip(launch.grid, MAX_GRID, strict=False))
     if spec.dtype in (np.float32, np.float64):
         assert "simt" in launch.variant.source, "tensor cores would round it"
@@ -104,7 +91,7 @@ def forward_spec(seqlen, head_dim, *, batch=None, heads=None, head_dim_v=None, *
 
 
 def hopper_config(spec, **options):
-    launch = tiles.forward(spec, "sm_90a", **{"has_score": False, "aligned": True, **options})
+    launch = dispatch.forward(spec, "sm_90a", **{"has_score": False, "aligned": True, **options})
     assert launch.variant.source == "attention/forward_sm90.cu"
     return launch.variant.config
 
@@ -140,13 +127,13 @@ def test_the_batch_has_no_say_in_hopper_tiles(batch, seqlen, causal):
 def test_what_the_copy_engine_cannot_do_goes_to_another_tier():
     def source(*, has_score=False, aligned=True, **options):
         spec = forward_spec(512, 64, **options)
-        return tiles.forward(spec, "sm_90a", has_score=has_score, aligned=aligned).variant.source
+        return dispatch.forward(spec, "sm_90a", has_score=has_score, aligned=aligned).variant.source
 
     assert source() == "attention/forward_sm90.cu"
     assert source(aligned=False) == "attention/forward_sm80.cu"
     assert source(head_dim_v=36) == "attention/forward_sm80.cu"
     assert source(scale=-1.0) == "attention/forward_sm80.cu"
-    assert tiles.forward(
+    assert dispatch.forward(
         forward_spec(512, 64), "sm_80", has_score=False, aligned=True
     ).variant.source == ("attention/forward_sm80.cu")
 
@@ -178,7 +165,7 @@ def test_hopper_blocks_have_the_same_to_do(head_dim, seqlen, options):
     the same."""
     spec = forward_spec(seqlen, head_dim, **options)
     config = hopper_config(spec)
-    section = tiles.sm90_section(spec, config, 132)
+    section = dispatch.sm90_section(spec, config, 132)
     assert (section > 0) == bool(options)
     found = walk(spec, config, section, 132)
     rows = -(-seqlen // config.tile_m)
@@ -208,7 +195,7 @@ def test_hopper_computes_what_queries_see_and_little_more(head_dim, options):
     sees = (i - left <= j) & (j <= i + spec.window_right)
     blocks = np.add.reduceat(sees, np.arange(0, 2048, config.tile_n), axis=1) > 0
     needed = (np.add.reduceat(blocks, np.arange(0, 2048, 64), axis=0) > 0).sum()
-    computed = tiles.products_of_tiles(spec, config)
+    computed = dispatch.products_of_tiles(spec, config)
     assert needed <= computed.sum() <= needed + config.warpgroups * len(computed)
 
 
@@ -221,7 +208,7 @@ def test_hopper_takes_varlen_tiles_of_several_heads_at_a_time():
         spec = attention_spec(
             "flash_attention_varlen", *[shape] * 3, *dtypes, sequences=sequences, **options
         )
-        return tiles.sm90_section(spec, hopper_config(spec), 132)
+        return dispatch.sm90_section(spec, hopper_config(spec), 132)
 
     assert section(32768, 64, causal=True) == 16
     assert 1 < section(32768, 10, causal=True) < 16

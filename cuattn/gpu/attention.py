@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, sm90, tensormap, tiles
+from cuattn.gpu import compiler, dispatch, sm90, tensormap
 from cuattn.gpu.memory import contiguous, delivered, on, pointer, scratch, target
 from cuattn.gpu.params import forward_pointers, forward_shape
 from cuattn.gpu.plan import Plan, layout
@@ -111,7 +111,7 @@ def _plan(
     """Choose and compile the kernel of a call, and pack what stays the same between calls like
     it."""
     strides = _meaningful(spec, strides)
-    launch = tiles.forward(
+    launch = dispatch.forward(
         spec,
         compiler.device_arch(device),
         has_score=not (bias is None and mask is None and alibi_slopes is None),
@@ -119,7 +119,7 @@ def _plan(
         aligned=aligned and all(tensormap.addressable(array[:-1]) for array in strides),
     )
     config, grid, plan = launch.variant.config, launch.grid, None
-    if isinstance(config, tiles.Sm90ForwardConfig):
+    if isinstance(config, dispatch.Sm90ForwardConfig):
         blocks = min(grid[0], compiler.multiprocessors(device))
         grid = (blocks,)
         plan = sm90.plan(spec, config, blocks, strides, bias, mask, score_aligned=score_aligned)

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import importlib.resources
+import json
+import os
 import pathlib
 import re
+import struct
 import time
 from typing import Any
 
@@ -89,6 +94,7 @@ class Report:
     stack_bytes: int  # local memory: what spills, and arrays that are indexed at run time
     warnings: tuple[str, ...]  # serialised wgmma and the like: C7510 to C7519
     milliseconds: float
+    code_digest: str  # of the machine code: the same where two variants run the same instructions
 
     @property
     def clean(self) -> bool:
@@ -177,6 +183,59 @@ def kernel(variant: Variant, device: int) -> Any:
     return function
 
 
+def report(variant: Variant, arch: str) -> Report:
+    """What compiling a variant gives: from the cache on disk, or by :func:`compile_variant`.
+
+    The cache is the folder ``CUATTN_CACHE_DIR``, or else ``cuattn`` in the user's cache folder
+    (``XDG_CACHE_HOME``, ``~/.cache``). An entry's name is a hash of everything that the result
+    depends on, so none is ever out of date; a variant that does not compile has no entry.
+    """
+    file = cache_dir() / f"{_cache_key(variant, arch)}.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return Report(variant, arch, **{**fields, "warnings": tuple(fields["warnings"])})
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or not written by this version
+        pass
+    compiled = compile_variant(variant, arch)
+    fields = {
+        field.name: getattr(compiled, field.name)
+        for field in dataclasses.fields(Report)
+        if field.name not in ("variant", "arch")
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")  # processes may write the same entry
+    unfinished.write_text(json.dumps(fields), encoding="utf-8")
+    unfinished.replace(file)
+    return compiled
+
+
+def cache_dir() -> pathlib.Path:
+    """The folder of the compile reports."""
+    named = os.environ.get("CUATTN_CACHE_DIR")
+    if named:
+        return pathlib.Path(named)
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cuattn"
+
+
+def _cache_key(variant: Variant, arch: str) -> str:
+    text = "\0".join((*_compiler_versions(), *options(arch), variant.entry, full_source(variant)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _compiler_versions() -> tuple[str, ...]:
+    """The versions of NVRTC and of the wheels that bring it and CUDA's headers."""
+    from cuda.bindings import nvrtc
+
+    wheels = []
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime"):
+        try:
+            wheels.append(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            wheels.append("")
+    return (*map(str, nvrtc.nvrtcVersion()[1:]), *wheels)
+
+
 def compile_variant(variant: Variant, arch: str) -> Report:
     """Compile with NVRTC alone: no GPU, no CuPy. Needs cuda-bindings and NVIDIA's NVRTC and runtime
     wheels.
@@ -200,6 +259,11 @@ def compile_variant(variant: Variant, arch: str) -> Report:
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     buffer = bytes(size)
     nvrtc.nvrtcGetProgramLog(program, buffer)
+    cubin = b""
+    if result == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = bytes(size)
+        nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(program)
     log = buffer.decode(errors="replace").strip("\0\n ")
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -213,7 +277,29 @@ def compile_variant(variant: Variant, arch: str) -> Report:
         stack_bytes=_largest(r"(\d+) bytes stack frame", log),
         warnings=tuple(re.findall(r"C751\d", log)),
         milliseconds=milliseconds,
+        code_digest=code_digest(cubin),
     )
+
+
+def code_digest(cubin: bytes) -> str:
+    """Hash the machine code and the constants of a cubin, an ELF file: neither names nor notes."""
+    (section_headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [
+        # (name, type, flags, address, offset, size)
+        struct.unpack_from("<2I4Q", cubin, section_headers + i * size)
+        for i in range(count)
+    ]
+    name_table = headers[names][4]
+    digest = hashlib.sha256()
+    for name, _, _, _, offset, length in headers:
+        start = name_table + name
+        text = cubin[start : cubin.index(b"\0", start)].decode()
+        if text.startswith((".text", ".nv.constant", ".nv.global.init")):
+            content = cubin[offset : offset + length]
+            digest.update(text.split(".")[1].encode() + b"%d" % length)
+            digest.update(content)
+    return digest.hexdigest()[:32]
 
 
 def _largest(pattern: str, log: str) -> int:

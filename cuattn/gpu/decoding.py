@@ -11,7 +11,7 @@ import numpy as np
 
 from cuattn._arrays import reshaped
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, shared_prefix, tensormap, tiles
+from cuattn.gpu import compiler, dispatch, shared_prefix, tensormap
 from cuattn.gpu.memory import (
     contiguous,
     delivered,
@@ -109,7 +109,7 @@ def decode(
 
 @functools.lru_cache(maxsize=4096)
 def _cascade_pays(spec: AttentionSpec, length: int, device: int) -> bool:
-    return tiles.cascade_pays(spec, length, compiler.device_arch(device))
+    return dispatch.cascade_pays(spec, length, compiler.device_arch(device))
 
 
 def _cascade(
@@ -286,7 +286,7 @@ def _plan(
 ) -> DecodePlan:
     """Choose and compile the kernel of a call, and pack what stays the same between calls like
     it."""
-    launch = tiles.decode(
+    launch = dispatch.decode(
         spec,
         compiler.device_arch(device),
         multiprocessors=compiler.multiprocessors(device),
@@ -296,13 +296,13 @@ def _plan(
         num_splits=num_splits,
     )
     config = launch.variant.config
-    slots = tiles.decode_slots(spec, launch, num_splits, UNIT_KEYS)
+    slots = dispatch.decode_slots(spec, launch, num_splits, UNIT_KEYS)
     return DecodePlan(
         kernel=compiler.kernel(launch.variant, device),
         grid=launch.grid,
         block=(config.threads,),
         smem_bytes=config.smem_bytes,
-        map_rows=config.warp_keys if isinstance(config, tiles.Sm90DecodeConfig) else 0,
+        map_rows=config.warp_keys if isinstance(config, dispatch.Sm90DecodeConfig) else 0,
         shape=decode_shape(
             spec,
             strides,
@@ -315,7 +315,7 @@ def _plan(
             unit_keys=UNIT_KEYS,
             num_splits=num_splits,
             head_lanes=launch.grid[0],
-            one_item=tiles.decode_one_item(spec, launch, num_splits),
+            one_item=dispatch.decode_one_item(spec, launch, num_splits),
         ),
         partials=slots * config.part_bytes,
     )
@@ -356,7 +356,7 @@ def _merge(
 ) -> None:
     """Launch the merge kernel: parts of the same strides, `out` contiguous."""
     part, device = outs[0], out.device.id
-    kernel = compiler.kernel(tiles.merge(part.dtype.name, out.dtype.name), device)
+    kernel = compiler.kernel(dispatch.merge(part.dtype.name, out.dtype.name), device)
     rows, dim = part.shape[:-1], part.shape[-1]
     lse_strides = [lse.strides[axis] // lse.itemsize for axis in lse_axes]
     strides = [stride // part.itemsize for stride in part.strides[:-1]]

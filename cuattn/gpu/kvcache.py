@@ -9,7 +9,7 @@ import functools
 import cupy
 import numpy as np
 
-from cuattn.gpu import compiler, tiles
+from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import capturing, on, pointer, temporaries
 from cuattn.gpu.params import cache_write_pointers, cache_write_shape
 from cuattn.gpu.plan import Plan
@@ -48,8 +48,8 @@ class Batch:
         numbers[header::2] = positions * width + columns
         numbers[header + 1 :: 2] = pages
         with on(self.page_table):
-            kernel = compiler.kernel(tiles.CACHE_UPDATE, self.page_table.device.id)
-            threads = tiles.CACHE_UPDATE.config.threads
+            kernel = compiler.kernel(dispatch.CACHE_UPDATE, self.page_table.device.id)
+            threads = dispatch.CACHE_UPDATE.config.threads
             kernel(
                 (-(-(header + pages.size) // threads),),
                 (threads,),
@@ -134,7 +134,7 @@ def _plan(
     total, heads, *dims = shape
     itemsize = dtype.itemsize
     bytes_between = (n for array in strides for n in array[:-1])
-    variant = tiles.cache_write(
+    variant = dispatch.cache_write(
         dtype.name,
         itemsize,
         aligned=aligned

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn.gpu import compiler, tiles
+from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
 from cuattn.gpu.plan import by_value
 
@@ -84,7 +84,7 @@ def sample(
     amended = None
     if penalties is not None:
         # The k largest can be told by a table of what is penalised.
-        ranked = isinstance(top_k, int) and top_k <= tiles.MAX_RANKED
+        ranked = isinstance(top_k, int) and top_k <= dispatch.MAX_RANKED
         if ranked and _all_rows(typical_p, 1):
             amended = _amend(logits, penalties)
         if amended is None:
@@ -92,7 +92,7 @@ def sample(
                 logits = apply_penalties(logits, penalties)
     tokens = cupy.empty(len(logits), np.int32)
     # Typical-p and a long top-k take several passes; values on the device may ask for them.
-    several = isinstance(top_k, int) and tiles.MAX_RANKED < top_k < logits.shape[1]
+    several = isinstance(top_k, int) and dispatch.MAX_RANKED < top_k < logits.shape[1]
     several |= isinstance(typical_p, float) and typical_p < 1
     known = isinstance(top_k, int) and isinstance(typical_p, float)
     if not several:
@@ -115,11 +115,11 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
     out = cupy.empty(logits.shape, logits.dtype)
     if out.size:
         shape = logits.shape
-        launch, segment = tiles.penalize(FLOAT_DTYPES[logits.dtype], *shape, *_listed(penalties))
+        launch, segment = dispatch.penalize(FLOAT_DTYPES[logits.dtype], *shape, *_listed(penalties))
         params = _PACK_PENALIZE(
             logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
         )
-        nbytes = tiles.penalty_bytes(min(shape[1], segment), *_listed(penalties))
+        nbytes = dispatch.penalty_bytes(min(shape[1], segment), *_listed(penalties))
         _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
     return out
 
@@ -129,7 +129,7 @@ def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
     where :func:`apply_penalties` is better."""
     dense = isinstance(penalties.bias, cupy.ndarray) or penalties.allowed is not None
     listed = _listed(penalties)
-    choice = None if dense else tiles.amend(FLOAT_DTYPES[logits.dtype], *logits.shape, *listed)
+    choice = None if dense else dispatch.amend(FLOAT_DTYPES[logits.dtype], *logits.shape, *listed)
     if choice is None or not logits.size:
         return None
     launch, bits, nbytes = choice
@@ -190,7 +190,7 @@ def speculative_sample(
             nodes - 1,
             vocab,
         )
-        _launch(tiles.speculate(rows, _arch()), params)
+        _launch(dispatch.speculate(rows, _arch()), params)
     return tokens, accepted
 
 
@@ -239,7 +239,7 @@ def beam_step(
 
 def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) -> None:
     k = indices.shape[1]
-    if k <= tiles.MAX_RANKED:
+    if k <= dispatch.MAX_RANKED:
         return _stream(logits, _OFF, top=(values, indices))
     # More than a block can list: whole rows are sorted.
     with temporaries():
@@ -261,13 +261,13 @@ def _draw(
     tokens = cupy.empty(len(logits), np.int32)
     if not len(logits):
         return tokens
-    launch = tiles.sample(
+    launch = dispatch.sample(
         FLOAT_DTYPES[logits.dtype], len(logits), _arch(), penalised=bool(penalties)
     )
     arguments, nbytes = _NO_PENALTIES, 0
     if penalties is not None:
-        segment = tiles.segment(logits.shape[1], launch.variant.config.cluster)
-        nbytes = tiles.penalty_bytes(segment, *_listed(penalties))
+        segment = dispatch.segment(logits.shape[1], launch.variant.config.cluster)
+        nbytes = dispatch.penalty_bytes(segment, *_listed(penalties))
         if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
             with temporaries():
                 logits = apply_penalties(logits, penalties)
@@ -288,7 +288,7 @@ def _normalise(
 ) -> None:
     if not len(logits):
         return
-    launch = tiles.softmax(FLOAT_DTYPES[logits.dtype], *logits.shape, _arch())
+    launch = dispatch.softmax(FLOAT_DTYPES[logits.dtype], *logits.shape, _arch())
     params = _PACK_SOFTMAX(
         logits.data.ptr,
         pointer(probabilities),
@@ -307,7 +307,7 @@ def _stream(
 ) -> None:
     if not len(logits):
         return
-    launch = tiles.stream(FLOAT_DTYPES[logits.dtype], len(logits), _arch())
+    launch = dispatch.stream(FLOAT_DTYPES[logits.dtype], len(logits), _arch())
     params = _sample_params(logits, filters, seed, offset, **outputs)
     _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
 
@@ -317,7 +317,7 @@ def _filter(
 ) -> None:
     if not len(logits):
         return
-    launch, smem_bytes = tiles.filter_rows(*logits.shape, _arch())
+    launch, smem_bytes = dispatch.filter_rows(*logits.shape, _arch())
     params = _sample_params(logits, filters, seed, offset, **outputs)
     _launch(launch, params, smem_bytes=smem_bytes)
 
@@ -377,7 +377,7 @@ def _arch() -> str:
     return compiler.device_arch(cupy.cuda.runtime.getDevice())
 
 
-def _launch(launch: tiles.Launch, *arguments: bytes, smem_bytes: int = 0) -> None:
+def _launch(launch: dispatch.Launch, *arguments: bytes, smem_bytes: int = 0) -> None:
     """Launch on the current device and stream; structs are passed by value."""
     kernel = compiler.kernel(launch.variant, cupy.cuda.runtime.getDevice())
     structs = [by_value(packed) for packed in arguments]

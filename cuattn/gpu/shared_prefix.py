@@ -9,7 +9,7 @@ import functools
 import cupy
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, sm90, tensormap, tiles
+from cuattn.gpu import compiler, dispatch, sm90, tensormap
 from cuattn.gpu.memory import pointer
 from cuattn.gpu.params import forward_pointers, forward_shape
 from cuattn.gpu.plan import Plan
@@ -48,7 +48,7 @@ def plan(
         Whether every pointer is a multiple of 16.
     """
     multiprocessors = compiler.multiprocessors(device)
-    launch = tiles.prefix(
+    launch = dispatch.prefix(
         spec,
         compiler.device_arch(device),
         multiprocessors=multiprocessors,

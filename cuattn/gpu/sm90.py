@@ -10,7 +10,7 @@ import struct
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import tensormap, tiles
+from cuattn.gpu import dispatch, tensormap
 from cuattn.gpu.plan import ticket
 
 MAPS = 5  # of q, k, v, bias, mask
@@ -74,7 +74,7 @@ class Plan:
 
 def plan(
     spec: AttentionSpec,
-    config: tiles.Sm90ForwardConfig,
+    config: dispatch.Sm90ForwardConfig,
     blocks: int,
     strides: tuple[tuple[int, ...], ...],
     bias: tuple | None = None,
@@ -109,7 +109,7 @@ def plan(
             _score_map(bias if score_aligned else None, config.bias_pitch),
             _score_map(mask if score_aligned else None, config.tile_n),
         ),
-        section=tiles.sm90_section(spec, config, blocks),
+        section=dispatch.sm90_section(spec, config, blocks),
         scales=_scales(spec, has_bias=bias is not None),
         scratch_bytes=TAKEN_BYTES if spec.varlen else 0,
     )
@@ -124,7 +124,7 @@ def _scales(spec: AttentionSpec, *, has_bias: bool) -> tuple[float, float, float
 
 def prefix_plan(
     spec: AttentionSpec,
-    config: tiles.Sm90ForwardConfig,
+    config: dispatch.Sm90ForwardConfig,
     strides: tuple[tuple[int, ...], ...],
     pages: tuple[int, int] | None,
 ) -> Plan:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn.gpu import tiles
+from cuattn.gpu import dispatch
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +24,17 @@ def poisoned_results(monkeypatch):
     monkeypatch.setattr(cupy, "empty", poisoned)
 
 
-@pytest.fixture(params=list(tiles.attention.FORWARD_TIERS))
+@pytest.fixture(params=list(dispatch.attention.FORWARD_TIERS))
 def tier(request, monkeypatch):
     """Each tier of the forward pass: calls reach it, and what it leaves goes to the tiers below
     it."""
     from cuattn.gpu import attention
 
-    names = list(tiles.attention.FORWARD_TIERS)
+    names = list(dispatch.attention.FORWARD_TIERS)
     below = {
-        name: tiles.attention.FORWARD_TIERS[name] for name in names[names.index(request.param) :]
+        name: dispatch.attention.FORWARD_TIERS[name] for name in names[names.index(request.param) :]
     }
     attention._plan.cache_clear()
-    monkeypatch.setattr(tiles.attention, "FORWARD_TIERS", below)
+    monkeypatch.setattr(dispatch.attention, "FORWARD_TIERS", below)
     yield request.param
     attention._plan.cache_clear()

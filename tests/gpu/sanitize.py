@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 import cuattn
-from cuattn.gpu import attention, compiler, decoding, tiles
+from cuattn.gpu import attention, compiler, decoding, dispatch
 
 
 def arrays(rng: np.random.Generator, dtype: np.dtype, *shapes: tuple[int, ...]) -> list:
@@ -87,7 +87,7 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
     # Clusters of each size, with tiles of 8 rows and of 16. (Without clusters the latter share keys
     # as above.)
-    lens = {2: ragged, 4: ragged if "sm90" in tiles.decoding.DECODE_TIERS else even}
+    lens = {2: ragged, 4: ragged if "sm90" in dispatch.decoding.DECODE_TIERS else even}
     for head_dim, heads, tokens in itertools.product((64, 128), (2, 5), (2, 4)):
         q, k, v = arrays(
             rng, dtype, (4, tokens, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
@@ -228,10 +228,10 @@ def main() -> None:
     cupy.cuda.set_allocator(None)
     named = sys.argv[1:]
     if "forward" in named or not named:
-        each_tier(tiles.attention.FORWARD_TIERS, attention, forward, "forward")
+        each_tier(dispatch.attention.FORWARD_TIERS, attention, forward, "forward")
     if "decode" in named or not named:
-        each_tier(tiles.decoding.DECODE_TIERS, decoding, decode, "decode")
-    tiles.sampling.AMEND_LOGITS = 0  # tables of what is penalised for rows of any size
+        each_tier(dispatch.decoding.DECODE_TIERS, decoding, decode, "decode")
+    dispatch.sampling.AMEND_LOGITS = 0  # tables of what is penalised for rows of any size
     decoding._cascade_pays = lambda *call: True  # of a prefix of any length
     for call, names in ((shared_prefix, ["float16"]), (kvcache, ["float16", "float32", "float64"])):
         for name in names if call.__name__ in named or not named else []:

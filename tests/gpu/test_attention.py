@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.gpu import compiler, tiles
+from cuattn.gpu import compiler, dispatch
 from tests import formulas
 
 cupy = pytest.importorskip("cupy")
@@ -684,8 +684,8 @@ def test_tier_serves_what_it_is_for(tier):
     spec = cuattn._spec.attention_spec(
         "flash_attention", *[(2, 512, 8, 64)] * 3, *[np.dtype(ml_dtypes.bfloat16)] * 3
     )
-    launch = tiles.forward(spec, compiler.device_arch(0), has_score=False, aligned=True)
-    capability = tiles.capability(compiler.device_arch(0))
+    launch = dispatch.forward(spec, compiler.device_arch(0), has_score=False, aligned=True)
+    capability = dispatch.capability(compiler.device_arch(0))
     if tier != "simt" and capability < int(tier.removeprefix("sm")):
         pytest.skip(f"compute capability {capability}")
     assert tier in launch.variant.source

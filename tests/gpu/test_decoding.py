@@ -15,7 +15,7 @@ from tests import formulas
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import decoding, shared_prefix, tiles  # noqa: E402
+from cuattn.gpu import decoding, dispatch, shared_prefix  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -23,15 +23,15 @@ DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in formulas.DTYPES}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(params=list(tiles.decoding.DECODE_TIERS))
+@pytest.fixture(params=list(dispatch.decoding.DECODE_TIERS))
 def decode_tier(request, monkeypatch):
     """Each tier of decoding: calls reach it, and what it leaves goes to the tiers below it."""
-    names = list(tiles.decoding.DECODE_TIERS)
+    names = list(dispatch.decoding.DECODE_TIERS)
     below = {
-        name: tiles.decoding.DECODE_TIERS[name] for name in names[names.index(request.param) :]
+        name: dispatch.decoding.DECODE_TIERS[name] for name in names[names.index(request.param) :]
     }
     decoding._plan.cache_clear()
-    monkeypatch.setattr(tiles.decoding, "DECODE_TIERS", below)
+    monkeypatch.setattr(dispatch.decoding, "DECODE_TIERS", below)
     yield request.param
     decoding._plan.cache_clear()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuattn import sampling
-from cuattn.gpu import tiles
+from cuattn.gpu import dispatch
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -136,7 +136,7 @@ def penalties_of(rng, rows, vocab, length):
 def test_penalised_draws_are_those_of_penalised_logits(
     rng, monkeypatch, dtype, rows, vocab, filters
 ):
-    monkeypatch.setattr(tiles.sampling, "AMEND_LOGITS", 0)  # where a copy would be faster, too
+    monkeypatch.setattr(dispatch.sampling, "AMEND_LOGITS", 0)  # where a copy would be faster, too
     logits = logits_of(rng, rows, vocab, dtype)
     if vocab > 10:
         logits[0, 3] = np.nan
@@ -179,7 +179,7 @@ def test_penalised_logits_are_numpys_to_the_last_bit(rng, dtype):
 def test_penalised_logits_between_two_numbers(monkeypatch, dtype, bits):
     """Just above the middle between two, where float32 has it exactly there: float16 is rounded
     once, from float64, and so the next larger one. ml_dtypes rounds bfloat16 twice."""
-    monkeypatch.setattr(tiles.sampling, "AMEND_LOGITS", 0)
+    monkeypatch.setattr(dispatch.sampling, "AMEND_LOGITS", 0)
     logits = np.full((2, 1003), -1, DTYPES[dtype])
     logits[:, 3], logits[:, 500] = 1, 1 + 2.0**-bits
     tokens, frequency = np.full((2, 1), 500, np.int32), 2.0 ** -(bits + 1) - 2.0**-30

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
 
 LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule

@@ -12,8 +12,8 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.tiles.attention import Sm90ForwardConfig
-from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.attention import Sm90ForwardConfig
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
 
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 

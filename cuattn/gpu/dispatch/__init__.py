@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
-from cuattn.gpu.tiles.attention import (
+from cuattn.gpu.dispatch.attention import (
     Sm90ForwardConfig,
     forward,
     forward_variants,
     products_of_tiles,
     sm90_section,
 )
-from cuattn.gpu.tiles.decoding import (
+from cuattn.gpu.dispatch.decoding import (
     CACHE_UPDATE,
     Sm90DecodeConfig,
     cache_write,
@@ -29,8 +29,8 @@ from cuattn.gpu.tiles.decoding import (
     merge,
     prefix,
 )
-from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
-from cuattn.gpu.tiles.sampling import (
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.sampling import (
     MAX_RANKED,
     amend,
     filter_rows,

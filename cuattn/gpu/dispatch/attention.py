@@ -12,7 +12,7 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.tiles.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
 
 
 def forward(
