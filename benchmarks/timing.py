@@ -8,6 +8,7 @@ median of its turns: what one figure is worth depends on the day, their ratio do
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -103,17 +104,42 @@ def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 9, turn
     dict of str to float
         Median seconds per launch, by name.
     """
-    launches = [contestant.launches(turn) for contestant in contestants]
-    turns: list[list[float]] = [[] for _ in contestants]
+    turns = _Turns(contestants, turn)
 
     def one_round() -> None:
-        for contestant, count, seconds in zip(contestants, launches, turns, strict=True):
-            seconds.append(contestant.timer(contestant.run, count) / count)
-        clock.now += turns[0][-1]
+        clock.now += turns.take()[0]
 
     benchmark.pedantic(one_round, rounds=rounds, warmup_rounds=1)
-    medians = (sorted(seconds)[len(seconds) // 2] for seconds in turns)
-    return {contestant.name: m for contestant, m in zip(contestants, medians, strict=True)}
+    return turns.medians()
+
+
+def race_alone(contestants: list[Contestant], *, rounds: int = 9, turn: float = 20e-3):
+    """The same without pytest-benchmark: median seconds per launch, by name."""
+    turns = _Turns(contestants, turn)
+    for _ in range(rounds + 1):
+        turns.take()
+    return turns.medians()
+
+
+class _Turns:
+    """Rounds in which each contestant has a turn of some `turn` seconds; the first is a warm-up."""
+
+    def __init__(self, contestants: list[Contestant], turn: float) -> None:
+        self._contestants = [(c, c.launches(turn)) for c in contestants]
+        self._rounds: list[list[float]] = []
+
+    def take(self) -> list[float]:
+        """Have one round, and return the seconds per launch of each."""
+        seconds = [c.timer(c.run, launches) / launches for c, launches in self._contestants]
+        self._rounds.append(seconds)
+        return seconds
+
+    def medians(self) -> dict[str, float]:
+        columns = zip(*self._rounds[1:], strict=True)
+        return {
+            c.name: statistics.median_low(seconds)
+            for (c, _), seconds in zip(self._contestants, columns, strict=True)
+        }
 
 
 def captured(name: str, calls: list[Callable[[], Any]]) -> Contestant:
