@@ -1,16 +1,12 @@
-"""Arrays at the door: which side they live on, and the words of every error about them.
+"""Checks of array arguments: which device they are on, their shapes and dtypes, and the messages of
+every error about them.
 
 Checks read only metadata, so they cost no device work and no synchronisation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import itertools
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -121,21 +117,6 @@ def _as_array(function: str, name: str, array: Any) -> Any:
     )
 
 
-def on_their_gpu(function: Callable) -> Callable:
-    """Let a public function run with the GPU of its first array as the current one: whatever it
-    allocates is there."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for given in itertools.chain(args, kwargs.values()):
-            if (array := on_gpu(given)) is not None:
-                with side(sys.modules["cupy"], "memory").on(array):
-                    return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
 def on_gpu(given: Any) -> Any:
     """An array that is on a GPU, as CuPy's; None if it is not on one, or no array."""
     cupy = sys.modules.get("cupy")
@@ -146,45 +127,12 @@ def on_gpu(given: Any) -> Any:
     return None
 
 
-@functools.cache
-def side(xp: ModuleType, module: str) -> Any:
-    """The `module` of cuattn.reference or cuattn.gpu that computes on arrays of `xp`.
-
-    It is imported at the first call: CuPy may not be there.
-    """
-    return importlib.import_module(f"cuattn.{'reference' if xp is np else 'gpu'}.{module}")
-
-
-def contiguous(xp: ModuleType, array: Any, dtype: Any = None) -> Any:
-    """Return `array`, or a copy of it where it is not C-contiguous or not of `dtype`: for the
-    call's own use, and on a GPU in memory that :mod:`cuattn.gpu.memory` describes."""
-    if xp is np:
-        return np.ascontiguousarray(array, dtype)
-    return side(xp, "memory").contiguous(array, dtype)
-
-
-def contiguous_last_axis(xp: ModuleType, array: Any, dtype: Any = None) -> Any:
-    """Return `array`, or a copy as of :func:`contiguous` where its last axis is not contiguous, or
-    it is not of `dtype`."""
-    if (array.strides[-1] == array.itemsize or array.shape[-1] <= 1) and (
+def is_contiguous_last_axis(array: Any, dtype: Any = None) -> bool:
+    """Whether a kernel can read the last axis of `array` as it is: its elements are neighbours,
+    and of `dtype` if one is given."""
+    return (array.strides[-1] == array.itemsize or array.shape[-1] <= 1) and (
         dtype is None or array.dtype == dtype
-    ):
-        return array
-    return contiguous(xp, array, dtype)
-
-
-def reshaped(xp: ModuleType, array: Any, shape: tuple[int, ...]) -> Any:
-    """View `array` in another shape, or a copy as of :func:`contiguous` where no view has it."""
-    if xp is np or array.flags.c_contiguous:
-        return array.reshape(shape)
-    memory = side(xp, "memory")
-    with memory.on(array), memory.temporaries():
-        return array.reshape(shape)
-
-
-def temporaries(xp: ModuleType) -> contextlib.AbstractContextManager:
-    """A context for arrays of the call's own, as of :func:`cuattn.gpu.memory.temporaries`."""
-    return contextlib.nullcontext() if xp is np else side(xp, "memory").temporaries()
+    )
 
 
 def check_index_dtype(function: str, name: str, array: Any) -> None:

@@ -7,14 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import (
-    FLOAT_DTYPES,
-    as_arrays,
-    check_given,
-    contiguous_last_axis,
-    reshaped,
-    side,
-)
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_given
+from cuattn._backend import backend, contiguous_last_axis, reshaped
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -400,7 +394,7 @@ def _forward(
 ) -> tuple[Any, Any]:
     """Check what the functions share and hand the call to the side the arrays live on."""
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
-    return side(xp, "attention").forward(
+    return backend(xp, "attention").forward(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),

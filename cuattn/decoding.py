@@ -7,15 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import (
-    FLOAT_DTYPES,
-    acc_dtype,
-    as_arrays,
-    check_given,
-    check_index_dtype,
-    contiguous_last_axis,
-    side,
-)
+from cuattn._arrays import FLOAT_DTYPES, acc_dtype, as_arrays, check_given, check_index_dtype
+from cuattn._backend import backend, contiguous_last_axis
 from cuattn._spec import attention_spec, check_cu_seqlens, check_shared
 
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
@@ -406,7 +399,7 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
                 raise TypeError(f"{name}: {kind}[{i}] has dtype {part.dtype}, must be {dtype}")
     if first.ndim == 3 and first_lse.ndim == 3:  # one token a sequence
         outs, axes = [out[:, None] for out in outs], (0, 2, 1)
-    out, lse = side(xp, "decoding").merge(outs, lses, axes)
+    out, lse = backend(xp, "decoding").merge(outs, lses, axes)
     return out.reshape(first.shape), lse
 
 
@@ -443,7 +436,7 @@ def _decode(
         if not 1 <= num_splits <= 1024:
             raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
         num_splits = int(num_splits)
-    return side(xp, "decoding").decode(
+    return backend(xp, "decoding").decode(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),

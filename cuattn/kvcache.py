@@ -11,16 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import (
-    FLOAT_DTYPES,
-    acc_dtype,
-    as_arrays,
-    check_given,
-    contiguous,
-    contiguous_last_axis,
-    reshaped,
-    side,
-)
+from cuattn._arrays import FLOAT_DTYPES, acc_dtype, as_arrays, check_given
+from cuattn._backend import backend, contiguous, contiguous_last_axis, reshaped
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn.decoding import MAX_PAGE_SIZE
 
@@ -128,7 +120,7 @@ class PagedKVCache:
         self.hit_pages = self.missed_pages = 0
         self._shift = page_size.bit_length() - 1
         self._xp = np if xp is None else xp
-        self._device = side(self._xp, "kvcache")
+        self._device = backend(self._xp, "kvcache")
         layout = (num_layers, num_pages, page_size, num_kv_heads)
         self._k = self._xp.empty((*layout, head_dim), self.dtype)
         self._v = self._xp.empty((*layout, head_dim_v), self.dtype)

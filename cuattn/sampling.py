@@ -19,16 +19,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuattn._arrays import (
-    as_arrays,
-    check_given,
-    check_out,
+from cuattn._arrays import as_arrays, check_given, check_out, on_gpu
+from cuattn._backend import (
+    backend,
     contiguous,
     contiguous_last_axis,
-    on_gpu,
     on_their_gpu,
     reshaped,
-    side,
     temporaries,
 )
 from cuattn.reference import sampling as reference
@@ -80,7 +77,7 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     name = "sampling.softmax"
     xp, logits, shape = _logits(name, logits)
     temperature = _row_values(name, xp, "temperature", temperature, len(logits))
-    return _shaped(side(xp, "sampling").softmax(logits, temperature), shape)
+    return _shaped(backend(xp, "sampling").softmax(logits, temperature), shape)
 
 
 @on_their_gpu
@@ -103,7 +100,7 @@ def greedy(logits: Any) -> Any:
         An argument does not fit; the message names it.
     """
     xp, logits, shape = _logits("sampling.greedy", logits)
-    return _shaped(side(xp, "sampling").greedy(logits), shape[:-1])
+    return _shaped(backend(xp, "sampling").greedy(logits), shape[:-1])
 
 
 @on_their_gpu
@@ -138,7 +135,7 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     name = "sampling.top_k"
     xp, logits, shape = _logits(name, logits)
     k = _integer(name, "k", k, 1, logits.shape[1])
-    values, indices = side(xp, "sampling").top_k(logits, k)
+    values, indices = backend(xp, "sampling").top_k(logits, k)
     return _shaped(values, (*shape[:-1], k)), _shaped(indices, (*shape[:-1], k))
 
 
@@ -200,7 +197,7 @@ def filter_logits(
     name = "sampling.filter_logits"
     xp, logits, shape = _logits(name, logits)
     filters = _filters(name, xp, logits, temperature, top_k, top_p, min_p, typical_p)
-    return _shaped(side(xp, "sampling").filter_logits(logits, filters), shape)
+    return _shaped(backend(xp, "sampling").filter_logits(logits, filters), shape)
 
 
 @on_their_gpu
@@ -280,7 +277,7 @@ def sample(
         ):
             if not isinstance(given, (int, float)) or given != off:
                 raise ValueError(f"{name}: {parameter} is given, and tokens are not")
-    result = side(xp, "sampling").sample(logits, filters, seed, offset, penalties)
+    result = backend(xp, "sampling").sample(logits, filters, seed, offset, penalties)
     return _shaped(result, shape[:-1])
 
 
@@ -347,9 +344,9 @@ def apply_penalties(
     if out is not None:
         check_out(name, out, shape, rows.dtype)
     if out is None:
-        return side(xp, "sampling").apply_penalties(rows, penalties).reshape(shape)
+        return backend(xp, "sampling").apply_penalties(rows, penalties).reshape(shape)
     with temporaries(xp):
-        result = side(xp, "sampling").apply_penalties(rows, penalties)
+        result = backend(xp, "sampling").apply_penalties(rows, penalties)
     out[...] = result.reshape(shape)
     return out
 
@@ -475,7 +472,7 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
                 f"{tokens.shape}"
             )
         wanted = _token_rows(name, tokens.reshape(batch, -1), batch, xp)
-    chosen, values, indices = side(xp, "sampling").logprobs(logits, wanted, top_n)
+    chosen, values, indices = backend(xp, "sampling").logprobs(logits, wanted, top_n)
     if chosen is not None:
         chosen = chosen.reshape(tokens.shape)
     if values is not None:
@@ -519,7 +516,7 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"{name}: scores must be {logits.shape[:2]} as logits are, has shape {scores.shape}"
         )
-    return side(xp, "sampling").beam_step(
+    return backend(xp, "sampling").beam_step(
         rows.reshape(logits.shape), contiguous(xp, scores, np.float32)
     )
 
@@ -723,7 +720,7 @@ def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
 def _uploaded(name: str, xp: ModuleType, parameter: str, values: np.ndarray) -> Any:
     """An array of the host's on the device: a graph would copy from the host's memory again at each
     replay, whatever is there by then."""
-    if side(xp, "memory").capturing():
+    if backend(xp, "memory").capturing():
         raise ValueError(
             f"{name}: {parameter} is an array on the host, must be on the device (or a scalar) "
             "while a graph is captured"
@@ -814,7 +811,7 @@ def _speculative(
             )
         integers[parameter] = contiguous(xp, array, np.int32)
     seed, offset = (_words(name, xp, n, v, batch) for n, v in (("seed", seed), ("offset", offset)))
-    return side(xp, "sampling").speculative_sample(
+    return backend(xp, "sampling").speculative_sample(
         integers["draft_tokens"],
         contiguous(xp, draft_probs),
         contiguous(xp, target_probs),

@@ -10,9 +10,9 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, sm90, tensormap
-from cuattn.gpu.memory import contiguous, delivered, on, pointer, scratch, target
+from cuattn.gpu.memory import contiguous, copy_to_out, pointer, scratch, target, use_device
 from cuattn.gpu.params import forward_pointers, forward_shape
-from cuattn.gpu.plan import Plan, layout
+from cuattn.gpu.plan import Plan, layout_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def forward(
     Parameters and result as in :func:`cuattn.flash_attention`; q, k, v have a batch axis unless
     `spec` is varlen, and contiguous head_dims.
     """
-    with on(q):
+    with use_device(q):
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
             bias = contiguous(bias, spec.acc_dtype)
         alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
@@ -56,9 +56,9 @@ def forward(
                 spec,
                 q.device.id,
                 (q.strides, k.strides, v.strides, result.strides),
-                layout(bias),
-                layout(mask),
-                layout(alibi_slopes),
+                layout_key(bias),
+                layout_key(mask),
+                layout_key(alibi_slopes),
                 (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
                 (pointer(bias) | pointer(mask)) % 16 == 0,
             )
@@ -78,7 +78,7 @@ def forward(
                 workspace = scratch(plan.sm90.scratch_bytes)
                 mapped = (*pointers[:3], pointer(bias), pointer(mask))
                 plan.launch(params, plan.sm90.argument(mapped, workspace.ptr))
-        return delivered(result, out), lse
+        return copy_to_out(result, out), lse
 
 
 def _meaningful(

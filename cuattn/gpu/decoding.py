@@ -9,21 +9,21 @@ from collections.abc import Sequence
 import cupy
 import numpy as np
 
-from cuattn._arrays import reshaped
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, shared_prefix, tensormap
 from cuattn.gpu.memory import (
     contiguous,
-    delivered,
-    on,
+    copy_to_out,
     pointer,
+    reshaped,
     scratch,
     scratch_array,
     target,
     temporaries,
+    use_device,
 )
 from cuattn.gpu.params import MERGE_PARAMS, decode_pointers, decode_shape
-from cuattn.gpu.plan import Plan, by_value, layout, ticket
+from cuattn.gpu.plan import Plan, as_kernel_argument, launch_id, layout_key
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
@@ -58,7 +58,7 @@ def decode(
 
     Parameters and result as of :func:`cuattn.reference.decoding.decode`.
     """
-    with on(q):
+    with use_device(q):
         alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
         sinks = contiguous(sinks, spec.acc_dtype)
         # Where positions count, a shared prefix is read with the rest: its queries are at as many
@@ -104,7 +104,7 @@ def decode(
                     sinks=sinks,
                     num_splits=num_splits,
                 )
-        return delivered(result, out), lse
+        return copy_to_out(result, out), lse
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,7 +130,7 @@ def _cascade(
     """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's
     own, merged; returns lse.
     """
-    rows = reshaped(cupy, q, (-1, *q.shape[-2:]))  # a copy where sequences do not lie end to end
+    rows = reshaped(q, (-1, *q.shape[-2:]))  # a copy where sequences do not lie end to end
     total = rows.shape[0]
     if isinstance(prefix, int):
         first_key, length, pages = prefix, prefix, k.shape[:2]
@@ -228,7 +228,7 @@ def _launch(
         q.device.id,
         (q.strides, out.strides, k.strides, v.strides),
         out.itemsize,
-        layout(alibi_slopes),
+        layout_key(alibi_slopes),
         None if page_table is None else k.shape[1],
         0 if page_table is None else page_table.strides[0] // page_table.itemsize,
         lse_strides,
@@ -246,7 +246,7 @@ def _launch(
         pointer(seq_lens),
         pointer(cu_seqlens_q),
         0 if partials is None else partials.ptr,
-        ticket(),
+        launch_id(),
     )
     if plan.map_rows:
         plan.launch(params, _tensor_map(k, plan.map_rows) + _tensor_map(v, plan.map_rows))
@@ -326,7 +326,7 @@ def merge(
 ) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Merge partial results. Parameters and result as of
     :func:`cuattn.reference.decoding.merge`."""
-    with on(outs[0]):
+    with use_device(outs[0]):
         while len(outs) > MAX_PARTS:
             with temporaries():
                 out, lse = merge(outs[:MAX_PARTS], lses[:MAX_PARTS], lse_axes)
@@ -377,4 +377,4 @@ def _merge(
     params["head_dim_v"], params["parts"], params["packed"] = dim, len(outs), packed
     threads = 256
     blocks = min(-(-int(params["rows"]) * -(-dim // 4) // threads), 1 << 16)
-    kernel((blocks,), (threads,), (by_value(params.tobytes()),))
+    kernel((blocks,), (threads,), (as_kernel_argument(params.tobytes()),))

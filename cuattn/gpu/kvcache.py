@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from cuattn.gpu import compiler, dispatch
-from cuattn.gpu.memory import capturing, on, pointer, temporaries
+from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
 from cuattn.gpu.params import cache_write_pointers, cache_write_shape
 from cuattn.gpu.plan import Plan
 
@@ -22,7 +22,7 @@ class Batch:
 
     def __init__(self, pages: cupy.ndarray, batch: int, width: int) -> None:
         _refuse_capture("the page table")
-        with on(pages):
+        with use_device(pages):
             self.page_table = cupy.zeros((batch, width), np.int32)
             self.seq_lens = cupy.zeros(batch, np.int32)
             self.cu_new = cupy.zeros(batch + 1, np.int32)
@@ -47,7 +47,7 @@ class Batch:
         numbers[batch:header] = cu_new
         numbers[header::2] = positions * width + columns
         numbers[header + 1 :: 2] = pages
-        with on(self.page_table):
+        with use_device(self.page_table):
             kernel = compiler.kernel(dispatch.CACHE_UPDATE, self.page_table.device.id)
             threads = dispatch.CACHE_UPDATE.config.threads
             kernel(
@@ -79,7 +79,7 @@ def copy_pages(
 ) -> None:
     """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
     _refuse_capture("pages")
-    with on(k_pages):
+    with use_device(k_pages):
         for pages in (k_pages, v_pages):
             pages[:, target] = pages[:, source]
 
@@ -100,7 +100,7 @@ def write(
     """
     pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
-    with on(k):
+    with use_device(k):
         plan = _plan(
             k.device.id,
             k.dtype,
@@ -167,5 +167,5 @@ def _plan(
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:
     if table.data.ptr % 16 == 0:
         return table
-    with on(table), temporaries():
+    with use_device(table), temporaries():
         return table.copy()

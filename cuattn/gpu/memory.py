@@ -21,7 +21,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuattn._arrays import contiguous_last_axis
+from cuattn._arrays import is_contiguous_last_axis
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -31,7 +31,7 @@ def pointer(array: cupy.ndarray | None) -> int:
     return 0 if array is None else array.data.ptr
 
 
-def on(array: cupy.ndarray) -> contextlib.AbstractContextManager:
+def use_device(array: cupy.ndarray) -> contextlib.AbstractContextManager:
     """A context in which an array's device is the current one."""
     current = cupy.cuda.runtime.getDevice()
     return _AS_IT_IS if array.data.device_id == current else array.device
@@ -63,17 +63,27 @@ def contiguous(array: Any, dtype: Any = None) -> Any:
     return it."""
     if array is None or ((dtype is None or array.dtype == dtype) and array.flags.c_contiguous):
         return array
-    with on(array), temporaries():
+    with use_device(array), temporaries():
         return cupy.ascontiguousarray(array, dtype)
+
+
+def reshaped(array: cupy.ndarray, shape: tuple[int, ...]) -> cupy.ndarray:
+    """View an array in another shape; where no view has it, copy it into :func:`scratch`."""
+    if array.flags.c_contiguous:
+        return array.reshape(shape)
+    with use_device(array), temporaries():
+        return array.reshape(shape)
 
 
 def target(out: cupy.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
     """Where a kernel writes a result: `out`, a copy of it where its last axis is not contiguous
     (what the kernel does not write stays as it is), or a new array."""
-    return cupy.empty(shape, dtype) if out is None else contiguous_last_axis(cupy, out)
+    if out is None:
+        return cupy.empty(shape, dtype)
+    return out if is_contiguous_last_axis(out) else contiguous(out)
 
 
-def delivered(target: cupy.ndarray, out: cupy.ndarray | None) -> cupy.ndarray:
+def copy_to_out(target: cupy.ndarray, out: cupy.ndarray | None) -> cupy.ndarray:
     """The result of a call, in `out` if one was given."""
     if out is None or target is out:
         return target

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-_tickets = random.Random()  # a generator of its own: the program's is left alone
+_launch_ids = random.Random()  # a generator of its own: the program's is left alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Plan:
 
     def launch(self, pointers: bytes, *more: bytes) -> None:
         """Launch on the current device and stream; `more` are the arguments after the first."""
-        arguments = [by_value(packed) for packed in (pointers + self.shape, *more)]
+        arguments = [as_kernel_argument(packed) for packed in (pointers + self.shape, *more)]
         self.kernel(self.grid, self.block, arguments, shared_mem=self.smem_bytes)
 
 
-def layout(array: Any) -> tuple | None:
+def layout_key(array: Any) -> tuple | None:
     """What of an array a plan depends on."""
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
-def ticket() -> int:
+def launch_id() -> int:
     """A random number of a launch's own, by which it knows what it has written in its scratch."""
-    return _tickets.getrandbits(64)
+    return _launch_ids.getrandbits(64)
 
 
-def by_value(packed: bytes) -> np.void:
+def as_kernel_argument(packed: bytes) -> np.void:
     """A struct as CuPy passes it by value: a scalar of as many bytes."""
     return np.frombuffer(packed, _opaque(len(packed)))[0]
 

@@ -16,7 +16,7 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
-from cuattn.gpu.plan import by_value
+from cuattn.gpu.plan import as_kernel_argument
 
 if TYPE_CHECKING:
     from cuattn.reference.sampling import Penalties
@@ -380,5 +380,5 @@ def _arch() -> str:
 def _launch(launch: dispatch.Launch, *arguments: bytes, smem_bytes: int = 0) -> None:
     """Launch on the current device and stream; structs are passed by value."""
     kernel = compiler.kernel(launch.variant, cupy.cuda.runtime.getDevice())
-    structs = [by_value(packed) for packed in arguments]
+    structs = [as_kernel_argument(packed) for packed in arguments]
     kernel(launch.grid, (launch.variant.config.threads,), structs, shared_mem=smem_bytes)

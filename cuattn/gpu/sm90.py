@@ -11,7 +11,7 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import dispatch, tensormap
-from cuattn.gpu.plan import ticket
+from cuattn.gpu.plan import launch_id
 
 MAPS = 5  # of q, k, v, bias, mask
 #: Sm90Params of rawkernels/attention/work_sm90.cuh after its maps.
@@ -61,7 +61,7 @@ class Plan:
         mapped = [m is not None for m in self.maps[3:]]
         rest = _REST.pack(
             scratch,
-            ticket(),
+            launch_id(),
             self.section,
             *self.scales,
             page_table,
