@@ -30,8 +30,8 @@ COLOURS = {
 
 
 def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
-    """A group's benchmarks in files that pytest-benchmark wrote: the last of each, with its machine
-    and commit."""
+    """A group's cases in files of recorded results: the last of each, with its machine and
+    commit."""
     latest: dict[str, dict[str, Any]] = {}
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for run in sorted(runs, key=lambda run: run["datetime"]):

@@ -1,4 +1,5 @@
-"""The report of recorded figures: its numbers, its bold face, and where it goes."""
+"""What is kept of recorded figures, and their report: its numbers, its bold face, and where it
+goes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, slim
 
 
 def recorded(folder, name, date, speeds, commit="0123456789abcdef"):
@@ -199,3 +200,29 @@ def test_no_figures_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit):
         report.main([str(file)])
     assert "no recorded figures" in capsys.readouterr().err
+
+
+def test_slim_keeps_what_the_report_reads(tmp_path, capsys):
+    file = recorded(tmp_path, "run", "2026-01-01", {(64, 512, False): {"cuattn": 1 / 3}})
+    run = json.loads(file.read_text(encoding="utf-8"))
+    for benchmark in run["benchmarks"]:
+        benchmark |= {"name": "bench", "options": {"warmup": False}}
+        benchmark["stats"] = {"median": 2 / 3, "rounds": 9, "data": [0.5] * 9}
+    file.write_text(json.dumps(run, indent=4), encoding="utf-8")
+    report.main([str(file)])
+    before = capsys.readouterr().out
+    for _ in range(2):  # a slim file stays as it is
+        slim.main([str(file)])
+        report.main([str(file)])
+        assert capsys.readouterr().out == before
+        text = file.read_text(encoding="utf-8")
+        assert len(text.splitlines()) == 7 + len(run["benchmarks"])
+        assert '"median_s": 0.666666667' in text
+        assert "options" not in text
+        assert "rounds" not in text
+
+
+def test_recorded_results_are_slim():
+    for file in report.RESULTS.glob("*.json"):
+        text = file.read_text(encoding="utf-8")
+        assert text == slim.dumps(slim.slim(json.loads(text))), file.name
