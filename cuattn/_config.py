@@ -28,7 +28,7 @@ def show_config() -> None:
 def _lines() -> Iterator[str]:
     yield f"cuattn        {cuattn.__version__}"
     yield f"python        {platform.python_version()} ({platform.system()} {platform.machine()})"
-    for name in ("numpy", "scipy", "ml_dtypes"):
+    for name in ("numpy", "ml_dtypes"):
         yield f"{name:13} {_version(name)}"
     try:
         import cupy
