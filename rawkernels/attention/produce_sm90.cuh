@@ -64,8 +64,12 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
                                  smem.empty_v[ring_v.index], ring_v.parity, keys, pending * kTileN,
                                  head, ptx::kEvictLast);
     ring_v.advance();
+    pending = -1;
   };
   for (Tile tile = read_tile(smem, ring); tile.row >= 0; tile = read_tile(smem, ring)) {
+    // The guards wait for the values before they read on, and the queue for the guards: values must
+    // not wait for a tile that has keys, as it may be further away than the queue is long.
+    if (kGuards > 0 && tile.empty() && pending >= 0) load_values();
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       load<kPanelsK, kPanelBytesK>(smem.k[ring_k.index], sm90.k, smem.full_k[ring_k.index],
                                    smem.empty_k[ring_k.index], ring_k.parity, tile.keys,

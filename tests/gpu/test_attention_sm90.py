@@ -208,3 +208,69 @@ def test_varlen_maps_stay_within_small_allocations(rng):
         exact, _ = formulas.varlen_attention(*host, ends, ends)
         plain, _ = formulas.varlen_attention(*host, ends, ends, precision=BFLOAT16)
         formulas.assert_accurate(out.get(), exact, plain)
+
+
+#: Far more queries than keys: blocks meet dozens of tiles in a row of which no query sees a key.
+TILES_WITHOUT_KEYS = {
+    "causal": {"causal": True},
+    "window": {"window": (5, 0)},
+    "softcap": {"window": (None, 0), "softcap": 20.0},
+    "alibi": {"causal": True, "alibi_slopes": np.linspace(0.01, 1.0, 12, dtype=np.float32)},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("option", TILES_WITHOUT_KEYS)
+@pytest.mark.parametrize("seqlen_k", [1, 16, 300])
+def test_many_more_queries_than_keys_end(head_dim, option, seqlen_k, rng):
+    """The warp that loads keys and values must not keep any back for a tile that has keys: there
+    may be none for longer than the queue of tiles."""
+    options = TILES_WITHOUT_KEYS[option]
+    device = {
+        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    q, k, v = (normal(rng, 1, n, 12, head_dim) for n in (20000, seqlen_k, seqlen_k))
+    out, lse = cuattn.flash_attention(*map(cupy.asarray, (q, k, v)), **device, return_lse=True)
+    # The queries before see nothing: the rest is a call of its own.
+    last = seqlen_k + 40
+    assert bool((out[:, :-last] == 0).all())
+    assert bool((lse[..., :-last] == -np.inf).all())
+    rest = q[:, -last:]
+    exact, exact_lse = formulas.attention(rest, k, v, **options)
+    plain, plain_lse = formulas.attention(rest, k, v, **options, precision=BFLOAT16)
+    formulas.assert_accurate(out.get()[:, -last:], exact, plain)
+    formulas.assert_accurate(lse.get()[..., -last:], exact_lse, plain_lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("count", "queries", "keys"),
+    [(2000, 300, 3), (100, 3000, 10), (2000, 300, 0), (1, 30000, 1), (3000, 1, 0)],
+)
+@pytest.mark.parametrize("option", ["full", "causal", "window"])
+def test_many_varlen_sequences_of_few_keys_end(head_dim, count, queries, keys, option, rng):
+    options = {"full": {}, "causal": {"causal": True}, "window": {"window": (1, 1)}}[option]
+    lengths_k = np.full(count, keys)
+    lengths_k[count // 2] += 1  # one sequence that differs
+    cu_q, cu_k = (
+        np.concatenate([[0], np.cumsum(n)]).astype(np.int32)
+        for n in (np.full(count, queries), lengths_k)
+    )
+    q, k, v = (normal(rng, int(cu[-1]), 1, head_dim) for cu in (cu_q, cu_k, cu_k))
+    out = cuattn.flash_attention_varlen(*map(cupy.asarray, (q, k, v, cu_q, cu_k)), **options).get()
+    checked = np.unique([0, count // 2, count - 1])
+    sees = np.zeros(len(q), bool)
+    for b in checked:
+        rows, own = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        exact, _ = formulas.attention(q[None, rows], k[None, own], v[None, own], **options)
+        plain, _ = formulas.attention(
+            q[None, rows], k[None, own], v[None, own], **options, precision=BFLOAT16
+        )
+        formulas.assert_accurate(out[None, rows], exact, plain)
+    # Every row was written: zeros where no key is seen, else numbers.
+    for b in range(count):
+        seen = min(queries, cu_k[b + 1] - cu_k[b] + options.get("window", (0, 0))[1])
+        sees[cu_q[b + 1] - (seen if options else queries * bool(lengths_k[b])) : cu_q[b + 1]] = True
+    assert np.isfinite(out.astype(np.float32)).all()
+    assert not out[~sees].any()
