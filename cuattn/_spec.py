@@ -21,9 +21,23 @@ class AttentionSpec:
     """The semantics of one attention call: every number that is known on the host.
 
     Query ``i`` sees keys ``j`` with ``i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k -
-    seqlen_q + window_right``; ``None`` on a side means no limit there. ``causal`` is folded into
-    `window_right`. For varlen calls `batch` counts the sequences, `seqlen_q` and `seqlen_k` are
-    totals, and the window is relative to each sequence.
+    seqlen_q + window_right``, lengths and positions being those of the sequence; ``None`` on a side
+    means no limit there. ``causal`` is folded into `window_right`.
+
+    `rows` says where the rows of q (and of out and lse) lie:
+
+    - ``"batched"``: (batch, seqlen_q, heads_q, head_dim);
+    - ``"ragged"``: (seqlen_q, heads_q, head_dim), the sequences end to end. `seqlen_q` is the total
+      and ``cu_seqlens_q``, on the device, says where each of `batch` sequences begins.
+
+    `keys` says where those of k and v lie:
+
+    - ``"batched"``: (batch, seqlen_k, heads_kv, head_dim);
+    - ``"ragged"``: (seqlen_k, heads_kv, head_dim) with ``cu_seqlens_k``; `seqlen_k` is the total;
+    - ``"cached"``: (batch, seqlen_k, heads_kv, head_dim), of which a sequence has the first
+      ``seq_lens[b]``, on the device; `seqlen_k` is the capacity;
+    - ``"paged"``: pages (num_pages, page_size, heads_kv, head_dim) with ``page_table`` and
+      ``seq_lens``; `seqlen_k` is the capacity of a row of the table.
     """
 
     batch: int
@@ -34,11 +48,14 @@ class AttentionSpec:
     head_dim: int
     head_dim_v: int
     dtype: np.dtype
+    kv_dtype: np.dtype  # of k and v as they are stored
     scale: float
     softcap: float  # 0.0: none
     window_left: int | None
     window_right: int | None
-    varlen: bool = False
+    rows: str = "batched"
+    keys: str = "batched"
+    page_size: int = 0  # tokens in a page; 0 unless keys are paged
 
     @functools.cached_property
     def acc_dtype(self) -> np.dtype:
@@ -47,15 +64,15 @@ class AttentionSpec:
 
     @functools.cached_property
     def out_shape(self) -> tuple[int, ...]:
-        """(batch, seqlen_q, heads_q, head_dim_v), or (total, heads_q, head_dim_v) for varlen."""
+        """(batch, seqlen_q, heads_q, head_dim_v), or (total, heads_q, head_dim_v) if ragged."""
         rows = (self.seqlen_q, self.heads_q, self.head_dim_v)
-        return rows if self.varlen else (self.batch, *rows)
+        return rows if self.rows == "ragged" else (self.batch, *rows)
 
     @functools.cached_property
     def lse_shape(self) -> tuple[int, ...]:
-        """(batch, heads_q, seqlen_q), or (heads_q, total) for varlen."""
+        """(batch, heads_q, seqlen_q), or (heads_q, total) if ragged."""
         rows = (self.heads_q, self.seqlen_q)
-        return rows if self.varlen else (self.batch, *rows)
+        return rows if self.rows == "ragged" else (self.batch, *rows)
 
     def __hash__(self) -> int:
         # On every GPU call: the fields that usually differ are enough.
@@ -97,6 +114,8 @@ def attention_spec(
     softcap: float | None = None,
     dropout: float = 0.0,
     sequences: int | None = None,
+    keys: str | None = None,
+    page_size: int = 0,
     names: tuple[str, str, str] = ("q", "k", "v"),
     dropout_name: str = "dropout",
 ) -> AttentionSpec:
@@ -116,11 +135,17 @@ def attention_spec(
     top_left : bool
         Align the causal mask to the first key (torch's) instead of the last.
     sequences : int, optional
-        How many sequences a varlen call holds.
+        How many sequences there are, where the rows of q are ragged.
+    keys : str, optional
+        Where keys lie, as in `AttentionSpec`; default ``"ragged"`` where `sequences` is given, else
+        ``"batched"``. Shapes of paged keys are those of one sequence's pages end to end: ``(...,
+        max_pages * page_size, heads, head_dim)``, with q's batch axis.
+    page_size : int
+        Tokens in a page of paged keys.
     names : tuple of str
         What the function calls q, k, v and, where it has another name there, dropout.
     """
-    _check_shapes(function, names, q, k, v, varlen=sequences is not None)
+    _check_shapes(function, names, q, k, v, ragged=sequences is not None)
     _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
     if _number(function, dropout_name, dropout) != 0.0:
         raise NotImplementedError(
@@ -148,11 +173,14 @@ def attention_spec(
         head_dim=head_dim,
         head_dim_v=v[-1],
         dtype=q_dtype,
+        kv_dtype=k_dtype,
         scale=scale,
         softcap=softcap,
         window_left=left,
         window_right=right,
-        varlen=sequences is not None,
+        rows="batched" if sequences is None else "ragged",
+        keys=keys or ("batched" if sequences is None else "ragged"),
+        page_size=page_size,
     )
 
 
@@ -211,15 +239,15 @@ def check_cu_seqlens(function: str, name: str, array: Any) -> None:
 
 
 def _check_shapes(
-    function: str, names: tuple[str, ...], q: tuple, k: tuple, v: tuple, *, varlen: bool
+    function: str, names: tuple[str, ...], q: tuple, k: tuple, v: tuple, *, ragged: bool
 ) -> None:
-    layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
-    ndim = 3 if varlen else 4
+    layout = "(total, heads, head_dim)" if ragged else "(batch, seqlen, heads, head_dim)"
+    ndim = 3 if ragged else 4
     for name, shape in zip(names, (q, k, v), strict=True):
         if len(shape) != ndim:
             raise ValueError(f"{function}: {name} has shape {shape}, must be {layout}")
     nq, nk, nv = names
-    if not varlen:
+    if not ragged:
         for name, shape in ((nk, k), (nv, v)):
             if shape[0] != q[0]:
                 raise ValueError(f"{function}: {name} has batch {shape[0]}, must be {nq}'s {q[0]}")

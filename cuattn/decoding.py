@@ -124,6 +124,7 @@ def flash_decode(
         window=window,
         scale=scale,
         softcap=softcap,
+        keys="cached",
         names=("q", "k_cache", "v_cache"),
     )
     result, lse = _decode(
@@ -254,9 +255,9 @@ def paged_attention(
     page_size = k_pages.shape[1]
     capacity = (max_pages * page_size, *k_pages.shape[2:])
     capacity_v = (max_pages * page_size, *v_pages.shape[2:])
-    varlen = cu_seqlens_q is not None
-    single = q.ndim == 3 and not varlen
-    if varlen:
+    ragged = cu_seqlens_q is not None
+    single = q.ndim == 3 and not ragged
+    if ragged:
         check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q)
         if cu_seqlens_q.shape[0] != batch + 1:
             raise ValueError(
@@ -269,7 +270,7 @@ def paged_attention(
     if single:
         q = q[:, None]
         out = None if out is None else _add_token(name, out)
-    if not varlen and q.shape[:1] != (batch,):
+    if not ragged and q.shape[:1] != (batch,):
         raise ValueError(f"{name}: q has batch {q.shape[0]}, must be page_table's {batch}")
     spec = attention_spec(
         name,
@@ -283,7 +284,9 @@ def paged_attention(
         window=window,
         scale=scale,
         softcap=softcap,
-        sequences=batch if varlen else None,
+        sequences=batch if ragged else None,
+        keys="paged",
+        page_size=page_size,
         names=("q", "k_pages", "v_pages"),
     )
     if isinstance(prefix, tuple):

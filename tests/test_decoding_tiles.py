@@ -151,7 +151,7 @@ def test_there_is_a_slot_for_every_partial_result(spec, splits):
         assert slots == (0 if parts == 1 else parts * spec.batch * spec.heads_kv)
     elif splits is None:
         assert slots == 2 * launch.grid[0] * launch.grid[1]
-    elif not spec.varlen:
+    elif spec.rows == "batched":
         tiles_of_rows = -(
             -spec.seqlen_q * spec.heads_q // spec.heads_kv // launch.variant.config.rows
         )
@@ -167,7 +167,7 @@ def test_one_item_is_one_for_each_block(spec, splits):
     items = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
     one = dispatch.decode_one_item(spec, launch, splits)
     lanes = launch.grid[0] if "sm90" not in launch.variant.source else 0
-    assert one == (items == lanes and splits is None and not spec.varlen)
+    assert one == (items == lanes and splits is None and spec.rows == "batched")
 
 
 @given(group=st.integers(1, 1 << 16), n=st.integers(0, 2**31 - 1))

@@ -86,7 +86,7 @@ def _meaningful(
 ) -> tuple[tuple[int, ...], ...]:
     """Strides of q, k, v and out. That of an axis of length 1 may be anything: here it is such as
     any kernel can use."""
-    batch = () if spec.varlen else (spec.batch,)
+    batch = () if spec.rows == "ragged" else (spec.batch,)
     rows_q, rows_k = (*batch, spec.seqlen_q, spec.heads_q), (*batch, spec.seqlen_k, spec.heads_kv)
     used = []
     for array, lengths in zip(strides, (rows_q, rows_k, rows_k, rows_q), strict=True):

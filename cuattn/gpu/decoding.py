@@ -145,7 +145,9 @@ def _cascade(
         seqlen_k=length,
         window_left=None,
         window_right=None,
-        varlen=False,
+        rows="batched",
+        keys="paged" if pages else "batched",
+        page_size=pages[1] if pages else 0,
     )
     plan = None
     if num_splits is None:
@@ -185,7 +187,7 @@ def _cascade(
         sinks=sinks,
         num_splits=num_splits,
         first_key=first_key,
-        lse_strides=(0 if spec.varlen else spec.seqlen_q, total),
+        lse_strides=(0 if spec.rows == "ragged" else spec.seqlen_q, total),
     )
     allocate = cupy.empty if return_lse else scratch_array
     lse = allocate((spec.heads_q, total), spec.acc_dtype)
@@ -195,7 +197,7 @@ def _cascade(
         out[...] = merged
     if not return_lse:
         return None
-    if spec.varlen:
+    if spec.rows == "ragged":
         return lse
     return lse.reshape(spec.heads_q, spec.batch, spec.seqlen_q).transpose(1, 0, 2)
 
@@ -222,7 +224,7 @@ def _launch(
     """
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr)
     if lse_strides is None:
-        lse_strides = (0 if spec.varlen else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
+        lse_strides = (0 if spec.rows == "ragged" else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
     plan = _plan(
         spec,
         q.device.id,

@@ -242,7 +242,7 @@ def decode_shape(
     group_magic, group_shift = divisor(group)
     return _DECODE_SHAPE.pack(
         *_row_strides(spec, q),
-        *([0] if spec.varlen else []),
+        *([0] if spec.rows == "ragged" else []),
         *(stride // out_itemsize for stride in out[:-1]),
         *(stride // itemsize for stride in k[:-1]),
         *(stride // itemsize for stride in v[:-1]),
@@ -277,7 +277,7 @@ def decode_shape(
 def _row_strides(spec: AttentionSpec, strides: tuple[int, ...]) -> list[int]:
     """Element strides of batch, seq and head."""
     elements = [stride // spec.dtype.itemsize for stride in strides[:-1]]
-    return [0, *elements] if spec.varlen else elements
+    return [0, *elements] if spec.rows == "ragged" else elements
 
 
 def _batch_stride(slopes: tuple | None) -> int:

@@ -111,7 +111,7 @@ def plan(
         ),
         section=dispatch.sm90_section(spec, config, blocks),
         scales=_scales(spec, has_bias=bias is not None),
-        scratch_bytes=TAKEN_BYTES if spec.varlen else 0,
+        scratch_bytes=TAKEN_BYTES if spec.rows == "ragged" else 0,
     )
 
 
@@ -184,7 +184,7 @@ def _map(
     row, head = strides[-3:-1]
     box = (_PANEL_COLUMNS, box_rows, 1, 1)
     dtype = spec.dtype
-    if spec.varlen:
+    if spec.rows == "ragged":
         far = (head_dim, FAR_ROWS, heads, length + 1, FAR_ROWS + 1)
         return Map(dtype, far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
     return Map(dtype, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)

@@ -93,7 +93,7 @@ def forward(
     Parameters
     ----------
     q, k, v : numpy.ndarray
-        (batch, seqlen, heads, head_dim), or (total, heads, head_dim) for varlen.
+        (batch, seqlen, heads, head_dim), or (total, heads, head_dim) where they are ragged.
     spec : AttentionSpec
         The call.
     bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, return_lse
@@ -110,14 +110,14 @@ def forward(
     Raises
     ------
     ValueError
-        The lengths of a varlen call do not rise from 0 to at most the total.
+        Cumulative lengths do not rise from 0 to at most the total.
     """
     dtype = spec.acc_dtype
     inputs = [array for array in (q, k, v, bias, mask) if array is not None]
     overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
     lse = np.empty(spec.lse_shape, dtype) if return_lse else None
-    if spec.varlen:
+    if spec.rows == "ragged":
         cu_seqlens_q = _checked("cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
         cu_seqlens_k = _checked("cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
 
@@ -138,7 +138,7 @@ def forward(
 
     tiles: collections.deque[_Tile] = collections.deque()
     for b in range(spec.batch if result.size else 0):
-        if spec.varlen:
+        if spec.rows == "ragged":
             queries = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
             keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
             inputs = q[queries], k[:, :, keys], v[:, keys]

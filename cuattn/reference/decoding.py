@@ -101,7 +101,15 @@ def decode(
 @functools.lru_cache(maxsize=4096)
 def _of_one(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> AttentionSpec:
     """The call of one sequence."""
-    return dataclasses.replace(spec, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, varlen=False)
+    return dataclasses.replace(
+        spec,
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        rows="batched",
+        keys="batched",
+        page_size=0,
+    )
 
 
 def _follow(pages: np.ndarray, num_pages: int) -> bool:

@@ -96,7 +96,7 @@ def simt_forward(
         has_score=has_score or spec.softcap != 0.0 or spec.dtype.itemsize == 2,
         arch=arch,
     )
-    if spec.varlen:
+    if spec.rows == "ragged":
         tiles, batch = spec.seqlen_q // config.tile_m + spec.batch, 1
     else:
         tiles, batch = -(-spec.seqlen_q // config.tile_m), spec.batch
@@ -234,16 +234,16 @@ def sm90_forward(
     ):
         return None
     # Varlen calls have neither bias nor mask.
-    score = (has_score or spec.softcap != 0.0, elementwise and not spec.varlen)
+    score = (has_score or spec.softcap != 0.0, elementwise and spec.rows == "batched")
     bounded = spec.window_left is not None, spec.window_right is not None
     padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
     configs = [
         config
-        for config in _sm90_configs(spec.dtype.name, padded, spec.varlen, *score)
+        for config in _sm90_configs(spec.dtype.name, padded, spec.rows == "ragged", *score)
         if (config.bound_left, config.bound_right) >= bounded
     ]
     config = min(configs, key=functools.partial(_sm90_time, spec))
-    if spec.varlen:
+    if spec.rows == "ragged":
         tiles = (spec.seqlen_q // config.tile_m + spec.batch) * spec.heads_q
     else:
         tiles = -(-spec.seqlen_q // config.tile_m) * spec.batch * spec.heads_q
@@ -271,9 +271,9 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
     sequences of unknown lengths, of which some may be a few times as long as the mean, it is the
     most: the more tiles of a length there are, the less the last ones leave blocks idle.
     """
-    heads = spec.heads_q if spec.varlen else spec.heads_q * spec.batch
+    heads = spec.heads_q if spec.rows == "ragged" else spec.heads_q * spec.batch
     seqlen_k = spec.seqlen_k
-    if spec.varlen:
+    if spec.rows == "ragged":
         seqlen_k = min(seqlen_k, LONG * -(-seqlen_k // max(1, spec.batch)))
     group = spec.heads_q // spec.heads_kv
     key_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / group
@@ -285,7 +285,7 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
         rows = -(-blocks // section) * config.tile_m  # of a head, at the same time
         return section * min(seqlen_k, rows + window) * key_bytes
 
-    if spec.varlen:
+    if spec.rows == "ragged":
         most = max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
         return -(-heads // -(-heads // most))
     cost = _sm90_costs(spec, config)
@@ -469,7 +469,7 @@ def sm80_forward(
         general,
         arch,
     )
-    if spec.varlen:
+    if spec.rows == "ragged":
         grid = spec.seqlen_q // config.tile_m + spec.batch, spec.heads_q
     else:
         # Blocks of a group of heads run side by side, their longest tiles first.

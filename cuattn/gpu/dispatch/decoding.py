@@ -225,7 +225,7 @@ def decode_one_item(spec: AttentionSpec, launch: Launch, num_splits: int | str |
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     return (
         num_splits is None
-        and not spec.varlen
+        and spec.rows == "batched"
         and spec.batch == 1
         and launch.grid[0] == spec.heads_kv
         and rows <= launch.variant.config.rows
@@ -243,7 +243,7 @@ def decode_slots(
     if num_splits is None:
         return 2 * launch.grid[0] * launch.grid[1]  # a block leaves at most two items incomplete
     group = spec.heads_q // spec.heads_kv
-    if spec.varlen:
+    if spec.rows == "ragged":
         row_tiles = spec.seqlen_q * group // config.rows + spec.batch
     else:
         row_tiles = spec.batch * -(-spec.seqlen_q * group // config.rows)
@@ -268,7 +268,7 @@ def sm90_decode(
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
     if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
         return None
-    if spec.varlen or rows > CLUSTER_ROWS[-1] or num_splits is not None:
+    if spec.rows == "ragged" or rows > CLUSTER_ROWS[-1] or num_splits is not None:
         return None
     if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
         return None
@@ -329,7 +329,7 @@ def sm80_decode(
     group = spec.heads_q // spec.heads_kv
     # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a
     # small tile wastes least.
-    tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.varlen else spec.seqlen_q
+    tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.rows == "ragged" else spec.seqlen_q
     rows = next(n for n in DECODE_ROWS[head_dim] if tokens * group <= n or n == 64)
     return _sm80_decode_variant(spec.dtype.name, head_dim, rows, arch)
 
