@@ -6,7 +6,7 @@ functions that it may not have: those are the API errors.) CuPy's memory pool is
 array is an allocation of its own and a step beyond its end is seen.
 
 racecheck takes lane 31's reads of a tile's place in the queue of attention/forward_sm90.cu for a
-race: docs/notes.md says why they are none.
+race: docs/notes/forward_sm90.md says why they are none.
 """
 
 from __future__ import annotations
