@@ -7,6 +7,7 @@ then seen as what they are, since not every DLPack reader knows bfloat16.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -61,6 +62,26 @@ def attention_forward(
         yield timing.Contestant("FA-3", run, timing.by_host)
 
 
+def attention_forward_graphs(
+    sets: list[tuple], *, causal: bool, fa3: bool
+) -> Iterator[timing.Contestant]:
+    """The same peers, each launch using all sets in turn; torch's in a captured graph, so that
+    short calls show what the device takes. Key heads may be fewer than query heads.
+
+    Parameters
+    ----------
+    sets, causal
+        As in `attention_forward`.
+    fa3 : bool
+        Whether FlashAttention-3 takes part, which is timed from the host: only where a call takes
+        longer than its launch.
+    """
+    yield from _torch_graphs(sets, causal=causal)
+    if fa3 and _has_fa3():
+        once = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
+        yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
+
+
 def attention_forward_cpu(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool
 ) -> Iterator[timing.Contestant]:
@@ -90,9 +111,7 @@ def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:
     sets : list of (q, k, v)
         As in `attention_forward`, with one query and all keys valid.
     """
-    if importlib.util.find_spec("torch"):
-        for name, backend in (("cuDNN", "CUDNN_ATTENTION"), ("FA-2", "FLASH_ATTENTION")):
-            yield timing.Contestant(name, _torch_sdpa_graph(backend, sets))
+    yield from _torch_graphs(sets, causal=False)
     if _has_fa3() and sum(k.nbytes + v.nbytes for _, k, v in sets) / len(sets) >= CAPTURE_FREE:
         once = timing.rotate(_jax_flash_mha(causal=False), [tuple(map(_to_jax, s)) for s in sets])
         yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
@@ -162,7 +181,18 @@ def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[i
     return run
 
 
-def _torch_sdpa_graph(backend: str, sets: list[tuple]) -> Callable[[int], Any]:
+def _torch_graphs(sets: list[tuple], *, causal: bool) -> Iterator[timing.Contestant]:
+    """torch's back ends that serve the shape, each as a captured graph of all sets."""
+    if not importlib.util.find_spec("torch"):
+        return
+    for name, backend in (("cuDNN", "CUDNN_ATTENTION"), ("FA-2", "FLASH_ATTENTION")):
+        try:
+            yield timing.Contestant(name, _torch_sdpa_graph(backend, sets, causal=causal))
+        except RuntimeError:  # not this shape
+            continue
+
+
+def _torch_sdpa_graph(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
     """torch's scaled_dot_product_attention on all sets, captured in one CUDA graph."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -173,12 +203,14 @@ def _torch_sdpa_graph(backend: str, sets: list[tuple]) -> Callable[[int], Any]:
     tensors = [tuple(map(heads_first, arrays)) for arrays in sets]
     graph = torch.cuda.CUDAGraph()
     with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
-        attend = torch.nn.functional.scaled_dot_product_attention
-        attend(*tensors[0], enable_gqa=True)
+        attend = functools.partial(
+            torch.nn.functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=True
+        )
+        attend(*tensors[0])
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             for arrays in tensors:
-                result = attend(*arrays, enable_gqa=True)
+                result = attend(*arrays)
 
     def run(replays: int) -> Any:
         with torch.cuda.stream(torch_stream()):

@@ -1,0 +1,140 @@
+"""Shapes drawn at random, beside every peer that computes them: what is tuned to a table should
+serve the space around it.
+
+``CUATTN_SHAPES_SEED=7 pytest benchmarks/bench_shapes.py --benchmark-json=…``
+
+The seed is new in each run unless it is given, and is printed and recorded. ``CUATTN_SHAPES`` says
+how many calls of each kind are drawn (default 40, about four minutes).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuattn
+from benchmarks import peers, timing
+from benchmarks.bench_decoding import draw
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+
+COUNT = int(os.environ.get("CUATTN_SHAPES", "40"))
+SEED = int(os.environ.get("CUATTN_SHAPES_SEED") or secrets.randbits(32))
+MOST_FLOPS = 5e12  # of a forward call
+MOST_BYTES = 8 << 30  # of a decoding call's keys and values
+LEAST_FLOPS = 2e10  # below, a peer that is timed from the host shows its launch
+
+
+def log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
+    """A whole number whose logarithm is evenly distributed."""
+    return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+
+def race(benchmark: Any, ours: list[timing.Contestant], others: list[timing.Contestant]) -> dict:
+    """Check that results agree, race, and give seconds by name."""
+    out = ours[0].run(1).astype(np.float32)
+    for peer in others:  # a figure next to a wrong result would be worth nothing
+        theirs = peers.to_cupy(peer.run(1)).reshape(out.shape)
+        difference = float(cupy.linalg.norm(out - theirs) / cupy.linalg.norm(theirs))
+        assert difference < 2e-2, f"cuattn and {peer.name} differ by {difference:.1e}"
+    benchmark.extra_info["seed"] = SEED
+    return timing.race(benchmark, [*ours, *others], rounds=5, turn=8e-3)
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def bench_random_forward(benchmark, ceilings, number):
+    """Self-attention: batch, length, heads and head_dim at random, causal or not."""
+    rng = np.random.default_rng([SEED, 0, number])
+    dim = int(rng.choice([32, 64, 80, 96, 128, 160, 192, 256]))
+    group = int(rng.choice([1, 1, 2, 4, 8]))
+    heads_kv = int(rng.choice([1, 2, 4, 8, 16]))
+    heads, causal = group * heads_kv, bool(rng.random() < 0.5)
+    seqlen = log_uniform(rng, 32, 65536)
+    most = MOST_FLOPS / (4 * seqlen**2 * heads * dim)
+    if most < 1:
+        seqlen = int(seqlen * most**0.5)
+    batch = log_uniform(rng, 1, max(1.5, min(512, most)))
+    flops = 4.0 * batch * heads * seqlen**2 * dim * (0.5 if causal else 1)
+    shape = {"batch": batch, "seqlen": seqlen, "heads": [heads, heads_kv], "head_dim": dim}
+    sets = [
+        (draw(batch, seqlen, heads, dim), *(draw(batch, seqlen, heads_kv, dim) for _ in "kv"))
+        for _ in range(min(8, timing.sets_past_l2(4 * batch * seqlen * (heads + heads_kv) * dim)))
+    ]
+    calls = [lambda s=s: cuattn.flash_attention(*s, causal=causal) for s in sets]
+    ours = [timing.captured("cuattn", calls)]
+    others = list(peers.attention_forward_graphs(sets, causal=causal, fa3=flops > LEAST_FLOPS))
+    benchmark.group = "random forward shapes"
+    seconds = race(benchmark, ours, others)
+    best = min((s for name, s in seconds.items() if name != "cuattn"), default=None)
+    benchmark.extra_info |= {
+        "shape": shape | {"causal": causal},
+        "tflops": {name: flops * len(sets) / s * 1e-12 for name, s in seconds.items()},
+        "of_best": best and best / seconds["cuattn"],
+        "matmul_tflops": ceilings["bfloat16"] * 1e-12,
+    }
+    shown = ", ".join(f"{n} {v:.0f}" for n, v in benchmark.extra_info["tflops"].items())
+    print(f"\n{number}: {best and best / seconds['cuattn']:.3f} {shape} {causal=}: {shown} TFLOP/s")
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def bench_random_decode(benchmark, ceilings, number):
+    """One token a sequence: batch, lengths, heads and head_dim at random, contiguous or in
+    pages."""
+    rng = np.random.default_rng([SEED, 1, number])
+    dim = int(rng.choice([64, 80, 96, 112, 128, 192, 256]))
+    heads_kv, group = int(rng.choice([1, 2, 4, 8, 16])), int(rng.choice([1, 2, 4, 5, 8, 16, 48]))
+    heads = group * heads_kv
+    length = log_uniform(rng, 100, 500_000)
+    row = 4 * heads_kv * dim  # bytes of a token's keys and values
+    if length * row > MOST_BYTES:
+        length = MOST_BYTES // row
+    batch = log_uniform(rng, 1, max(1.5, min(512, MOST_BYTES / (length * row))))
+    mixed = bool(rng.random() < 0.5)
+    page_size = [None, 16, 64][rng.integers(3)]
+    lens = rng.integers(1, length + 1, batch) if mixed else np.full(batch, length)
+    nbytes = int(lens.sum()) * row
+    shape = {"batch": batch, "length": length, "mixed": mixed, "heads": [heads, heads_kv]}
+    shape |= {"head_dim": dim, "page_size": page_size}
+    sets = [
+        (draw(batch, 1, heads, dim), *(draw(batch, length, heads_kv, dim) for _ in "kv"))
+        for _ in range(min(32, timing.sets_past_l2(batch * length * row)))
+    ]
+    seq_lens = cupy.asarray(lens, np.int32)
+    if page_size is None:
+        calls = [lambda s=s: cuattn.flash_decode(*s, seq_lens) for s in sets]
+    else:
+        width = -(-length // page_size)
+        table = np.random.default_rng(0).permutation(batch * width).astype(np.int32)
+        page_table = cupy.asarray(table.reshape(batch, width))
+        slots = page_table * page_size  # of each page's first token
+        slots = (slots[:, :, None] + cupy.arange(page_size)).reshape(batch, -1)[:, :length].ravel()
+        calls = []
+        for q, *caches in sets:
+            pages = []
+            for cache in caches:
+                scattered = cupy.zeros((batch * width * page_size, heads_kv, dim), cache.dtype)
+                scattered[slots] = cache.reshape(-1, heads_kv, dim)
+                pages.append(scattered.reshape(-1, page_size, heads_kv, dim))
+            calls.append(lambda q=q, p=pages: cuattn.paged_attention(q, *p, page_table, seq_lens))
+    ours = [timing.captured("cuattn", calls)]
+    others = [] if mixed else list(peers.decode(sets))
+    benchmark.group = "random decoding shapes"
+    seconds = race(benchmark, ours, others)
+    best = min((s for name, s in seconds.items() if name != "cuattn"), default=None)
+    of_copy = nbytes * len(sets) / seconds["cuattn"] / ceilings["copy"]
+    benchmark.extra_info |= {
+        "shape": shape,
+        "microseconds": {name: s / len(sets) * 1e6 for name, s in seconds.items()},
+        "of_best": best and best / seconds["cuattn"],
+        "of_copy": of_copy,
+        "megabytes": nbytes / 2**20,
+    }
+    shown = ", ".join(f"{n} {v:.1f}" for n, v in benchmark.extra_info["microseconds"].items())
+    relative = "" if best is None else f"{best / seconds['cuattn']:.3f} "
+    print(f"\n{number}: {relative}{of_copy:.0%} of copy {shape}: {shown} us")
