@@ -229,7 +229,9 @@ def test_reports_are_kept_until_what_they_depend_on_changes(variant, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "compile_variant", must_not)
-        assert compiler.report(first.variant, "sm_80") == first
+        kept = compiler.report(first.variant, "sm_80")
+        assert kept == first
+        assert (first.from_cache, kept.from_cache) == (False, True)
         with pytest.raises(AssertionError, match="compiled again"):
             compiler.report(first.variant, "sm_90a")
     compiler.resolve.cache_clear()

@@ -95,6 +95,7 @@ class Report:
     warnings: tuple[str, ...]  # serialised wgmma and the like: C7510 to C7519
     milliseconds: float
     code_digest: str  # of the machine code: the same where two variants run the same instructions
+    from_cache: bool = dataclasses.field(default=False, compare=False)  # not compiled this time
 
     @property
     def clean(self) -> bool:
@@ -193,14 +194,15 @@ def report(variant: Variant, arch: str) -> Report:
     file = cache_dir() / f"{_cache_key(variant, arch)}.json"
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-        return Report(variant, arch, **{**fields, "warnings": tuple(fields["warnings"])})
+        fields["warnings"] = tuple(fields["warnings"])
+        return Report(variant, arch, **fields, from_cache=True)
     except (OSError, ValueError, TypeError, KeyError):  # not there, or not written by this version
         pass
     compiled = compile_variant(variant, arch)
     fields = {
         field.name: getattr(compiled, field.name)
         for field in dataclasses.fields(Report)
-        if field.name not in ("variant", "arch")
+        if field.name not in ("variant", "arch", "from_cache")
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")  # processes may write the same entry

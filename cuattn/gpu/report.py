@@ -70,7 +70,11 @@ def compile_report(
             )
     seconds = time.perf_counter() - start
     verdict = f"{failed} FAILED" if failed else "no spill, no serialised instruction"
-    print(f"{len(tasks)} variants in {seconds:.0f} s: {verdict}")
+    cached = sum(report.from_cache for report in reports)
+    print(
+        f"{len(tasks)} variants in {seconds:.0f} s, {cached} of them from the cache in "
+        f"{compiler.cache_dir()}: {verdict}"
+    )
     if digest is not None:
         _write_or_compare(pathlib.Path(digest), reports)
     return 1 if failed else 0
