@@ -1,7 +1,7 @@
-"""Recorded figures -> the README's table and the plots.
+"""Recorded figures -> the README's table, the documentation's benchmarks page and the plot.
 
-``python -m benchmarks.report`` prints the table; with ``--write`` it goes into README.md between
-its ``benchmarks`` marks, and the plots into docs/images/.
+``python -m benchmarks.report`` prints all tables; with ``--write`` they go into docs/benchmarks.md,
+the one table of README.md between its ``benchmarks`` marks, and the plot into docs/images/.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = "docs/benchmarks.md"
 IMAGE = "docs/images/attention_forward.png"
+CAPTION = "TFLOP/s of forward attention by sequence length, cuattn and its peers"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+
+#: The head_dim of the README's table.
+README_HEAD_DIM = 128
 
 #: Who stands in which column, and in which colour.
 COLOURS = {
@@ -194,25 +199,52 @@ def provenance(records: list[dict[str, Any]], what: str) -> str:
         peers = "".join(
             f", {name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
         )
-        matmul = ""
-        if "matmul_tflops" in r:
-            matmul = f"cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³) and "
+        ceilings = [
+            f"cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³)"
+            if "matmul_tflops" in r
+            else "",
+            f"a copy {r['copy_tb_per_s']:.2f} TB/s" if "copy_tb_per_s" in r else "",
+        ]
+        measured = " and ".join(filter(None, ceilings))
         runs[(r["date"], r["commit"])] = (
             f"{what}; {m['gpu']}, driver {m['driver']}, NVRTC {m['nvrtc']}, CuPy {m['cupy']}"
-            f"{peers}; {r['date']}, commit {r['commit'][:10]}. In the same process "
-            f"{matmul}a copy {r['copy_tb_per_s']:.2f} TB/s."
+            f"{peers}; {r['date']}, commit {r['commit'][:10]}."
+            + (f" In the same process {measured}." if measured else "")
         )
     return " ".join(runs.values())
 
 
+def options(records: list[dict[str, Any]]) -> str:
+    """The speed of calls with options as Markdown: per cent of the plain call's FLOP rate in the
+    same run, counted on the tiles that are computed."""
+    columns = sorted({(r["head_dim"], r["seqlen"]) for r in records})
+    cells: dict[str, dict[tuple[int, int], str]] = {}
+    for r in records:
+        cells.setdefault(r["option"], {})[r["head_dim"], r["seqlen"]] = f"{r['of_plain']:.0%}"
+    heading = [f"head_dim {head_dim}, {seqlen} tokens" for head_dim, seqlen in columns]
+    return "\n".join(
+        [
+            "| option | " + " | ".join(heading) + " |",
+            "|" + " --- |" * (1 + len(columns)),
+            *(
+                f"| {option} | " + " | ".join(row.get(column, "") for column in columns) + " |"
+                for option, row in cells.items()
+            ),
+        ]
+    )
+
+
 def section(
     title: str,
+    introduction: str,
     draw: Callable[[list[dict[str, Any]]], str],
     records: list[dict[str, Any]],
     what: str,
 ) -> list[str]:
-    """A title, a table and where its figures come from; nothing without records."""
-    return ["", title, "", draw(records), "", provenance(records, what)] if records else []
+    """A title, what is shown, a table and where its figures come from; nothing without records."""
+    if not records:
+        return []
+    return ["", f"## {title}", "", introduction, "", draw(records), "", provenance(records, what)]
 
 
 def plot(records: list[dict[str, Any]], file: pathlib.Path) -> None:
@@ -289,6 +321,15 @@ def main(argv: list[str] | None = None) -> None:
             "pytest benchmarks --benchmark-json=benchmarks/results/NAME.json"
         )
     what = "bfloat16, 16384 tokens, heads · head_dim = 2048"
+    summary = "\n".join(
+        [
+            table([r for r in records if r["head_dim"] == README_HEAD_DIM] or records),
+            "",
+            *comparison(records),
+            "",
+            provenance(records, what),
+        ]
+    )
     comparisons, sources = comparison(records), [provenance(records, what)]
     for tier in ("sm80", "simt"):
         others = load(files, f"attention forward, {tier} tier")
@@ -296,40 +337,63 @@ def main(argv: list[str] | None = None) -> None:
         comparisons += comparison(others, f"The {tier} tier")
         if others and (source := provenance(others, what)) != sources[0]:
             sources.append(f"cuattn {tier}: {source}")
+    calls = [*host(load(files, "host")), *cpu(load(files, "attention forward on the CPU"))]
     text = "\n".join(
         [
+            "## Forward attention",
+            "",
+            "TFLOP/s, the fastest of a row and mask in bold.",
+            "",
             table(records),
             "",
             *comparisons,
-            *host(load(files, "host")),
-            *cpu(load(files, "attention forward on the CPU")),
             "",
             *sources,
             *section(
-                "Decoding: µs (per cent of a copy's rate, counting K and V once), one query token "
-                "a sequence over contiguous caches and over pages, replays of a captured graph.",
+                "Options",
+                "Per cent of the plain call's FLOP rate in the same run, counted on the tiles that "
+                "are computed. The window has 1024 keys, GQA 8 query heads a key head.",
+                options,
+                load(files, "attention options"),
+                what,
+            ),
+            *section(
+                "Decoding",
+                "µs (per cent of a copy's rate, counting K and V once), one query token a sequence "
+                "over contiguous caches and over pages, replays of a captured graph.",
                 decoding,
                 load(files, "decoding"),
                 "bfloat16, 32 query heads over 8 of 128",
             ),
             *section(
-                "Sampling: µs from logits to tokens, by the number of rows, on peaked / flat ones "
-                "(standard deviation 4 / 1), replays of a captured graph.",
+                "Sampling",
+                "µs from logits to tokens, by the number of rows, on peaked / flat ones (standard "
+                "deviation 4 / 1), replays of a captured graph.",
                 sampling,
                 load(files, "sampling"),
                 "float32, vocabulary of 128256",
             ),
+            *(["", "## Calls, first calls and the CPU", "", *calls] if calls else []),
         ]
     )
     if not arguments.write:
         print(text)
         return
     readme = ROOT / "README.md"
-    page = readme.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
+    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
-    picture = f"![TFLOP/s of forward attention by sequence length, cuattn and its peers]({IMAGE})"
-    readme.write_text(f"{before}{BEGIN}\n{picture}\n\n{text}\n{END}{after}", encoding="utf-8")
+    readme.write_text(
+        f"{before}{BEGIN}\n![{CAPTION}]({IMAGE})\n\n{summary}\n{END}{after}", encoding="utf-8"
+    )
+    page = ROOT / PAGE
+    picture = pathlib.PurePosixPath(IMAGE).relative_to(pathlib.PurePosixPath(PAGE).parent)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(
+        "# Benchmarks\n\nWritten by `python -m benchmarks.report --write` from "
+        "`benchmarks/results/`. [How they are run](notes/benchmarks.md) says what a figure "
+        f"means.\n\n![{CAPTION}]({picture})\n\n{text}\n",
+        encoding="utf-8",
+    )
     plot(records, ROOT / IMAGE)
 
 

@@ -75,10 +75,10 @@ def test_report_compares_and_says_where_the_figures_come_from(results, capsys):
     report.main([str(file) for file in results])
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert lines[0] == (
+    first = lines.index(
         "| head_dim | seqlen | full: cuattn | full: FA-2 | causal: cuattn | causal: FA-2 |"
     )
-    assert lines[2] == "| 64 | 512 | **300** | 200 | **150** | 100 |"
+    assert lines[first + 2] == "| 64 | 512 | **300** | 200 | **150** | 100 |"
     # 300 / 200 and 150 / 100
     assert (
         "over FA-2's: 1.50× in the geometric mean of 2 shapes, 1.50× at least, 1.50× at most"
@@ -168,6 +168,19 @@ def test_sampling_has_peaked_and_flat_in_a_cell():
     ]
 
 
+def test_options_are_per_cent_of_the_plain_call():
+    records = [
+        {"option": option, "head_dim": head_dim, "seqlen": 8192, "of_plain": of_plain}
+        for option, head_dim, of_plain in (("causal", 64, 0.9), ("bias", 64, 0.5), ("bias", 128, 1))
+    ]
+    assert report.options(records).splitlines() == [
+        "| option | head_dim 64, 8192 tokens | head_dim 128, 8192 tokens |",
+        "| --- | --- | --- |",
+        "| causal | 90% |  |",
+        "| bias | 50% | 100% |",
+    ]
+
+
 def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
     speeds = {(64, 512, False): {"cuattn": 1.0, "FA-3": 2.0}, (64, 1024, False): {"cuattn": 1.0}}
     file = recorded(tmp_path, "run", "2026-01-01", speeds)
@@ -187,7 +200,17 @@ def test_write_puts_table_and_plot_in_their_places(results, tmp_path, monkeypatc
         assert page.endswith(f"\n{report.END}\nafter\n")
         assert page.count("| 64 | 512 |") == 1
         assert "old" not in page
+        documentation = (tmp_path / report.PAGE).read_text(encoding="utf-8")
+        assert documentation.count("| 64 | 512 |") == 1
+        assert "A call takes the host 9.0 µs" in documentation
+        assert "](images/attention_forward.png)" in documentation
     assert (tmp_path / report.IMAGE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_documentation_shows_what_is_recorded(capsys):
+    report.main([])
+    text = capsys.readouterr().out
+    assert text in (report.ROOT / report.PAGE).read_text(encoding="utf-8")
 
 
 def test_the_readme_has_a_place_for_the_report():

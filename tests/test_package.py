@@ -46,8 +46,8 @@ def source_tree(tmp_path_factory) -> pathlib.Path:
     """A copy of what is packaged, free of what earlier builds left behind."""
     tree = tmp_path_factory.mktemp("source") / "cuattn"
     tree.mkdir()
-    leave = shutil.ignore_patterns("__pycache__")
-    for name in ("cuattn", "rawkernels", "tests", "examples"):
+    leave = shutil.ignore_patterns("__pycache__", "_build", "gallery", "generated")
+    for name in ("cuattn", "rawkernels", "tests", "examples", "docs"):
         shutil.copytree(ROOT / name, tree / name, ignore=leave)
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in"):
         shutil.copy(ROOT / name, tree)

@@ -1,0 +1,77 @@
+"""The snippets of the README and of the documentation run, and print what the pages say; the API
+pages name everything that is public."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pathlib
+import re
+
+import pytest
+
+import cuattn
+from cuattn import sampling
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "guides").glob("*.md"))]
+
+#: A fenced block, with the HTML comment on the line before it that says why it is not run.
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+def snippets(page: str) -> list[tuple[str, str | None, str | None, int]]:
+    """(code, what it prints, why it is not run, line) of each Python block: what it prints is the
+    ``text`` block right behind it."""
+    blocks = list(BLOCK.finditer(page))
+    found = []
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        if block["language"] != "python":
+            continue
+        printed = None
+        if (
+            following is not None
+            and following["language"] == "text"
+            and not page[block.end() : following.start()].strip()
+        ):
+            printed = following["text"]
+        line = page.count("\n", 0, block.start("text")) + 1
+        found.append((block["text"], printed, block["note"], line))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_snippets_run_and_print_what_the_page_says(page):
+    namespace: dict = {"__name__": "snippet"}
+    for code, printed, note, line in snippets(page.read_text(encoding="utf-8")):
+        # Blank lines in front, so that a traceback shows the line of the page.
+        compiled = compile("\n" * (line - 1) + code, str(page), "exec")
+        if note is not None:
+            continue
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compiled, namespace)
+        if printed is not None:
+            assert out.getvalue() == printed, f"{page.name}, line {line}"
+
+
+def test_there_are_snippets():
+    assert sum(len(snippets(page.read_text(encoding="utf-8"))) for page in PAGES) > 20
+
+
+def test_the_api_pages_name_everything_public():
+    text = (DOCS / "api" / "index.rst").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^   (\w+)$", text, re.M))
+    assert listed == {*cuattn.__all__, *sampling.__all__} - {"sampling"}
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, *(DOCS / "notes").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" in target or target.startswith("gallery/"):  # the gallery is built
+                continue
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
