@@ -1,7 +1,13 @@
 """A Llama on a GPU whose steps are CUDA graphs: the host launches a whole pass of the model, and
-not each of its 500 operations."""
+not each of its 500 operations.
+
+A module of generate.py, which uses it on a GPU.
+"""
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit(f"{__doc__}\nRun generate.py instead; --help lists its options.")
 
 import ctypes
 import weakref

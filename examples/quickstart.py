@@ -1,9 +1,13 @@
 """cuattn, call by call: on a GPU where CuPy finds one, else on the CPU, by the same calls."""
 
+import argparse
+
 import numpy as np
 
 import cuattn
 from cuattn import sampling
+
+argparse.ArgumentParser(description=__doc__).parse_args()
 
 try:
     import cupy as xp

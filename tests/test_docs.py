@@ -44,19 +44,30 @@ def snippets(page: str) -> list[tuple[str, str | None, str | None, int]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_snippets_run_and_print_what_the_page_says(page):
+def run(page: pathlib.Path, notes: set[str | None]) -> None:
+    """Run a page's snippets whose note is one of these, in one namespace; compile all others."""
     namespace: dict = {"__name__": "snippet"}
     for code, printed, note, line in snippets(page.read_text(encoding="utf-8")):
         # Blank lines in front, so that a traceback shows the line of the page.
         compiled = compile("\n" * (line - 1) + code, str(page), "exec")
-        if note is not None:
+        if note not in notes:
             continue
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(compiled, namespace)
         if printed is not None:
             assert out.getvalue() == printed, f"{page.name}, line {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_snippets_run_and_print_what_the_page_says(page):
+    run(page, {None})
+
+
+@pytest.mark.gpu
+def test_snippets_that_need_a_gpu():
+    for page in PAGES:
+        run(page, {"needs a GPU"})
 
 
 def test_there_are_snippets():

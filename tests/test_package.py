@@ -46,7 +46,7 @@ def source_tree(tmp_path_factory) -> pathlib.Path:
     """A copy of what is packaged, free of what earlier builds left behind."""
     tree = tmp_path_factory.mktemp("source") / "cuattn"
     tree.mkdir()
-    leave = shutil.ignore_patterns("__pycache__", "_build", "gallery", "generated")
+    leave = shutil.ignore_patterns("__pycache__", "_build", "generated")
     for name in ("cuattn", "rawkernels", "tests", "examples", "docs"):
         shutil.copytree(ROOT / name, tree / name, ignore=leave)
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in"):
