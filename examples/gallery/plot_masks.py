@@ -35,7 +35,7 @@ panels = {
 }
 figure, axes = plt.subplots(1, 4, figsize=(11, 2.6), layout="constrained")
 for axis, (title, options) in zip(axes, panels.items(), strict=True):
-    axis.imshow(weights(**options), cmap="magma_r", vmin=0, vmax=0.25)
+    axis.imshow(weights(**options), cmap="Reds", vmin=0, vmax=0.2)
     axis.set(title=title, xlabel="key", xticks=[], yticks=[])
 axes[0].set_ylabel("query")
 
@@ -47,6 +47,6 @@ cu_seqlens = np.array([0, 6, 16, 24], np.int32)
 identity = np.eye(tokens)[:, None, :]
 out = cuattn.flash_attention_varlen(q, k[:tokens], identity, cu_seqlens, causal=True)
 figure, axis = plt.subplots(figsize=(3, 3), layout="constrained")
-axis.imshow(out[:, 0], cmap="magma_r", vmin=0, vmax=0.5)
+axis.imshow(out[:, 0], cmap="Reds", vmin=0, vmax=0.4)
 axis.set(title="cu_seqlens=[0, 6, 16, 24]", xlabel="key", ylabel="query", xticks=[], yticks=[])
 plt.show()

@@ -38,8 +38,9 @@ fork = cache.fork(first)
 ids = [first, second, third, fork]
 
 
-def draw(axis, title):
+def draw(title):
     """A row for each sequence, a cell for each of its pages; a colour is a page."""
+    _, axis = plt.subplots(figsize=(7, 2.5), layout="constrained")
     table, lengths = cache.page_table(ids), cache.seq_lens(ids)
     for row in range(len(ids)):
         for column in range(-(-int(lengths[row]) // PAGE)):
@@ -47,19 +48,19 @@ def draw(axis, title):
             color = plt.cm.tab20(page % 20)
             axis.add_patch(plt.Rectangle((column, row), 0.94, 0.9, color=color, alpha=0.6))
             axis.text(column + 0.47, row + 0.45, f"page {page}", ha="center", va="center")
-    axis.set(xlim=(0, 6), ylim=(len(ids), 0), title=title, xlabel="place in the sequence")
+    axis.set(xlim=(0, 4), ylim=(len(ids), 0), title=title, xlabel="column of the page table")
+    axis.set_xticks(np.arange(4) + 0.47, range(4))
     axis.set_yticks(np.arange(len(ids)) + 0.45, ["first", "second", "third", "fork of first"])
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axis.tick_params(length=0)
 
 
-figure, axes = plt.subplots(2, 1, figsize=(8, 5), layout="constrained")
-draw(axes[0], f"before: {cache.num_pages} pages, 6 in use")
+draw(f"6 of {cache.num_pages} pages are in use")
 
 # %%
 # Now the fork writes a token: the last page, which is not full, is copied first.
 
 write([fork], [1])
-draw(axes[1], "after the fork wrote a token")
+draw("after the fork has written a token")
 print(cache)
 plt.show()

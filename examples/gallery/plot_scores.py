@@ -26,7 +26,7 @@ panels = {
     "plain": {},
     "alibi_slopes=[0.1]": {"alibi_slopes": np.array([0.1])},
     "softcap=2": {"softcap": 2.0},
-    "sinks=[6]": {"sinks": np.array([6.0])},
+    "sinks=[8]": {"sinks": np.array([8.0])},
 }
 figure, axes = plt.subplots(2, 2, figsize=(8, 4), sharex=True, sharey=True, layout="constrained")
 for axis, (title, options) in zip(axes.flat, panels.items(), strict=True):
