@@ -23,19 +23,18 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 
 @pytest.fixture(params=["fastest", "sm80", "simt"])
-def tier(request, monkeypatch):
+def tier(request):
     """What serves the calls: this GPU's fastest tier, the one for Ampere and newer, or the one
     that runs anywhere."""
-    from cuattn.gpu import attention, compiler, dispatch
+    from cuattn.gpu import compiler, dispatch
 
     if request.param == "sm80" and compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
         pytest.skip("sm80 is this GPU's fastest tier")
-    if request.param != "fastest":
-        one = {request.param: dispatch.attention.FORWARD_TIERS[request.param]}
-        monkeypatch.setattr(dispatch.attention, "FORWARD_TIERS", one)
-    attention._plan.cache_clear()
-    yield request.param
-    attention._plan.cache_clear()
+    if request.param == "fastest":
+        yield request.param
+    else:
+        with dispatch.use_tiers(f"forward_{request.param}"):
+            yield request.param
 
 
 @pytest.mark.parametrize("seqlen", [512, 2048, 8192, 16384])

@@ -67,8 +67,8 @@ def fixed(name: str, q: Any, k: Any, v: Any, **options: Any) -> Call:
         *[q.dtype] * 3,
         **{key: options[key] for key in options.keys() & {"causal", "window", "softcap"}},
     )
-    arrays = options.keys() & {"bias", "mask", "alibi_slopes"}
-    flops = q.shape[0] * computed(spec, bool(arrays), bool(arrays - {"alibi_slopes"}))
+    arrays = {key: options[key] for key in options.keys() & {"bias", "mask", "alibi_slopes"}}
+    flops = q.shape[0] * computed(spec, arrays)
     return Call(name, lambda: cuattn.flash_attention(q, k, v, **options), flops)
 
 
@@ -80,19 +80,22 @@ def varlen(name: str, lengths: list[int], heads: int, head_dim: int, **options: 
     spec = attention_spec(
         "flash_attention_varlen", *[q.shape] * 3, *[DTYPE] * 3, sequences=len(lengths), **options
     )
-    flops = sum(computed(spec, False, False, seqlen) for seqlen in lengths)
+    flops = sum(computed(spec, {}, seqlen) for seqlen in lengths)
     run = lambda: cuattn.flash_attention_varlen(q, k, v, ends, **options)  # noqa: E731
     return Call(name, run, flops)
 
 
-def computed(spec: Any, has_score: bool, elementwise: bool, seqlen: int | None = None) -> float:
-    """Floating-point operations of one sequence, of `seqlen` where the call is varlen."""
+def computed(spec: Any, arrays: dict[str, Any], seqlen: int | None = None) -> float:
+    """Floating-point operations of one sequence, of `seqlen` where the call is varlen; `arrays` are
+    those that change its scores."""
     from cuattn.gpu import compiler, dispatch
 
+    layouts = {
+        name: dispatch.Layout(array.shape, array.strides, array.dtype)
+        for name, array in arrays.items()
+    }
     arch = compiler.device_arch(cupy.cuda.Device().id)
-    launch = dispatch.forward(
-        spec, arch, has_score=has_score, elementwise=elementwise, aligned=True
-    )
+    launch = dispatch.choose(dispatch.Call.contiguous(spec, arch, **layouts))
     config = launch.variant.config
     if seqlen is not None:
         spec = dataclasses.replace(spec, seqlen_q=seqlen, seqlen_k=seqlen)

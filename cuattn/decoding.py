@@ -439,7 +439,7 @@ def _decode(
         if not 1 <= num_splits <= 1024:
             raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
         num_splits = int(num_splits)
-    return backend(xp, "decoding").decode(
+    return backend(xp, "attention").forward(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),

@@ -3,8 +3,8 @@ and when. No GPU is asked."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -13,32 +13,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import compiler, dispatch, sm90, tensormap
+from cuattn.gpu import dispatch, tensormap
+from cuattn.gpu.dispatch import Call, Partial
+from cuattn.gpu.params import SM90_PARAMS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def spec_of(tokens, length, *, heads=8, group=4, dims=(128, 128), dtype=BFLOAT16, **options):
-    """One sequence of all queries, and of the prefix's keys."""
+def spec_of(
+    tokens, length, *, heads=8, group=4, dims=(128, 128), dtype=BFLOAT16, page_size=16, **options
+):
+    """One sequence of all queries, and of the prefix's keys; page_size None: these contiguous."""
     return attention_spec(
         "paged_attention",
         (1, tokens, heads * group, dims[0]),
         (1, length, heads, dims[0]),
         (1, length, heads, dims[1]),
         *[np.dtype(dtype)] * 3,
+        keys="paged" if page_size else "batched",
+        page_size=page_size or 0,
         **options,
     )
 
 
-def choose(spec, arch="sm_90a", page_size=16, multiprocessors=132):
-    return dispatch.prefix(spec, arch, multiprocessors=multiprocessors, page_size=page_size)
+def choose(spec, arch="sm_90a", multiprocessors=132):
+    """The launch of the forward kernel over a prefix in 200 pages, or contiguous, with rows of
+    whole 16 bytes; None if it is left to the decoding kernel."""
+    padded = dataclasses.replace(spec, head_dim=-(-spec.head_dim // 8) * 8)
+    call = Call.contiguous(padded, arch, multiprocessors, num_pages=200)
+    partial = Partial(first_key=0, lse_strides=(0, spec.seqlen_q))
+    launch = dispatch.choose(dataclasses.replace(call, spec=spec, partial=partial))
+    return launch if "attention" in launch.variant.source else None
 
 
 def test_64_sequences_fill_the_device_once():
     """Two tiles of 128 rows for each of 8 key heads: in 8 parts 128 tiles for 132
     multiprocessors."""
-    launch = choose(spec_of(64, 32768))
-    assert launch.grid == (16, 8)
+    spec = spec_of(64, 32768)
+    launch = choose(spec)
+    assert dispatch.sm90.prefix_tiles(spec, launch.variant.config, 132) == (16, 8)
+    assert launch.grid == (128,)
+    assert launch.parts == 8
     assert launch.variant.config.prefix
     assert launch.variant.config.tile_m == 128
 
@@ -66,8 +81,8 @@ def test_64_sequences_fill_the_device_once():
 )
 def test_what_it_serves(change, served):
     options = {"tokens": 64, "length": 32768} | change
-    where = {name: options.pop(name) for name in ("arch", "page_size") if name in options}
-    assert (choose(spec_of(**options), **where) is not None) == served
+    arch = options.pop("arch", "sm_90a")
+    assert (choose(spec_of(**options), arch) is not None) == served
 
 
 @pytest.mark.parametrize(
@@ -107,8 +122,8 @@ def test_where_a_cascade_pays(batch, length, hopper, elsewhere):
 def test_every_choice_is_listed_and_covers(
     tokens, length, heads, group, dims, page_size, multiprocessors
 ):
-    spec = spec_of(tokens, length, heads=heads, group=group, dims=dims)
-    launch = choose(spec, page_size=page_size, multiprocessors=multiprocessors)
+    spec = spec_of(tokens, length, heads=heads, group=group, dims=dims, page_size=page_size)
+    launch = choose(spec, multiprocessors=multiprocessors)
     assert (launch is None) == (tokens * group < 9)
     if launch is None:
         return
@@ -116,12 +131,20 @@ def test_every_choice_is_listed_and_covers(
     assert launch.variant in set(dispatch.variants("sm_90a"))
     assert max(dims) <= config.head_dim == config.head_dim_v
     assert config.smem_bytes <= 227 * 1024
-    tiles_of_part, parts = launch.grid
+    tiles_of_part, parts = dispatch.sm90.prefix_tiles(spec, config, multiprocessors)
+    assert launch.parts == parts
+    assert launch.grid == (min(tiles_of_part * parts, multiprocessors),)
     assert tiles_of_part >= heads * -(-tokens // (config.tile_m // 64 * (64 // group)))
     assert 1 <= parts <= min(31, -(-length // config.tile_n))  # every part has keys
     if page_size is not None:
         assert config.tile_n % min(page_size, config.tile_n) == 0
         assert config.tile_n // min(page_size, config.tile_n) <= 32  # a lane brings one part
+
+
+def sm90_params(launch):
+    """The fields of Sm90Params as they are launched, with addresses of 0."""
+    maps = {f"{array}_map": b"" for array in launch.tensor_maps}
+    return SM90_PARAMS.unpack(launch.arguments[1].pack(collections.defaultdict(int, maps)))
 
 
 @given(
@@ -134,11 +157,9 @@ def test_copies_bring_the_rows_that_are_written_out(group, heads, row, data):
     """A row's token and head as Tile::packed of attention/work_sm90.cuh has them, and the element
     that the copy engine puts there.
     """
-    spec = dataclasses.replace(spec_of(100, 512, heads=heads, group=group), scale=1.0)
-    config = choose(spec_of(64, 512)).variant.config
-    strides = np.empty((100, heads * group, 128), BFLOAT16).strides
-    kv = np.empty((512, heads, 128), BFLOAT16).strides
-    queries = sm90.prefix_plan(spec, config, (strides, kv, kv), None).maps[0]
+    strides = np.empty((1, 100, heads * group, 128), BFLOAT16).strides
+    spec = spec_of(100, 512, heads=heads, group=group, page_size=None)
+    queries = choose(spec).tensor_maps["q"]
     assert tensormap.addressable(queries.strides)
     head_kv = data.draw(st.integers(0, heads - 1))
     tokens, index = 64 // group, row % 64
@@ -149,7 +170,7 @@ def test_copies_bring_the_rows_that_are_written_out(group, heads, row, data):
     coordinates = (box[0], row // 64 * tokens + box[1], head_kv)
     offset = sum(c * s for c, s in zip(coordinates, queries.strides, strict=True))
     token, head = row // 64 * tokens + index // group, head_kv * group + index % group
-    assert offset == token * strides[0] + head * strides[1]
+    assert offset == token * strides[1] + head * strides[2]
     assert (coordinates[1] < queries.shape[2]) == (token < 100)
     assert np.prod(queries.box[1:]) <= 64
 
@@ -158,48 +179,19 @@ def test_copies_bring_the_rows_that_are_written_out(group, heads, row, data):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_are_found_in_their_pages(head_dim, page_size):
     """As page_of_lane and load_pages of attention/prefix_sm90.cuh find them."""
-    spec = spec_of(64, 1024, heads=2, dims=(head_dim, head_dim))
-    config = choose(spec, page_size=page_size).variant.config
-    pages = None if page_size is None else (200, page_size)
-    shape = (1024, 2, head_dim) if pages is None else (*pages, 2, head_dim)
-    kv = np.empty(shape, BFLOAT16).strides
-    q = np.empty((64, 8, head_dim), BFLOAT16).strides
-    plan = sm90.prefix_plan(spec, config, (q, kv, kv), pages)
-    keys = plan.maps[1]
-    assert keys == plan.maps[2]
+    spec = spec_of(64, 1024, heads=2, dims=(head_dim, head_dim), page_size=page_size)
+    launch = choose(spec)
+    config, keys = launch.variant.config, launch.tensor_maps["k"]
+    plan = sm90_params(launch)
+    assert keys == launch.tensor_maps["v"]
     assert tensormap.addressable(keys.strides)
-    assert keys.box == (64, 1 << plan.box_shift, 1, 1)
+    assert keys.box == (64, 1 << plan["box_shift"], 1, 1)
     for block in (0, 3):
-        for lane in range(config.tile_n >> plan.box_shift):
-            key = block * config.tile_n + (lane << plan.box_shift)
-            page, slot = key >> plan.page_shift, key & (1 << plan.page_shift) - 1
+        for lane in range(config.tile_n >> plan["box_shift"]):
+            key = block * config.tile_n + (lane << plan["box_shift"])
+            page, slot = key >> plan["page_shift"], key & (1 << plan["page_shift"]) - 1
             assert slot + keys.box[1] <= keys.shape[1]
             assert page < keys.shape[3]
             offset = sum(c * s for c, s in zip((slot, 1, page), keys.strides, strict=True))
             row = key if page_size is None else page * page_size + slot
             assert offset == np.ravel_multi_index((row, 1, 0), (1 << 15, 2, head_dim)) * 2
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="NVIDIA's compiler does not exist for macOS")
-def test_same_bytes_in_cuda(monkeypatch):
-    """Sm90Params of attention/work_sm90.cuh."""
-    offsets = {"taken": 0, "section": 16, "page_table": 32, "page_shift": 40, "box_shift": 44}
-    offsets |= {"bias_mapped": 48, "mask_mapped": 52}
-    maps = sm90.MAPS * tensormap.TENSOR_MAP_BYTES
-    mapped = sm90.Map(BFLOAT16, (), (), ())
-    all_but_mask = (mapped, mapped, mapped, mapped, None)
-    plan = sm90.Plan(all_but_mask, 7, (1.0, 1.0, 1.0), 0, page_shift=4, box_shift=3)
-    monkeypatch.setattr(tensormap, "encode", lambda *a: bytes(tensormap.TENSOR_MAP_BYTES))
-    argument = plan.argument((0, 0, 0), 5, 9)
-    lines = [f"static_assert(sizeof(Sm90Params) == {len(argument)});"]
-    for name, offset in offsets.items():
-        member = f"__INTADDR__(&static_cast<Sm90Params*>(nullptr)->{name})"
-        lines.append(f"static_assert({member} == {maps + offset});")
-    full_source = compiler.full_source
-    monkeypatch.setattr(compiler, "full_source", lambda v: full_source(v) + "\n".join(lines))
-    compiler.compile_variant(choose(spec_of(64, 512)).variant, "sm_90a")
-    packed = argument[maps:]
-    fields = {"taken": (5, 8), "section": (7, 4), "page_shift": (4, 4), "page_table": (9, 8)}
-    fields |= {"box_shift": (3, 4), "bias_mapped": (1, 4), "mask_mapped": (0, 4)}
-    for name, (value, size) in fields.items():
-        assert int.from_bytes(packed[offsets[name] :][:size], "little") == value

@@ -1,25 +1,15 @@
-"""Attention over whole sequences on a GPU: tier, launch."""
+"""Attention on a GPU: one way in for all of it, whatever its rows and keys lie in."""
 
 from __future__ import annotations
-
-import dataclasses
-import functools
 
 import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, dispatch, sm90, tensormap
-from cuattn.gpu.memory import contiguous, copy_to_out, pointer, scratch, target, use_device
-from cuattn.gpu.params import forward_pointers, forward_shape
-from cuattn.gpu.plan import Plan, layout_key
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan(Plan):
-    """A plan of the forward kernels."""
-
-    sm90: sm90.Plan | None  # where the kernel is attention/forward_sm90.cu
+from cuattn.gpu import decoding
+from cuattn.gpu.dispatch import current_tiers
+from cuattn.gpu.memory import contiguous, copy_to_out, target, use_device
+from cuattn.gpu.plan import attention_plan, layout_key
 
 
 def forward(
@@ -34,14 +24,18 @@ def forward(
     sinks: cupy.ndarray | None = None,
     cu_seqlens_q: cupy.ndarray | None = None,
     cu_seqlens_k: cupy.ndarray | None = None,
+    seq_lens: cupy.ndarray | None = None,
+    page_table: cupy.ndarray | None = None,
+    prefix: int | tuple[cupy.ndarray, cupy.ndarray] | None = None,
+    num_splits: int | str | None = None,
     out: cupy.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None]:
     """Compute ``out`` and, where asked, ``lse`` on q's device, on CuPy's current stream, without
     synchronising.
 
-    Parameters and result as in :func:`cuattn.flash_attention`; q, k, v have a batch axis unless
-    `spec` is varlen, and contiguous head_dims.
+    Parameters and result as of :func:`cuattn.reference.attention.forward`; head_dims are contiguous
+    in q, k and v.
     """
     with use_device(q):
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
@@ -49,85 +43,60 @@ def forward(
         alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
         sinks = contiguous(sinks, spec.acc_dtype)
         result = target(out, spec.out_shape, spec.dtype)
-        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
-        if spec.batch and result.size:  # varlen of no sequences: nothing to compute
-            pointers = (q.data.ptr, k.data.ptr, v.data.ptr, result.data.ptr)
-            plan = _plan(
+        # A ragged call of no sequences has nothing to compute.
+        some = bool(spec.batch and result.size)
+        if prefix is not None and some:
+            prefix = decoding.useful_prefix(prefix, spec, alibi_slopes, num_splits, q.device.id)
+        if prefix is not None and some:
+            lse = decoding.cascade(
+                q,
+                k,
+                v,
+                result,
                 spec,
-                q.device.id,
-                (q.strides, k.strides, v.strides, result.strides),
+                seq_lens=seq_lens,
+                page_table=page_table,
+                cu_seqlens_q=cu_seqlens_q,
+                prefix=prefix,
+                sinks=sinks,
+                num_splits=num_splits,
+                return_lse=return_lse,
+            )
+            return copy_to_out(result, out), lse
+
+        lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+        if some:
+            addresses = {
+                "q": q.data.ptr,
+                "k": k.data.ptr,
+                "v": v.data.ptr,
+                "out": result.data.ptr,
+                "lse": 0 if lse is None else lse.data.ptr,
+                "bias": 0 if bias is None else bias.data.ptr,
+                "mask": 0 if mask is None else mask.data.ptr,
+                "alibi_slopes": 0 if alibi_slopes is None else alibi_slopes.data.ptr,
+                "sinks": 0 if sinks is None else sinks.data.ptr,
+                "cu_seqlens_q": 0 if cu_seqlens_q is None else cu_seqlens_q.data.ptr,
+                "cu_seqlens_k": 0 if cu_seqlens_k is None else cu_seqlens_k.data.ptr,
+                "seq_lens": 0 if seq_lens is None else seq_lens.data.ptr,
+                "page_table": 0 if page_table is None else page_table.data.ptr,
+            }
+            anywhere = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"]
+            attention_plan(
+                spec,
+                q.data.device_id,
+                current_tiers(),
+                q.strides,
+                k.strides,
+                v.strides,
+                result.strides,
+                anywhere % 16 == 0,
                 layout_key(bias),
                 layout_key(mask),
+                (addresses["bias"] | addresses["mask"]) % 16 == 0,
                 layout_key(alibi_slopes),
-                (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
-                (pointer(bias) | pointer(mask)) % 16 == 0,
-            )
-            params = forward_pointers(
-                *pointers,
-                pointer(lse),
-                pointer(bias),
-                pointer(mask),
-                pointer(alibi_slopes),
-                pointer(sinks),
-                pointer(cu_seqlens_q),
-                pointer(cu_seqlens_k),
-            )
-            if plan.sm90 is None:
-                plan.launch(params)
-            else:
-                workspace = scratch(plan.sm90.scratch_bytes)
-                mapped = (*pointers[:3], pointer(bias), pointer(mask))
-                plan.launch(params, plan.sm90.argument(mapped, workspace.ptr))
+                0 if page_table is None else k.shape[0],
+                0 if page_table is None else page_table.strides[0] // page_table.itemsize,
+                num_splits,
+            ).launch(addresses)
         return copy_to_out(result, out), lse
-
-
-def _meaningful(
-    spec: AttentionSpec, strides: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[int, ...], ...]:
-    """Strides of q, k, v and out. That of an axis of length 1 may be anything: here it is such as
-    any kernel can use."""
-    batch = () if spec.rows == "ragged" else (spec.batch,)
-    rows_q, rows_k = (*batch, spec.seqlen_q, spec.heads_q), (*batch, spec.seqlen_k, spec.heads_kv)
-    used = []
-    for array, lengths in zip(strides, (rows_q, rows_k, rows_k, rows_q), strict=True):
-        span = 16 * max([1, *(abs(n) // 16 for n in array)])
-        used.append(
-            (*(span if n == 1 else s for n, s in zip(lengths, array[:-1], strict=True)), array[-1])
-        )
-    return tuple(used)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    spec: AttentionSpec,
-    device: int,
-    strides: tuple[tuple[int, ...], ...],
-    bias: tuple | None,
-    mask: tuple | None,
-    alibi_slopes: tuple | None,
-    aligned: bool,
-    score_aligned: bool,
-) -> ForwardPlan:
-    """Choose and compile the kernel of a call, and pack what stays the same between calls like
-    it."""
-    strides = _meaningful(spec, strides)
-    launch = dispatch.forward(
-        spec,
-        compiler.device_arch(device),
-        has_score=not (bias is None and mask is None and alibi_slopes is None),
-        elementwise=not (bias is None and mask is None),
-        aligned=aligned and all(tensormap.addressable(array[:-1]) for array in strides),
-    )
-    config, grid, plan = launch.variant.config, launch.grid, None
-    if isinstance(config, dispatch.Sm90ForwardConfig):
-        blocks = min(grid[0], compiler.multiprocessors(device))
-        grid = (blocks,)
-        plan = sm90.plan(spec, config, blocks, strides, bias, mask, score_aligned=score_aligned)
-    return ForwardPlan(
-        kernel=compiler.kernel(launch.variant, device),
-        grid=grid,
-        block=(config.threads,),
-        smem_bytes=config.smem_bytes,
-        shape=forward_shape(spec, strides, bias, mask, alibi_slopes),
-        sm90=plan,
-    )

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
-from cuattn.gpu.params import cache_write_pointers, cache_write_shape
+from cuattn.gpu.params import cache_write_arguments
 from cuattn.gpu.plan import Plan
 
 
@@ -113,7 +113,20 @@ def write(
             interleaved,
             (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
         )
-        plan.launch(cache_write_pointers(*pointers, *batch.pointers, pointer(cos), pointer(sin)))
+        page_table, seq_lens, cu_new = batch.pointers
+        plan.launch(
+            {
+                "k": pointers[0],
+                "v": pointers[1],
+                "k_pages": pointers[2],
+                "v_pages": pointers[3],
+                "page_table": page_table,
+                "seq_lens": seq_lens,
+                "cu_new": cu_new,
+                "cos": pointer(cos),
+                "sin": pointer(sin),
+            }
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,24 +157,20 @@ def _plan(
     pieces = heads * max(dims) * itemsize // config.vec_bytes
     lanes_shift = min((pieces - 1).bit_length(), config.threads.bit_length() - 1)
     tokens = config.threads >> lanes_shift
-    return Plan(
-        kernel=compiler.kernel(variant, device),
-        grid=(-(-total // tokens), -(-pieces >> lanes_shift)),
-        block=(config.threads,),
-        smem_bytes=config.smem_bytes,
-        shape=cache_write_shape(
-            shape,
-            strides,
-            table_shape,
-            itemsize=itemsize,
-            page_size=page_size,
-            uniform=uniform,
-            vec_bytes=config.vec_bytes,
-            lanes_shift=lanes_shift,
-            pairs=pairs,
-            interleaved=interleaved,
-        ),
+    arguments = cache_write_arguments(
+        shape,
+        strides,
+        table_shape,
+        itemsize=itemsize,
+        page_size=page_size,
+        uniform=uniform,
+        vec_bytes=config.vec_bytes,
+        lanes_shift=lanes_shift,
+        pairs=pairs,
+        interleaved=interleaved,
     )
+    grid = (-(-total // tokens), -(-pieces >> lanes_shift))
+    return Plan(dispatch.Launch(variant, grid, (arguments,)), device)
 
 
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:

@@ -1,46 +1,175 @@
-"""Kernel arguments: structs of rawkernels/, packed on the host."""
+"""Every argument struct of the kernels in rawkernels/, and what its fields are for a call.
+
+A struct's fields stand here as in CUDA. What differs between launches of calls alike (addresses,
+tensor maps, a launch's id) is filled in at each launch; the functions below pack the rest once.
+"""
 
 from __future__ import annotations
-
-import struct
 
 import numpy as np
 
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.structs import Arguments, Struct
 
 UNBOUNDED = 1 << 30  # kUnbounded of rawkernels/attention/params.cuh
+CONTIGUOUS_PAGE_SHIFT = 30  # a contiguous cache is one page a sequence
 
-#: ForwardParams of rawkernels/attention/params.cuh, field by field.
-FORWARD_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("q", "k", "v", "out", "lse", "bias", "mask")),
-        *((name, np.uint64) for name in ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")),
-        *((f"{name}_stride", np.int64, 3) for name in ("q", "k", "v", "out")),
-        *((f"{name}_stride", np.int64, 4) for name in ("bias", "mask")),
-        ("alibi_batch_stride", np.int64),
-        ("scale", np.float64),
-        ("softcap", np.float64),
-        *((name, np.int32) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
-        *((name, np.int32) for name in ("head_dim", "head_dim_v", "window_left", "window_right")),
-        ("bias_is_float32", np.int32),
-    ],
-    align=True,
+FORWARD_PARAMS = Struct(
+    "ForwardParams",
+    ("const void*", "q k v"),
+    ("void*", "out lse"),
+    ("const void*", "bias"),
+    ("const unsigned char*", "mask"),
+    ("const void*", "alibi_slopes sinks"),
+    ("const int*", "cu_seqlens_q cu_seqlens_k"),
+    ("Strides", "q_stride k_stride v_stride out_stride"),
+    ("ScoreStrides", "bias_stride mask_stride"),
+    ("long long", "alibi_batch_stride"),
+    ("double", "scale softcap"),
+    ("int", "batch seqlen_q seqlen_k heads_q heads_kv head_dim head_dim_v"),
+    ("int", "window_left window_right bias_is_float32"),
 )
 
-#: Packs the 11 pointers that FORWARD_PARAMS begins with; all that differs between calls that are
-#: otherwise alike.
-forward_pointers = struct.Struct("11Q").pack
-_SHAPE = struct.Struct("12q 8q q 2d 10i")
+SM90_PARAMS = Struct(
+    "Sm90Params",
+    ("ptx::TensorMap", "q k v bias mask"),
+    ("Taken*", "taken"),
+    ("unsigned long long", "ticket"),
+    ("int", "section"),
+    ("float", "cap_scale score_scale scale_log2"),
+    ("const int*", "page_table"),
+    ("int", "page_shift box_shift bias_mapped mask_mapped"),
+    taken="workspace",
+    ticket="launch_id",
+)
+
+DECODE_PARAMS = Struct(
+    "DecodeParams",
+    ("const void*", "q k v"),
+    ("void*", "out lse"),
+    ("const void*", "alibi_slopes sinks"),
+    ("const int*", "page_table seq_lens cu_seqlens_q"),
+    ("void*", "partials"),
+    ("unsigned long long", "ticket"),
+    ("Strides", "q_stride out_stride"),
+    ("PageStrides", "k_stride v_stride"),
+    ("long long", "table_stride alibi_batch_stride lse_batch_stride lse_head_stride"),
+    ("double", "scale softcap"),
+    ("int", "batch seqlen_q capacity heads_q heads_kv head_dim head_dim_v"),
+    ("int", "window_left window_right page_shift first_key split_units unit_shift num_splits"),
+    ("int", "heads_of_block group group_shift"),
+    ("unsigned", "group_magic"),
+    ("int", "out_is_acc one_item"),
+    partials="workspace",
+    ticket="launch_id",
+)
+
+DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
+
+MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
+MERGE_PARAMS = Struct(
+    "MergeParams",
+    (f"const void*[{MAX_PARTS}]", "outs lses"),
+    ("void*", "out lse"),
+    ("long long[3]", "out_stride lse_stride"),
+    ("long long", "rows"),
+    ("int", "middle inner head_dim_v parts packed"),
+)
+
+CACHE_WRITE_PARAMS = Struct(
+    "WriteParams",
+    ("const void*", "k v"),
+    ("void*", "k_pages v_pages"),
+    ("const int*", "page_table seq_lens cu_new"),
+    ("const void*", "cos sin"),
+    ("long long", "k_token k_head v_token v_head"),
+    ("PageStrides", "k_page v_page"),
+    ("long long", "table_stride"),
+    ("int", "total batch heads head_dim head_dim_v page_shift uniform lanes_shift pairs"),
+    ("int", "interleaved"),
+    ("Divisor", "by_uniform by_k_vecs by_v_vecs"),
+)
+
+SAMPLE_PARAMS = Struct(
+    "SampleParams",
+    ("const void*", "logits"),
+    ("int*", "tokens"),
+    ("float*", "filtered"),
+    ("void*", "top_values"),
+    ("int*", "top_indices"),
+    ("const Amended*", "amended"),
+    ("long long", "row_stride"),
+    ("RowValue<unsigned long long>", "seed offset"),
+    ("RowValue<float>", "temperature top_p min_p typical_p"),
+    ("RowValue<int>", "top_k"),
+    ("int", "vocab top_count rest kind amended_bits"),
+)
+
+SOFTMAX_PARAMS = Struct(
+    "SoftmaxParams",
+    ("const void*", "logits"),
+    ("float*", "probabilities"),
+    ("const int*", "tokens"),
+    ("float*", "log_probabilities"),
+    ("long long", "row_stride"),
+    ("RowValue<float>", "temperature"),
+    ("int", "rows vocab num_tokens"),
+)
+
+PENALTY_PARAMS = Struct(
+    "PenaltyParams",
+    ("const int*", "tokens"),
+    ("const float*", "bias"),
+    ("const int*", "triple_rows triple_tokens"),
+    ("const float*", "triple_values"),
+    ("const void*", "allowed"),
+    ("long long", "bias_stride allowed_stride"),
+    ("RowValue<float>", "repetition frequency presence"),
+    ("int", "length triples packed any"),
+)
+
+PENALIZE_PARAMS = Struct(
+    "PenalizeParams",
+    ("const void*", "logits"),
+    ("void*", "out"),
+    ("Amended*", "amended"),
+    ("long long", "row_stride"),
+    ("int", "vocab segment bits"),
+)
+
+SPECULATE_PARAMS = Struct(
+    "SpeculateParams",
+    ("const int*", "draft_tokens parents"),
+    ("const float*", "draft_probs target_probs"),
+    ("int*", "tokens accepted"),
+    ("RowValue<unsigned long long>", "seed offset"),
+    ("int", "drafts vocab"),
+)
+
+#: Every struct, and a kernel that takes it.
+STRUCTS = {
+    FORWARD_PARAMS: "attention/forward_simt.cu",
+    SM90_PARAMS: "attention/forward_sm90.cu",
+    DECODE_PARAMS: "decoding/decode_simt.cu",
+    DECODE_MAPS: "decoding/decode_sm90.cu",
+    MERGE_PARAMS: "decoding/merge.cu",
+    CACHE_WRITE_PARAMS: "kvcache/write.cu",
+    SAMPLE_PARAMS: "sampling/sample.cu",
+    SOFTMAX_PARAMS: "sampling/softmax.cu",
+    PENALTY_PARAMS: "sampling/penalize.cu",
+    PENALIZE_PARAMS: "sampling/penalize.cu",
+    SPECULATE_PARAMS: "sampling/speculate.cu",
+}
 
 
-def forward_shape(
+def forward_arguments(
     spec: AttentionSpec,
     strides: tuple[tuple[int, ...], ...],
-    bias: tuple | None,
-    mask: tuple | None,
-    alibi_slopes: tuple | None,
-) -> bytes:
-    """Pack FORWARD_PARAMS after its pointers.
+    bias: tuple | None = None,
+    mask: tuple | None = None,
+    alibi_slopes: tuple | None = None,
+) -> Arguments:
+    """Pack FORWARD_PARAMS but for what each launch fills in.
 
     Parameters
     ----------
@@ -51,86 +180,28 @@ def forward_shape(
     bias, mask, alibi_slopes : tuple, optional
         Their (shape, strides in bytes, dtype).
     """
-    return _SHAPE.pack(
-        *(n for array in strides for n in _row_strides(spec, array)),
-        *_broadcast_strides(bias),
-        *_broadcast_strides(mask),
-        _batch_stride(alibi_slopes),
-        spec.scale,
-        spec.softcap,
-        spec.batch,
-        spec.seqlen_q,
-        spec.seqlen_k,
-        spec.heads_q,
-        spec.heads_kv,
-        spec.head_dim,
-        spec.head_dim_v,
-        _bounded(spec.window_left),
-        _bounded(spec.window_right),
-        bias is not None and bias[2] == np.float32,
+    q, k, v, out = strides
+    return FORWARD_PARAMS.arguments(
+        q_stride=_row_strides(spec, q),
+        k_stride=_row_strides(spec, k),
+        v_stride=_row_strides(spec, v),
+        out_stride=_row_strides(spec, out),
+        bias_stride=_broadcast_strides(bias),
+        mask_stride=_broadcast_strides(mask),
+        alibi_batch_stride=_batch_stride(alibi_slopes),
+        scale=spec.scale,
+        softcap=spec.softcap,
+        batch=spec.batch,
+        seqlen_q=spec.seqlen_q,
+        seqlen_k=spec.seqlen_k,
+        heads_q=spec.heads_q,
+        heads_kv=spec.heads_kv,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        window_left=_bounded(spec.window_left),
+        window_right=_bounded(spec.window_right),
+        bias_is_float32=bias is not None and bias[2] == np.float32,
     )
-
-
-#: DecodeParams of rawkernels/decoding/params.cuh, field by field.
-DECODE_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("q", "k", "v", "out", "lse", "alibi_slopes", "sinks")),
-        *((name, np.uint64) for name in ("page_table", "seq_lens", "cu_seqlens_q")),
-        *((name, np.uint64) for name in ("partials", "ticket")),
-        *((f"{name}_stride", np.int64, 3) for name in ("q", "out", "k", "v")),
-        *((name, np.int64) for name in ("table_stride", "alibi_batch_stride")),
-        *((name, np.int64) for name in ("lse_batch_stride", "lse_head_stride")),
-        ("scale", np.float64),
-        ("softcap", np.float64),
-        *((name, np.int32) for name in ("batch", "seqlen_q", "capacity", "heads_q", "heads_kv")),
-        *((name, np.int32) for name in ("head_dim", "head_dim_v", "window_left", "window_right")),
-        *((name, np.int32) for name in ("page_shift", "first_key", "split_units", "unit_shift")),
-        *((name, np.int32) for name in ("num_splits", "heads_of_block", "group", "group_shift")),
-        ("group_magic", np.uint32),
-        ("out_is_acc", np.int32),
-        ("one_item", np.int32),
-    ],
-    align=True,
-)
-
-#: Packs the 11 pointers and the ticket that DECODE_PARAMS begins with.
-decode_pointers = struct.Struct("12Q").pack
-_DECODE_SHAPE = struct.Struct("12q 4q 2d 17i I 2i")
-#: MergeParams of rawkernels/decoding/merge.cu.
-MERGE_PARAMS = np.dtype(
-    [
-        ("outs", np.uint64, 32),
-        ("lses", np.uint64, 32),
-        ("out", np.uint64),
-        ("lse", np.uint64),
-        ("out_stride", np.int64, 3),
-        ("lse_stride", np.int64, 3),
-        ("rows", np.int64),
-        *((name, np.int32) for name in ("middle", "inner", "head_dim_v", "parts", "packed")),
-    ],
-    align=True,
-)
-
-#: WriteParams of rawkernels/kvcache/write.cu.
-CACHE_WRITE_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("k", "v", "k_pages", "v_pages", "page_table", "seq_lens")),
-        *((name, np.uint64) for name in ("cu_new", "cos", "sin")),
-        *((name, np.int64) for name in ("k_token", "k_head", "v_token", "v_head")),
-        ("k_page", np.int64, 3),
-        ("v_page", np.int64, 3),
-        ("table_stride", np.int64),
-        *((name, np.int32) for name in ("total", "batch", "heads", "head_dim", "head_dim_v")),
-        *((name, np.int32) for name in ("page_shift", "uniform", "lanes_shift", "pairs")),
-        ("interleaved", np.int32),
-        *((name, np.uint32, 2) for name in ("by_uniform", "by_k_vecs", "by_v_vecs")),
-    ],
-    align=True,
-)
-
-#: Packs the 9 pointers that CACHE_WRITE_PARAMS begins with.
-cache_write_pointers = struct.Struct("9Q").pack
-_CACHE_WRITE_SHAPE = struct.Struct("11q 10i 6I")
 
 
 def divisor(d: int) -> tuple[int, int]:
@@ -140,7 +211,7 @@ def divisor(d: int) -> tuple[int, int]:
     return -(-(1 << shift) // d), shift
 
 
-def cache_write_shape(
+def cache_write_arguments(
     shape: tuple[int, int, int, int],
     strides: tuple[tuple[int, ...], ...],
     table_shape: tuple[int, int],
@@ -152,8 +223,8 @@ def cache_write_shape(
     lanes_shift: int,
     pairs: int,
     interleaved: bool,
-) -> bytes:
-    """Pack CACHE_WRITE_PARAMS after its pointers.
+) -> Arguments:
+    """Pack CACHE_WRITE_PARAMS but for what each launch fills in.
 
     Parameters
     ----------
@@ -172,29 +243,32 @@ def cache_write_shape(
     """
     total, heads, head_dim, head_dim_v = shape
     batch, width = table_shape
-    return _CACHE_WRITE_SHAPE.pack(
-        *(stride // itemsize for array in strides for stride in array[:-1]),
-        width,
-        total,
-        batch,
-        heads,
-        head_dim,
-        head_dim_v,
-        page_size.bit_length() - 1,
-        uniform,
-        lanes_shift,
-        pairs,
-        interleaved,
-        *divisor(max(uniform, 1)),
-        *divisor(head_dim * itemsize // vec_bytes),
-        *divisor(head_dim_v * itemsize // vec_bytes),
+    (k, v, k_pages, v_pages) = ([n // itemsize for n in array[:-1]] for array in strides)
+    return CACHE_WRITE_PARAMS.arguments(
+        k_token=k[0],
+        k_head=k[1],
+        v_token=v[0],
+        v_head=v[1],
+        k_page=k_pages,
+        v_page=v_pages,
+        table_stride=width,
+        total=total,
+        batch=batch,
+        heads=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        page_shift=page_size.bit_length() - 1,
+        uniform=uniform,
+        lanes_shift=lanes_shift,
+        pairs=pairs,
+        interleaved=interleaved,
+        by_uniform=divisor(max(uniform, 1)),
+        by_k_vecs=divisor(head_dim * itemsize // vec_bytes),
+        by_v_vecs=divisor(head_dim_v * itemsize // vec_bytes),
     )
 
 
-CONTIGUOUS_PAGE_SHIFT = 30  # a contiguous cache is one page a sequence
-
-
-def decode_shape(
+def decode_arguments(
     spec: AttentionSpec,
     strides: tuple[tuple[int, ...], ...],
     alibi_slopes: tuple | None,
@@ -202,29 +276,26 @@ def decode_shape(
     out_itemsize: int,
     table_stride: int,
     lse_strides: tuple[int, int],
-    page_size: int | None,
     first_key: int,
     unit_keys: int,
     num_splits: int | str | None,
     head_lanes: int,
     one_item: bool,
-) -> bytes:
-    """Pack DECODE_PARAMS after its pointers.
+) -> Arguments:
+    """Pack DECODE_PARAMS but for what each launch fills in.
 
     Parameters
     ----------
     spec : AttentionSpec
         The call, with the cache's capacity as seqlen_k.
     strides : tuple
-        Of q, out, k and v, in bytes; k and v have those of pages, or of a contiguous cache.
+        Of q, k, v and out, in bytes; k and v have those of pages, or of a contiguous cache.
     alibi_slopes : tuple, optional
         (shape, strides in bytes, dtype).
     out_itemsize : int
         Of the array that is written to.
     table_stride, lse_strides : int, (int, int)
         In elements: of the page table's rows; of lse's batch and heads.
-    page_size : int, optional
-        None for a contiguous cache.
     first_key : int
         As in DecodeParams.
     unit_keys : int
@@ -236,41 +307,44 @@ def decode_shape(
     one_item : bool
         As in DecodeParams.
     """
-    q, out, k, v = strides
+    q, k, v, out = strides
     itemsize = spec.dtype.itemsize
     group = spec.heads_q // spec.heads_kv
     group_magic, group_shift = divisor(group)
-    return _DECODE_SHAPE.pack(
-        *_row_strides(spec, q),
-        *([0] if spec.rows == "ragged" else []),
-        *(stride // out_itemsize for stride in out[:-1]),
-        *(stride // itemsize for stride in k[:-1]),
-        *(stride // itemsize for stride in v[:-1]),
-        table_stride,
-        _batch_stride(alibi_slopes),
-        *lse_strides,
-        spec.scale,
-        spec.softcap,
-        spec.batch,
-        spec.seqlen_q,
-        spec.seqlen_k,
-        spec.heads_q,
-        spec.heads_kv,
-        spec.head_dim,
-        spec.head_dim_v,
-        _bounded(spec.window_left),
-        _bounded(spec.window_right),
-        CONTIGUOUS_PAGE_SHIFT if page_size is None else page_size.bit_length() - 1,
-        first_key,
-        num_splits is not None,
-        unit_keys.bit_length() - 1,
-        num_splits if isinstance(num_splits, int) else 0,
-        spec.heads_kv // head_lanes,
-        group,
-        group_shift,
-        group_magic,
-        out_itemsize != itemsize,
-        one_item,
+    return DECODE_PARAMS.arguments(
+        q_stride=_row_strides(spec, q),
+        out_stride=[
+            *([0] if spec.rows == "ragged" else []),
+            *(stride // out_itemsize for stride in out[:-1]),
+        ],
+        k_stride=[stride // itemsize for stride in k[:-1]],
+        v_stride=[stride // itemsize for stride in v[:-1]],
+        table_stride=table_stride,
+        alibi_batch_stride=_batch_stride(alibi_slopes),
+        lse_batch_stride=lse_strides[0],
+        lse_head_stride=lse_strides[1],
+        scale=spec.scale,
+        softcap=spec.softcap,
+        batch=spec.batch,
+        seqlen_q=spec.seqlen_q,
+        capacity=spec.seqlen_k,
+        heads_q=spec.heads_q,
+        heads_kv=spec.heads_kv,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        window_left=_bounded(spec.window_left),
+        window_right=_bounded(spec.window_right),
+        page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
+        first_key=first_key,
+        split_units=num_splits is not None,
+        unit_shift=unit_keys.bit_length() - 1,
+        num_splits=num_splits if isinstance(num_splits, int) else 0,
+        heads_of_block=spec.heads_kv // head_lanes,
+        group=group,
+        group_shift=group_shift,
+        group_magic=group_magic,
+        out_is_acc=out_itemsize != itemsize,
+        one_item=one_item,
     )
 
 

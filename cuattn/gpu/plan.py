@@ -1,31 +1,106 @@
-"""What launches of calls alike have in common."""
+"""Launches: what is worked out once for calls alike, and what each of them adds."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import random
 from typing import Any
 
 import numpy as np
 
-_launch_ids = random.Random()  # a generator of its own: the program's is left alone
+from cuattn._spec import AttentionSpec
+from cuattn.gpu import compiler, dispatch, tensormap
+from cuattn.gpu.memory import scratch
+from cuattn.gpu.structs import launch_id
 
 
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """All of a launch but the pointers."""
+    """A kernel of a device, and all that its launches for calls alike have in common."""
 
-    kernel: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    smem_bytes: int
-    shape: bytes  # the first argument after its pointers
+    def __init__(self, chosen: dispatch.Launch, device: int) -> None:
+        """Compile the kernel of a launch for a device, which must be the current one."""
+        config = chosen.variant.config
+        self.chosen = chosen
+        self._kernel = compiler.kernel(chosen.variant, device)
+        self._block = (config.threads,)
+        self._smem_bytes = config.smem_bytes
+        self._maps = [
+            (f"{array}_map", array, tensor_map) for array, tensor_map in chosen.tensor_maps.items()
+        ]
 
-    def launch(self, pointers: bytes, *more: bytes) -> None:
-        """Launch on the current device and stream; `more` are the arguments after the first."""
-        arguments = [as_kernel_argument(packed) for packed in (pointers + self.shape, *more)]
-        self.kernel(self.grid, self.block, arguments, shared_mem=self.smem_bytes)
+    def launch(self, addresses: dict[str, Any]) -> None:
+        """Launch on the current device and stream.
+
+        Parameters
+        ----------
+        addresses : dict
+            Addresses of the call's arrays by the names that the argument structs have for them; 0
+            for an array that is not there. It is added to.
+        """
+        chosen = self.chosen
+        # The workspace goes back to the pool when this returns: the next call on the stream may
+        # have it.
+        workspace = scratch(chosen.workspace_bytes) if chosen.workspace_bytes else None
+        addresses["workspace"] = 0 if workspace is None else workspace.ptr
+        addresses["launch_id"] = launch_id()
+        for key, array, tensor_map in self._maps:
+            addresses[key] = tensormap.encode(tensor_map, addresses[array])
+        self._kernel(
+            chosen.grid,
+            self._block,
+            [np.void(arguments.pack(addresses)) for arguments in chosen.arguments],
+            shared_mem=self._smem_bytes,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def attention_plan(
+    spec: AttentionSpec,
+    device: int,
+    tiers: tuple[dispatch.Tier, ...],
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    out: tuple[int, ...],
+    aligned: bool,
+    bias: tuple | None = None,
+    mask: tuple | None = None,
+    score_aligned: bool = True,
+    alibi_slopes: tuple | None = None,
+    num_pages: int = 0,
+    table_stride: int = 0,
+    num_splits: int | str | None = None,
+    partial: dispatch.Partial | None = None,
+) -> Plan:
+    """Choose and compile the kernel of an attention call on a device, which must be the current
+    one, and pack what stays the same between calls like it.
+
+    Parameters
+    ----------
+    tiers : tuple
+        The kernels to choose from.
+    q, k, v, out : tuple of int
+        Strides in bytes.
+    bias, mask, alibi_slopes : tuple, optional
+        As of :func:`layout_key`.
+    aligned, score_aligned, num_pages, table_stride, num_splits, partial
+        As in :class:`cuattn.gpu.dispatch.Call`.
+    """
+    call = dispatch.Call(
+        spec,
+        compiler.device_arch(device),
+        compiler.multiprocessors(device),
+        dispatch.usable_strides(spec, dispatch.Strides(q, k, v, out), num_pages),
+        aligned,
+        bias and dispatch.Layout(*bias),
+        mask and dispatch.Layout(*mask),
+        score_aligned,
+        alibi_slopes and dispatch.Layout(*alibi_slopes),
+        num_pages,
+        table_stride,
+        num_splits,
+        partial,
+    )
+    return Plan(dispatch.choose(call, tiers), device)
 
 
 def layout_key(array: Any) -> tuple | None:
@@ -33,16 +108,6 @@ def layout_key(array: Any) -> tuple | None:
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
-def launch_id() -> int:
-    """A random number of a launch's own, by which it knows what it has written in its scratch."""
-    return _launch_ids.getrandbits(64)
-
-
 def as_kernel_argument(packed: bytes) -> np.void:
     """A struct as CuPy passes it by value: a scalar of as many bytes."""
-    return np.frombuffer(packed, _opaque(len(packed)))[0]
-
-
-@functools.cache
-def _opaque(size: int) -> np.dtype:
-    return np.dtype((np.void, size))
+    return np.void(packed)

@@ -7,7 +7,6 @@ Arrays are on the current device: the public functions see to that.
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -16,35 +15,19 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
+from cuattn.gpu.params import (
+    PENALIZE_PARAMS,
+    PENALTY_PARAMS,
+    SAMPLE_PARAMS,
+    SOFTMAX_PARAMS,
+    SPECULATE_PARAMS,
+)
 from cuattn.gpu.plan import as_kernel_argument
 
 if TYPE_CHECKING:
     from cuattn.reference.sampling import Penalties
 
-#: SampleParams of rawkernels/sampling/params.cuh, field by field.
-SAMPLE_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("logits", "tokens", "filtered")),
-        *((name, np.uint64) for name in ("top_values", "top_indices", "amended")),
-        ("row_stride", np.int64),
-        *((name, [("per_row", np.uint64), ("value", np.uint64)]) for name in ("seed", "offset")),
-        *(
-            (name, np.dtype([("per_row", np.uint64), ("value", np.float32)], align=True))
-            for name in ("temperature", "top_p", "min_p", "typical_p")
-        ),
-        ("top_k", np.dtype([("per_row", np.uint64), ("value", np.int32)], align=True)),
-        *((name, np.int32) for name in ("vocab", "top_count", "rest", "kind", "amended_bits")),
-    ],
-    align=True,
-)
-_WORD, _FLOAT, _INT = "QQ", "Qf4x", "Qi4x"  # RowValue of each type
-_PACK_SAMPLE = struct.Struct("6Qq" + 2 * _WORD + 4 * _FLOAT + _INT + "5i4x").pack
-#: SoftmaxParams, PenaltyParams and so on, each of the kernel's file.
-_PACK_SOFTMAX = struct.Struct("4Qq" + _FLOAT + "3i4x").pack
-_PACK_PENALTIES = struct.Struct("6Q2q" + 3 * _FLOAT + "4i").pack
-_PACK_PENALIZE = struct.Struct("3Qq3i4x").pack
-_PACK_SPECULATE = struct.Struct("6Q" + 2 * _WORD + "2i").pack
-_NO_PENALTIES = _PACK_PENALTIES(*[0] * 18)
+_NO_PENALTIES = PENALTY_PARAMS.pack(*[0] * 18)
 
 _KINDS = ("float32", "float16", "bfloat16")  # as in SampleParams
 _OFF = (1.0, 1 << 30, 1.0, 0.0, 1.0)  # filters that leave every token
@@ -116,7 +99,7 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
     if out.size:
         shape = logits.shape
         launch, segment = dispatch.penalize(FLOAT_DTYPES[logits.dtype], *shape, *_listed(penalties))
-        params = _PACK_PENALIZE(
+        params = PENALIZE_PARAMS.pack(
             logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
         )
         nbytes = dispatch.penalty_bytes(min(shape[1], segment), *_listed(penalties))
@@ -134,7 +117,7 @@ def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
         return None
     launch, bits, nbytes = choice
     table = scratch_array((len(logits), 1 << bits, 2), np.dtype(np.int32))
-    params = _PACK_PENALIZE(
+    params = PENALIZE_PARAMS.pack(
         logits.data.ptr, 0, table.data.ptr, _row_stride(logits), logits.shape[1], 0, bits
     )
     _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
@@ -145,7 +128,7 @@ def _penalty_params(penalties: Penalties) -> bytes:
     tokens, repetition, frequency, presence, bias, allowed = penalties
     triples = bias if isinstance(bias, tuple) else ()
     dense = None if triples else bias
-    return _PACK_PENALTIES(
+    return PENALTY_PARAMS.pack(
         tokens.data.ptr,
         pointer(dense),
         *([array.data.ptr for array in triples] or (0, 0, 0)),
@@ -178,7 +161,7 @@ def speculative_sample(
     rows, nodes, vocab = target_probs.shape
     tokens, accepted = cupy.empty((rows, nodes), np.int32), cupy.empty(rows, np.int32)
     if rows:
-        params = _PACK_SPECULATE(
+        params = SPECULATE_PARAMS.pack(
             draft_tokens.data.ptr,
             pointer(parents),
             draft_probs.data.ptr,
@@ -289,7 +272,7 @@ def _normalise(
     if not len(logits):
         return
     launch = dispatch.softmax(FLOAT_DTYPES[logits.dtype], *logits.shape, _arch())
-    params = _PACK_SOFTMAX(
+    params = SOFTMAX_PARAMS.pack(
         logits.data.ptr,
         pointer(probabilities),
         pointer(tokens),
@@ -336,7 +319,7 @@ def _sample_params(
 ) -> bytes:
     temperature, top_k, top_p, min_p, typical_p = filters
     values, indices = top or (None, None)
-    return _PACK_SAMPLE(
+    return SAMPLE_PARAMS.pack(
         logits.data.ptr,
         pointer(tokens),
         pointer(filtered),

@@ -85,17 +85,24 @@ def forward(
     sinks: np.ndarray | None = None,
     cu_seqlens_q: np.ndarray | None = None,
     cu_seqlens_k: np.ndarray | None = None,
+    seq_lens: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    prefix: int | tuple[np.ndarray, np.ndarray] | None = None,
+    num_splits: int | str | None = None,
     out: np.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention of NumPy arrays that :mod:`cuattn.attention` has checked.
+    """Attention of NumPy arrays that :mod:`cuattn.attention` or :mod:`cuattn.decoding` has checked.
 
     Parameters
     ----------
     q, k, v : numpy.ndarray
-        (batch, seqlen, heads, head_dim), or (total, heads, head_dim) where they are ragged.
+        As `spec` says that they lie.
     spec : AttentionSpec
         The call.
+    seq_lens, page_table, prefix, num_splits
+        As in :func:`cuattn.paged_attention`. A prefix that is an integer promises what `page_table`
+        says anyway, and `num_splits` says how a GPU shares the work out: here they mean nothing.
     bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, return_lse
         As in :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`; `out` may
         overlap the inputs.
@@ -112,6 +119,24 @@ def forward(
     ValueError
         Cumulative lengths do not rise from 0 to at most the total.
     """
+    if spec.keys in ("cached", "paged"):
+        from cuattn.reference.decoding import decode
+
+        return decode(
+            q,
+            k,
+            v,
+            spec,
+            seq_lens=seq_lens,
+            page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
+            prefix=prefix,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            num_splits=num_splits,
+            out=out,
+            return_lse=return_lse,
+        )
     dtype = spec.acc_dtype
     inputs = [array for array in (q, k, v, bias, mask) if array is not None]
     overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)

@@ -1,5 +1,5 @@
 // What the sampling kernels are told about one call. Mirrored field by field by SAMPLE_PARAMS in
-// cuattn/gpu/sampling.py.
+// cuattn/gpu/params.py.
 #pragma once
 
 #include "sampling/amended.cuh"

@@ -24,17 +24,22 @@ def poisoned_results(monkeypatch):
     monkeypatch.setattr(cupy, "empty", poisoned)
 
 
-@pytest.fixture(params=list(dispatch.attention.FORWARD_TIERS))
-def tier(request, monkeypatch):
+#: The tiers, fastest first.
+TIERS = ("sm90", "sm80", "simt")
+
+
+@pytest.fixture(params=TIERS)
+def tier(request):
     """Each tier of the forward pass: calls reach it, and what it leaves goes to the tiers below
     it."""
-    from cuattn.gpu import attention
+    below = TIERS[TIERS.index(request.param) :]
+    with dispatch.use_tiers(*(f"forward_{name}" for name in below)):
+        yield request.param
 
-    names = list(dispatch.attention.FORWARD_TIERS)
-    below = {
-        name: dispatch.attention.FORWARD_TIERS[name] for name in names[names.index(request.param) :]
-    }
-    attention._plan.cache_clear()
-    monkeypatch.setattr(dispatch.attention, "FORWARD_TIERS", below)
-    yield request.param
-    attention._plan.cache_clear()
+
+@pytest.fixture(params=TIERS)
+def decode_tier(request):
+    """Each tier of decoding: calls reach it, and what it leaves goes to the tiers below it."""
+    below = TIERS[TIERS.index(request.param) :]
+    with dispatch.use_tiers(*(f"decode_{name}" for name in below)):
+        yield request.param

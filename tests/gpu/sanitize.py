@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from types import ModuleType
 
 import cupy
 import ml_dtypes
 import numpy as np
 
 import cuattn
-from cuattn.gpu import attention, compiler, decoding, dispatch
+from cuattn.gpu import compiler, decoding, dispatch
 
 
 def arrays(rng: np.random.Generator, dtype: np.dtype, *shapes: tuple[int, ...]) -> list:
@@ -87,7 +86,8 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
     # Clusters of each size, with tiles of 8 rows and of 16. (Without clusters the latter share keys
     # as above.)
-    lens = {2: ragged, 4: ragged if "sm90" in dispatch.decoding.DECODE_TIERS else even}
+    clusters = any(tier.name == "decode_sm90" for tier in dispatch.current_tiers())
+    lens = {2: ragged, 4: ragged if clusters else even}
     for head_dim, heads, tokens in itertools.product((64, 128), (2, 5), (2, 4)):
         q, k, v = arrays(
             rng, dtype, (4, tokens, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
@@ -205,20 +205,16 @@ def speculation(rng: np.random.Generator) -> None:
         cuattn.sampling.beam_step(logits, logits[:, :, 0])
 
 
-def each_tier(
-    tiers: dict[str, Callable], module: ModuleType, call: Callable[..., None], name: str
-) -> None:
-    """`call` with every tier in turn as the fastest one, in every dtype that it serves."""
+def each_tier(name: str, call: Callable[..., None]) -> None:
+    """`call` with every tier of a kind in turn as the fastest one, in every dtype that it
+    serves."""
     rng = np.random.default_rng(0)
-    every = dict(tiers)
-    for tier, dtype in itertools.product(every, (np.float16, np.float32, np.float64)):
+    tiers = ("sm90", "sm80", "simt")
+    for tier, dtype in itertools.product(tiers, (np.float16, np.float32, np.float64)):
         if tier != "simt" and dtype != np.float16:
             continue
-        names = list(every)
-        tiers.clear()
-        tiers.update((n, every[n]) for n in names[names.index(tier) :])
-        module._plan.cache_clear()
-        call(rng, np.dtype(dtype))
+        with dispatch.use_tiers(*(f"{name}_{below}" for below in tiers[tiers.index(tier) :])):
+            call(rng, np.dtype(dtype))
         cupy.cuda.Device().synchronize()
         print(f"{name}, {tier}, {np.dtype(dtype)}, {compiler.device_arch(0)}", flush=True)
 
@@ -228,9 +224,9 @@ def main() -> None:
     cupy.cuda.set_allocator(None)
     named = sys.argv[1:]
     if "forward" in named or not named:
-        each_tier(dispatch.attention.FORWARD_TIERS, attention, forward, "forward")
+        each_tier("forward", forward)
     if "decode" in named or not named:
-        each_tier(dispatch.decoding.DECODE_TIERS, decoding, decode, "decode")
+        each_tier("decode", decode)
     dispatch.sampling.AMEND_LOGITS = 0  # tables of what is penalised for rows of any size
     decoding._cascade_pays = lambda *call: True  # of a prefix of any length
     for call, names in ((shared_prefix, ["float16"]), (kvcache, ["float16", "float32", "float64"])):

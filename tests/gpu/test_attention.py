@@ -684,7 +684,8 @@ def test_tier_serves_what_it_is_for(tier):
     spec = cuattn._spec.attention_spec(
         "flash_attention", *[(2, 512, 8, 64)] * 3, *[np.dtype(ml_dtypes.bfloat16)] * 3
     )
-    launch = dispatch.forward(spec, compiler.device_arch(0), has_score=False, aligned=True)
+    call = dispatch.Call.contiguous(spec, compiler.device_arch(0))
+    launch = dispatch.choose(call, dispatch.current_tiers())
     capability = dispatch.capability(compiler.device_arch(0))
     if tier != "simt" and capability < int(tier.removeprefix("sm")):
         pytest.skip(f"compute capability {capability}")

@@ -15,7 +15,7 @@ from tests import formulas
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import decoding, dispatch, shared_prefix  # noqa: E402
+from cuattn.gpu import decoding, plan  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -23,23 +23,10 @@ DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in formulas.DTYPES}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(params=list(dispatch.decoding.DECODE_TIERS))
-def decode_tier(request, monkeypatch):
-    """Each tier of decoding: calls reach it, and what it leaves goes to the tiers below it."""
-    names = list(dispatch.decoding.DECODE_TIERS)
-    below = {
-        name: dispatch.decoding.DECODE_TIERS[name] for name in names[names.index(request.param) :]
-    }
-    decoding._plan.cache_clear()
-    monkeypatch.setattr(dispatch.decoding, "DECODE_TIERS", below)
-    yield request.param
-    decoding._plan.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def dirty_scratch(monkeypatch, rng):
     """Scratch memory is never what a kernel might hope for."""
-    scratch = decoding.scratch
+    scratch = plan.scratch
 
     def dirty(nbytes):
         memory = scratch(nbytes)
@@ -48,7 +35,7 @@ def dirty_scratch(monkeypatch, rng):
             whole[...] = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
         return memory
 
-    monkeypatch.setattr(decoding, "scratch", dirty)
+    monkeypatch.setattr(plan, "scratch", dirty)
 
 
 class Caches:
@@ -292,7 +279,6 @@ def test_runs_repeat_bit_for_bit(rng, decode_tier):
 def test_shared_prefix(rng, monkeypatch, decode_tier, kind, varlen):
     """By the decoding kernels: tests/gpu/test_shared_prefix.py is about the other."""
     monkeypatch.setattr(decoding, "_cascade_pays", lambda *call: True)
-    monkeypatch.setattr(shared_prefix, "plan", lambda *call: None)
     shared, page_size = 128, 16
     caches = Caches(rng, [150, 129, 300], 300, 2, 128, 128, BFLOAT16, page_size)
     pages = shared // page_size

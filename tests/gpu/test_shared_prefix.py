@@ -12,7 +12,8 @@ from tests import formulas
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import compiler, decoding, shared_prefix  # noqa: E402
+from cuattn.gpu import compiler, decoding  # noqa: E402
+from cuattn.gpu.plan import Plan  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -21,20 +22,25 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(autouse=True)
 def passes(monkeypatch):
-    """The plans of the passes over prefixes that the forward kernel made."""
+    """The launches of the forward kernel over prefixes."""
     if compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":
         pytest.skip("a kernel of Hopper")
     monkeypatch.setattr(decoding, "_cascade_pays", lambda *call: True)
-    launch, plans = shared_prefix.launch, []
+    scratch_array, launch, launches = decoding.scratch_array, Plan.launch, []
 
-    def noted(plan, *arrays):
-        outs, lses = arrays[-2:]
-        outs[...], lses[...] = np.nan, np.nan
-        plans.append(plan)
-        launch(plan, *arrays)
+    def dirty(shape, dtype):
+        array = scratch_array(shape, dtype)
+        array[...] = np.nan
+        return array
 
-    monkeypatch.setattr(shared_prefix, "launch", noted)
-    return plans
+    def noted(plan, addresses):
+        if "attention" in plan.chosen.variant.source:
+            launches.append(plan.chosen)
+        launch(plan, addresses)
+
+    monkeypatch.setattr(decoding, "scratch_array", dirty)
+    monkeypatch.setattr(Plan, "launch", noted)
+    return launches
 
 
 class Batch:
@@ -138,7 +144,7 @@ def test_every_length(rng, passes, length):
     prefix = tuple(cupy.asarray(rows[0, :length]) for rows in batch.rows)
     arrays = (batch.q, *batch.pages, table, batch.own.astype(np.int32))
     batch.check(paged_attention(*map(cupy.asarray, arrays), prefix=prefix, return_lse=True))
-    assert [plan.parts > 1 for plan in passes] == [length > 128]
+    assert [launch.parts > 1 for launch in passes] == [length > 128]
 
 
 def test_options(rng, passes):

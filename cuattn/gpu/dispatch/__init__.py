@@ -1,35 +1,40 @@
 """Which kernel serves a call, in which variant: pure functions, tested without a GPU.
 
-Each kernel has a Config, a function that chooses one for a call, and a function that enumerates
-every Config the choice can give, so that `variants` knows all that may ever be compiled.
+A kernel of attention is a tier: an object that gives the launch for a :class:`Call`, or None for
+one that it leaves to the tiers after it, and that enumerates every variant it can choose, so that
+`variants` knows all that may ever be compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
-from cuattn.gpu.dispatch.attention import (
-    Sm90ForwardConfig,
-    forward,
-    forward_variants,
-    products_of_tiles,
-    sm90_section,
-)
+from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
 from cuattn.gpu.dispatch.decoding import (
     CACHE_UPDATE,
-    Sm90DecodeConfig,
+    SimtDecode,
+    Sm80Decode,
+    Sm90Decode,
+    cache_variants,
     cache_write,
     cascade_pays,
-    decode,
     decode_head_lanes,
-    decode_one_item,
-    decode_slots,
-    decode_variants,
     merge,
-    prefix,
 )
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.launch import (
+    SHARED_KIB,
+    Call,
+    Launch,
+    Layout,
+    Partial,
+    Strides,
+    Tier,
+    capability,
+    usable_strides,
+)
 from cuattn.gpu.dispatch.sampling import (
     MAX_RANKED,
     amend,
@@ -43,30 +48,37 @@ from cuattn.gpu.dispatch.sampling import (
     speculate,
     stream,
 )
+from cuattn.gpu.dispatch.sm90 import (
+    Sm90Forward,
+    Sm90ForwardConfig,
+    Sm90Prefix,
+    products_of_tiles,
+    sm90_section,
+)
 
 __all__ = [
     "CACHE_UPDATE",
     "MAX_RANKED",
     "SHARED_KIB",
+    "TIERS",
+    "Call",
     "Launch",
-    "Sm90DecodeConfig",
+    "Layout",
+    "Partial",
     "Sm90ForwardConfig",
+    "Strides",
+    "Tier",
     "amend",
     "cache_write",
     "capability",
     "cascade_pays",
-    "decode",
+    "choose",
+    "current_tiers",
     "decode_head_lanes",
-    "decode_one_item",
-    "decode_slots",
-    "decode_variants",
     "filter_rows",
-    "forward",
-    "forward_variants",
     "merge",
     "penalize",
     "penalty_bytes",
-    "prefix",
     "products_of_tiles",
     "sample",
     "sampling_variants",
@@ -75,12 +87,63 @@ __all__ = [
     "softmax",
     "speculate",
     "stream",
+    "usable_strides",
+    "use_tiers",
     "variants",
 ]
+
+#: The kernels of attention; a call goes to the first that serves it.
+TIERS: tuple[Tier, ...] = (
+    Sm90Prefix(),
+    Sm90Decode(),
+    Sm80Decode(),
+    SimtDecode(),
+    Sm90Forward(),
+    Sm80Forward(),
+    SimtForward(),
+)
+
+_tiers = contextvars.ContextVar("tiers", default=TIERS)
+#: The tiers that calls go to in this context: all of them, but within `use_tiers`.
+current_tiers = _tiers.get
+
+
+@contextlib.contextmanager
+def use_tiers(*names: str) -> Iterator[None]:
+    """A context whose calls are served by the named tiers alone, as tests and benchmarks reach each
+    kernel.
+
+    Raises
+    ------
+    LookupError
+        From a call that none of them serves.
+    """
+    token = _tiers.set(tuple(tier for tier in TIERS if tier.name in names))
+    try:
+        yield
+    finally:
+        _tiers.reset(token)
+
+
+def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
+    """Choose the kernel of an attention call: the first of `tiers` that serves it.
+
+    Raises
+    ------
+    LookupError
+        None does, which all of them together never leave.
+    """
+    for tier in tiers:
+        launch = tier.serves(call)
+        if launch is not None:
+            return launch
+    names = ", ".join(tier.name for tier in tiers)
+    raise LookupError(f"none of the tiers {names} serves {call.spec} on {call.arch}")
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
-    yield from forward_variants(arch)
-    yield from decode_variants(arch)
+    for tier in TIERS:
+        yield from tier.variants(arch)
+    yield from cache_variants()
     yield from sampling_variants(arch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,9 +11,12 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.attention import Sm90ForwardConfig
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.params import DECODE_MAPS, decode_arguments
+from cuattn.gpu.structs import Arguments
+from cuattn.gpu.tensormap import TensorMap, addressable
 
+UNIT_KEYS = 1024  # of num_splits="fixed"
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
@@ -148,65 +150,178 @@ def _part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
     return rows * head_dim * 33 // 16 * acc_bytes
 
 
-def decode(
-    spec: AttentionSpec,
-    arch: str,
-    *,
-    multiprocessors: int,
-    aligned: bool,
-    addressable: bool = True,
-    page_size: int | None = None,
-    num_splits: int | str | None = None,
-) -> Launch:
-    """Choose the kernel of a decoding call: the fastest tier of `DECODE_TIERS` that serves it.
+# ------------------------------------------------------------------------------------------ tiers
 
-    Parameters
-    ----------
-    spec : AttentionSpec
-        The call, with the cache's capacity as seqlen_k.
-    arch : str
-        The device's architecture.
-    multiprocessors : int
-        How many the device has.
-    aligned : bool
-        Whether every pointer and stride of q, k, v and out is a multiple of 16 bytes.
-    addressable : bool
-        Whether the copy engine can address k and v.
-    page_size : int, optional
-        None for a contiguous cache.
-    num_splits
-        As in :func:`cuattn.flash_decode`.
 
-    Returns
-    -------
-    Launch
-        Its grid is (blocks that share out the key heads, groups of them), or with clusters
-        (blocks of all clusters of a pair, key heads, batch).
+def _decodes(call: Call) -> bool:
+    """Whether a call is for the decoding kernels: they read caches, and have neither bias nor
+    mask."""
+    over_a_cache = call.spec.keys in ("cached", "paged")
+    return (over_a_cache or call.partial is not None) and not call.elementwise
 
-    Raises
-    ------
-    LookupError
-        No tier serves the call: only where `DECODE_TIERS` was cut down.
-    """
-    for choose in DECODE_TIERS.values():
-        variant = choose(
-            spec,
-            arch,
-            aligned,
-            multiprocessors=multiprocessors,
-            addressable=addressable,
-            page_size=page_size,
-            num_splits=num_splits,
+
+class Sm90Decode:
+    """So few sequences that each can have a cluster of thread blocks for every key head, or
+    several, and these little to read."""
+
+    name = "decode_sm90"
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None. Its grid is (blocks of all clusters of a pair, key heads,
+        batch)."""
+        spec, multiprocessors = call.spec, call.multiprocessors
+        rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+        if not _decodes(call) or capability(call.arch) != 90 or spec.dtype.itemsize != 2:
+            return None
+        if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
+            return None
+        if spec.rows == "ragged" or rows > CLUSTER_ROWS[-1] or call.num_splits is not None:
+            return None
+        if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
+            return None
+        pairs = spec.batch * spec.heads_kv
+        sizes = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
+        cluster = next(sizes, None)
+        if cluster is None or (spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS):
+            return None
+        tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
+        clusters = decode_clusters(spec, cluster, multiprocessors)
+        if clusters == 1:
+            most, most_of_all = MOST_KEYS[tile_rows, spec.head_dim, cluster]
+            most = min(most, most_of_all // pairs)
+        else:
+            most = MOST_SPLIT_KEYS[tile_rows] // pairs
+        if spec.seqlen_k > most:
+            return None
+        config = _sm90_config(spec.dtype.name, spec.head_dim, tile_rows, cluster)
+        grid = (clusters * cluster, spec.heads_kv, spec.batch)
+        slots = 0 if clusters == 1 else clusters * spec.heads_kv * spec.batch
+        return Launch(
+            _sm90_variant(config),
+            grid,
+            (_arguments(call, head_lanes=grid[0]), DECODE_MAPS.arguments()),
+            {
+                "k": _panels(call, call.strides.k, config.warp_keys),
+                "v": _panels(call, call.strides.v, config.warp_keys),
+            },
+            workspace_bytes=slots * config.part_bytes,
         )
-        if variant is not None:
-            if isinstance(variant.config, Sm90DecodeConfig):
-                cluster = variant.config.cluster
-                clusters = decode_clusters(spec, cluster, multiprocessors)
-                return Launch(variant, (clusters * cluster, spec.heads_kv, spec.batch))
-            blocks = multiprocessors * variant.config.blocks_per_sm
-            lanes = decode_head_lanes(spec.heads_kv, blocks)
-            return Launch(variant, (lanes, blocks // lanes))
-    raise LookupError(f"none of the tiers {', '.join(DECODE_TIERS)} serves {spec} on {arch}")
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if capability(arch) == 90:
+            for dtype in ("float16", "bfloat16"):
+                for shape in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTERS):
+                    yield _sm90_variant(_sm90_config(dtype, *shape))
+
+
+class Sm80Decode:
+    """16-bit calls of any number of sequences."""
+
+    name = "decode_sm80"
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None. Its grid is (blocks that share out the key heads, groups
+        of them)."""
+        spec = call.spec
+        dims = spec.head_dim, spec.head_dim_v
+        if not _decodes(call) or capability(call.arch) < 80 or spec.dtype.itemsize != 2:
+            return None
+        if not call.vectors or any(d % 8 for d in dims):
+            return None
+        head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
+        # Ragged rows may be of prompts; where there is about one a sequence it is decoding, and a
+        # small tile wastes least.
+        rows = rows_of_sequence(spec)
+        tile_rows = next(n for n in DECODE_ROWS[head_dim] if rows <= n or n == 64)
+        config = _sm80_config(spec.dtype.name, head_dim, tile_rows, call.arch)
+        return _shared_out(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if capability(arch) >= 80:
+            for dtype in ("float16", "bfloat16"):
+                for head_dim in (64, 128, 256):
+                    for rows in DECODE_ROWS[head_dim]:
+                        config = _sm80_config(dtype, head_dim, rows, arch)
+                        yield Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+
+
+class SimtDecode:
+    """Every call that decoding kernels are for."""
+
+    name = "decode_simt"
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None. Its grid is that of `Sm80Decode`."""
+        if not _decodes(call):
+            return None
+        spec = call.spec
+        small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
+        return _shared_out(call, _simt_variant(spec.dtype.name, 128 if small else 256))
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        for dtype in FLOAT_DTYPES.values():
+            yield _simt_variant(dtype, 256)
+        yield _simt_variant("float32", 128)
+
+
+def rows_of_sequence(spec: AttentionSpec) -> int:
+    """Rows of queries that meet a key head in a sequence; of ragged rows the mean, rounded up."""
+    tokens = spec.seqlen_q
+    if spec.rows == "ragged":
+        tokens = -(-tokens // max(spec.batch, 1))
+    return tokens * (spec.heads_q // spec.heads_kv)
+
+
+def _shared_out(call: Call, variant: Variant) -> Launch:
+    """The launch of a kernel whose blocks share out all sequences' keys."""
+    spec, config = call.spec, variant.config
+    blocks = call.multiprocessors * config.blocks_per_sm
+    lanes = decode_head_lanes(spec.heads_kv, blocks)
+    grid = (lanes, blocks // lanes)
+    return Launch(
+        variant,
+        grid,
+        (_arguments(call, head_lanes=lanes, one_item=_has_one_item(call, lanes, config.rows)),),
+        workspace_bytes=_slots(call, grid, config.rows) * config.part_bytes,
+    )
+
+
+def _arguments(call: Call, *, head_lanes: int, one_item: bool = False) -> Arguments:
+    spec, partial = call.spec, call.partial
+    lse_strides = (0 if spec.rows == "ragged" else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
+    return decode_arguments(
+        spec,
+        call.strides,
+        call.alibi_slopes,
+        out_itemsize=(spec.dtype if partial is None else spec.acc_dtype).itemsize,
+        table_stride=call.table_stride,
+        lse_strides=lse_strides if partial is None else partial.lse_strides,
+        first_key=0 if partial is None else partial.first_key,
+        unit_keys=UNIT_KEYS,
+        num_splits=call.num_splits,
+        head_lanes=head_lanes,
+        one_item=one_item,
+    )
+
+
+def _panels(call: Call, strides: tuple[int, ...], rows: int) -> TensorMap:
+    """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it: (64 columns, key,
+    their number, head, sequence or page), `rows` keys of a head at a time."""
+    spec = call.spec
+    outer, keys = spec.batch, spec.seqlen_k
+    if spec.keys == "paged":
+        outer, keys = call.num_pages, spec.page_size
+    page, key, head, column = strides
+    panels = spec.head_dim // 64
+    return TensorMap(
+        spec.dtype,
+        (64, keys, panels, spec.heads_kv, outer),
+        (key, 64 * column, head, page),
+        (64, rows, panels, 1, 1),
+    )
 
 
 def decode_head_lanes(heads_kv: int, blocks: int) -> int:
@@ -217,75 +332,32 @@ def decode_head_lanes(heads_kv: int, blocks: int) -> int:
     return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
 
 
-def decode_one_item(spec: AttentionSpec, launch: Launch, num_splits: int | str | None) -> bool:
-    """Whether a launch has one tile of rows of one sequence for each head, and a head for each
-    block: all that has to be found out is how long the sequence is."""
-    if isinstance(launch.variant.config, Sm90DecodeConfig):
-        return False
-    rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+def _has_one_item(call: Call, head_lanes: int, tile_rows: int) -> bool:
+    """Whether there is one tile of rows of one sequence for each head, and a head for each block:
+    all that has to be found out is how long the sequence is."""
+    spec = call.spec
     return (
-        num_splits is None
+        call.num_splits is None
         and spec.rows == "batched"
         and spec.batch == 1
-        and launch.grid[0] == spec.heads_kv
-        and rows <= launch.variant.config.rows
+        and head_lanes == spec.heads_kv
+        and rows_of_sequence(spec) <= tile_rows
     )
 
 
-def decode_slots(
-    spec: AttentionSpec, launch: Launch, num_splits: int | str | None, unit: int
-) -> int:
-    """How many partial results a decoding launch may have to keep at most."""
-    config = launch.variant.config
-    if isinstance(config, Sm90DecodeConfig):
-        blocks, *pairs = launch.grid
-        return 0 if blocks == config.cluster else blocks // config.cluster * math.prod(pairs)
+def _slots(call: Call, grid: tuple[int, int], tile_rows: int) -> int:
+    """How many partial results the blocks may have to keep at most."""
+    spec, num_splits = call.spec, call.num_splits
     if num_splits is None:
-        return 2 * launch.grid[0] * launch.grid[1]  # a block leaves at most two items incomplete
-    group = spec.heads_q // spec.heads_kv
-    if spec.rows == "ragged":
-        row_tiles = spec.seqlen_q * group // config.rows + spec.batch
-    else:
-        row_tiles = spec.batch * -(-spec.seqlen_q * group // config.rows)
-    # A sequence of several row tiles is not split.
-    units = num_splits if isinstance(num_splits, int) else -(-spec.seqlen_k // unit)
-    return spec.heads_kv * (row_tiles + spec.batch * max(units, 1))
-
-
-def sm90_decode(
-    spec: AttentionSpec,
-    arch: str,
-    aligned: bool,
-    *,
-    multiprocessors: int,
-    addressable: bool,
-    page_size: int | None,
-    num_splits: int | str | None,
-) -> Variant | None:
-    """Choose a variant of decoding/decode_sm90.cu: for so few sequences that each can have a
-    cluster for every key head, or several, and these little to read.
-    """
+        return 2 * grid[0] * grid[1]  # a block leaves at most two items incomplete
     rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
-    if capability(arch) != 90 or spec.dtype.itemsize != 2 or not aligned or not addressable:
-        return None
-    if spec.rows == "ragged" or rows > CLUSTER_ROWS[-1] or num_splits is not None:
-        return None
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
-        return None
-    pairs = spec.batch * spec.heads_kv
-    sizes = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
-    cluster = next(sizes, None)
-    if cluster is None or (page_size is not None and page_size < CLUSTER_TILE_KEYS):
-        return None
-    tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
-    if decode_clusters(spec, cluster, multiprocessors) == 1:
-        most, most_of_all = MOST_KEYS[tile_rows, spec.head_dim, cluster]
-        most = min(most, most_of_all // pairs)
+    if spec.rows == "ragged":
+        row_tiles = rows // tile_rows + spec.batch
     else:
-        most = MOST_SPLIT_KEYS[tile_rows] // pairs
-    if spec.seqlen_k > most:
-        return None
-    return _sm90_decode_variant(spec.dtype.name, spec.head_dim, tile_rows, cluster)
+        row_tiles = spec.batch * -(-rows // tile_rows)
+    # A sequence of several row tiles is not split.
+    units = num_splits if isinstance(num_splits, int) else -(-spec.seqlen_k // UNIT_KEYS)
+    return spec.heads_kv * (row_tiles + spec.batch * max(units, 1))
 
 
 def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
@@ -299,11 +371,11 @@ def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> 
     return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
 
 
-def _sm90_decode_variant(dtype: str, head_dim: int, rows: int, cluster: int) -> Variant:
+def _sm90_config(dtype: str, head_dim: int, rows: int, cluster: int) -> Sm90DecodeConfig:
     """A block has a multiprocessor in clusters of 8, half of one in clusters of 4."""
     tiles = 24 if cluster == 8 else 12  # of head_dim 128 that fit
     warps = 8 if cluster == 8 or head_dim == 64 else 4
-    config = Sm90DecodeConfig(
+    return Sm90DecodeConfig(
         dtype,
         head_dim,
         rows,
@@ -312,30 +384,14 @@ def _sm90_decode_variant(dtype: str, head_dim: int, rows: int, cluster: int) -> 
         stages=tiles * 128 // head_dim // warps,
         cluster=cluster,
     )
+
+
+def _sm90_variant(config: Sm90DecodeConfig) -> Variant:
     return Variant("decoding/decode_sm90.cu", "decode_sm90", config)
 
 
-def sm80_decode(
-    spec: AttentionSpec,
-    arch: str,
-    aligned: bool,
-    **_: object,
-) -> Variant | None:
-    """Choose a variant of decoding/decode_sm80.cu."""
-    dims = spec.head_dim, spec.head_dim_v
-    if capability(arch) < 80 or spec.dtype.itemsize != 2 or not aligned or any(d % 8 for d in dims):
-        return None
-    head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
-    group = spec.heads_q // spec.heads_kv
-    # A varlen call may hold prompts; where it has about a token a sequence it is decoding, and a
-    # small tile wastes least.
-    tokens = -(-spec.seqlen_q // max(spec.batch, 1)) if spec.rows == "ragged" else spec.seqlen_q
-    rows = next(n for n in DECODE_ROWS[head_dim] if tokens * group <= n or n == 64)
-    return _sm80_decode_variant(spec.dtype.name, head_dim, rows, arch)
-
-
-def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Variant:
-    """The variant with the deepest rings that leave an architecture's shared memory and registers
+def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeConfig:
+    """The config with the deepest rings that leave an architecture's shared memory and registers
     room."""
     shared = SHARED_KIB.get(capability(arch), 100) * 1024
     warp_rows = min(rows, 2048 // head_dim)  # O takes 64 registers
@@ -369,30 +425,14 @@ def _sm80_decode_variant(dtype: str, head_dim: int, rows: int, arch: str) -> Var
         )
         fits = blocks * (config.smem_bytes + RING_BLOCK_BYTES) <= shared
         if fits and blocks * config.threads <= (256 if wide else 512):
-            return Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+            return config
     raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}")
 
 
-def simt_decode(
-    spec: AttentionSpec,
-    arch: str,
-    aligned: bool,
-    **_: object,
-) -> Variant:
-    """Choose a variant of decoding/decode_simt.cu, which serves every call."""
-    small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
-    return _simt_decode_variant(spec.dtype.name, 128 if small else 256)
-
-
-def _simt_decode_variant(dtype: str, head_dim: int) -> Variant:
+def _simt_variant(dtype: str, head_dim: int) -> Variant:
     rows = 2 if dtype == "float64" else 4
     config = SimtDecodeConfig(dtype, head_dim, rows, blocks_per_sm=4, tile_keys=64)
     return Variant("decoding/decode_simt.cu", "decode_simt", config)
-
-
-#: The tiers of decoding, fastest first: each chooses a variant, or None for a call that it leaves
-#: to the next.
-DECODE_TIERS = {"sm90": sm90_decode, "sm80": sm80_decode, "simt": simt_decode}
 
 
 #: What a prefix that lies in the pages must be for it to be read once for all sequences: so many
@@ -407,87 +447,6 @@ def cascade_pays(spec: AttentionSpec, length: int, arch: str) -> bool:
     row_bytes = spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     fast = arch == "sm_90a" and spec.dtype.itemsize == 2
     return spec.batch * length * row_bytes >= CASCADE_BYTES[fast]
-
-
-#: Keys of a tile of attention/forward_sm90.cu for a shared prefix, by head_dim: whole pages, or
-#: part of one.
-PREFIX_TILE_KEYS = {64: 128, 128: 128, 256: 64}
-MIN_PREFIX_ROWS = 9  # packed
-MIN_PREFIX_PAGE = 8  # rows of the copy engine's swizzle
-MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
-
-
-def prefix(
-    spec: AttentionSpec, arch: str, *, multiprocessors: int, page_size: int | None
-) -> Launch | None:
-    """Choose a variant of attention/forward_sm90.cu for a prefix that all queries share.
-
-    It is faster than the decoding kernel for many rows: on an H200, 32 query heads on 8, head_dim
-    128, 32768 keys, 55 µs beside 50 for 2 sequences, 52 beside 49 for 4, 52 beside 65 for 5, 92
-    beside 253 for 64.
-
-    Parameters
-    ----------
-    spec : AttentionSpec
-        One sequence of all queries, and of the prefix's keys.
-    arch : str
-        The device's architecture.
-    multiprocessors : int
-        How many the device has.
-    page_size : int, optional
-        None where keys lie one after the other.
-
-    Returns
-    -------
-    Launch, optional
-        Its grid is (tiles of queries and key heads, parts of the keys).
-    """
-    group = spec.heads_q // spec.heads_kv
-    if (
-        arch != "sm_90a"
-        or spec.dtype.itemsize != 2
-        or spec.head_dim_v % 8
-        or group > 64
-        or spec.seqlen_q * group < MIN_PREFIX_ROWS
-        or not 0 < spec.seqlen_k < 1 << 29
-        or (page_size is not None and page_size < MIN_PREFIX_PAGE)
-        or spec.softcap != 0.0
-        or spec.scale <= 0.0
-    ):
-        return None
-    head_dim = next(n for n in PREFIX_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
-    variant = _prefix_variant(spec.dtype.name, head_dim)
-    config = variant.config
-    tokens = 64 // group * config.warpgroups
-    tiles = spec.heads_kv * -(-spec.seqlen_q // tokens)
-    blocks = -(-spec.seqlen_k // config.tile_n)
-
-    def time(parts: int) -> float:
-        """In what a tile's block of keys takes: about two more for each tile, and what writing and
-        merging a part costs, at 5 TFLOP/s a multiprocessor and 3 TB/s."""
-        waves = -(-tiles * parts // multiprocessors)
-        return waves * (-(-blocks // parts) + 2) + 3.4 / config.tile_n * tiles * parts
-
-    parts = min(range(1, min(blocks, MAX_PREFIX_PARTS) + 1), key=time)
-    return Launch(variant, (tiles, parts))
-
-
-def _prefix_variant(dtype: str, head_dim: int) -> Variant:
-    config = Sm90ForwardConfig(
-        dtype,
-        head_dim,
-        head_dim,
-        tile_n=PREFIX_TILE_KEYS[head_dim],
-        warpgroups=2,
-        q_slots=1 if head_dim == 256 else 2,
-        bound_left=False,
-        bound_right=False,
-        varlen=False,
-        score=False,
-        elementwise=False,
-        prefix=True,
-    )
-    return Variant("attention/forward_sm90.cu", "forward_sm90", config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -541,23 +500,8 @@ class CacheUpdateConfig(Config):
 CACHE_UPDATE = Variant("kvcache/update.cu", "update", CacheUpdateConfig())
 
 
-def decode_variants(arch: str) -> Iterator[Variant]:
-    """Every variant of the kernels in decoding/ and kvcache/, and of attention/ for prefixes."""
-    if capability(arch) >= 80:
-        for dtype in ("float16", "bfloat16"):
-            if capability(arch) == 90:
-                for config in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTERS):
-                    yield _sm90_decode_variant(dtype, *config)
-            for head_dim in (64, 128, 256):
-                for rows in DECODE_ROWS[head_dim]:
-                    yield _sm80_decode_variant(dtype, head_dim, rows, arch)
-    if arch == "sm_90a":
-        for dtype in ("float16", "bfloat16"):
-            for head_dim in PREFIX_TILE_KEYS:
-                yield _prefix_variant(dtype, head_dim)
-    for dtype in FLOAT_DTYPES.values():
-        yield _simt_decode_variant(dtype, 256)
-    yield _simt_decode_variant("float32", 128)
+def cache_variants() -> Iterator[Variant]:
+    """Every variant of merge.cu and of the kernels in kvcache/."""
     for dtype, name in FLOAT_DTYPES.items():
         yield merge(name, name)
         if dtype.itemsize == 2:

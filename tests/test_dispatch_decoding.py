@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch, params
+from cuattn.gpu.dispatch import Call
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
 
@@ -24,8 +28,8 @@ def specs(draw):
     dims = [draw(st.integers(1, 256)) for _ in "qv"]
     if draw(st.booleans()):
         dims = [-(-d // 8) * 8 for d in dims]
-    varlen = draw(st.booleans())
-    lead = [] if varlen else [batch]
+    ragged = draw(st.booleans())
+    lead = [] if ragged else [batch]
     capacity = draw(st.integers(1, 1 << 20))
     return attention_spec(
         "flash_decode",
@@ -34,16 +38,31 @@ def specs(draw):
         (*lead, capacity, heads_kv, dims[1]),
         *(dtype, dtype, dtype),
         causal=True,
-        sequences=batch if varlen else None,
+        sequences=batch if ragged else None,
+        keys="paged" if ragged else "cached",
+        page_size=16 if ragged else 0,
     )
+
+
+def choose(spec, arch="sm_90a", multiprocessors=132, **options):
+    """The launch of contiguous arrays, or of pages that are all there."""
+    num_pages = spec.batch * spec.seqlen_k // spec.page_size if spec.page_size else 0
+    call = Call.contiguous(spec, arch, multiprocessors, num_pages=num_pages, **options)
+    return dispatch.choose(call)
+
+
+def decode_params(launch):
+    """The fields of DecodeParams as they are launched, with addresses of 0."""
+    addresses = collections.defaultdict(int)
+    return params.DECODE_PARAMS.unpack(launch.arguments[0].pack(addresses))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @given(spec=specs(), multiprocessors=st.integers(1, 200), aligned=st.booleans())
 def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned):
-    launch = dispatch.decode(spec, arch, multiprocessors=multiprocessors, aligned=aligned)
+    launch = choose(spec, arch, multiprocessors, aligned=aligned)
     config = launch.variant.config
-    assert launch.variant in set(dispatch.decode_variants(arch))
+    assert launch.variant in set(dispatch.variants(arch))
     assert max(spec.head_dim, spec.head_dim_v) <= config.head_dim
     if "sm90" in launch.variant.source:
         assert aligned
@@ -78,7 +97,7 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"num_splits": 2}, None),
         ({"arch": "sm_80"}, None),
         ({"aligned": False}, None),
-        ({"addressable": False}, None),
+        ({"contiguous": False}, None),  # a stride that TMA does not take
         ({"batch": 2}, 4),  # 16 clusters of 8 do not run at the same time
         ({"batch": 4, "capacity": 1024}, 4),
         ({"batch": 4}, None),  # too many keys
@@ -111,7 +130,7 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
 )
 def test_few_sequences_have_clusters(change, clusters):
     call = {"batch": 1, "tokens": 1, "heads": 8, "capacity": 8192, "dim": 128, "arch": "sm_90a"}
-    call |= {"aligned": True, "addressable": True, "page_size": None, "num_splits": None} | change
+    call |= {"aligned": True, "contiguous": True, "page_size": 0, "num_splits": None} | change
     cache = (call["batch"], call["capacity"], call["heads"], call["dim"])
     spec = attention_spec(
         "flash_decode",
@@ -119,13 +138,15 @@ def test_few_sequences_have_clusters(change, clusters):
         *(cache, cache),
         *[np.dtype(np.float16)] * 3,
         causal=True,
+        keys="paged" if call["page_size"] else "cached",
+        page_size=call["page_size"],
     )
-    launch = dispatch.decode(
-        spec,
-        call["arch"],
-        multiprocessors=132,
-        **{name: call[name] for name in ("aligned", "addressable", "page_size", "num_splits")},
-    )
+    options = {name: call[name] for name in ("aligned", "num_splits")}
+    described = Call.contiguous(spec, call["arch"], num_pages=1000, **options)
+    if not call["contiguous"]:
+        strides = described.strides._replace(k=(0, *described.strides.k[1:]))
+        described = dataclasses.replace(described, strides=strides)
+    launch = dispatch.choose(described)
     assert (launch.variant.entry == "decode_sm90") == (clusters is not None)
     if clusters is not None:
         size, count = clusters if isinstance(clusters, tuple) else (clusters, 1)
@@ -144,8 +165,9 @@ def test_head_lanes_leave_few_blocks_idle(heads, blocks):
 
 @given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
 def test_there_is_a_slot_for_every_partial_result(spec, splits):
-    launch = dispatch.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
-    slots = dispatch.decode_slots(spec, launch, splits, 1024)
+    launch = choose(spec, num_splits=splits)
+    slots, rest = divmod(launch.workspace_bytes, launch.variant.config.part_bytes)
+    assert rest == 0
     if "sm90" in launch.variant.source:
         parts = launch.grid[0] // launch.variant.config.cluster
         assert slots == (0 if parts == 1 else parts * spec.batch * spec.heads_kv)
@@ -162,35 +184,24 @@ def test_there_is_a_slot_for_every_partial_result(spec, splits):
 
 @given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
 def test_one_item_is_one_for_each_block(spec, splits):
-    launch = dispatch.decode(spec, "sm_90a", multiprocessors=132, aligned=True)
+    launch = choose(spec, num_splits=splits)
     rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
     items = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
-    one = dispatch.decode_one_item(spec, launch, splits)
+    one = bool(decode_params(launch)["one_item"])
     lanes = launch.grid[0] if "sm90" not in launch.variant.source else 0
     assert one == (items == lanes and splits is None and spec.rows == "batched")
 
 
 @given(group=st.integers(1, 1 << 16), n=st.integers(0, 2**31 - 1))
 def test_division_by_the_group_is_exact(group, n):
-    """What decode_shape packs: n // group by a product and a shift of 64 bits."""
+    """n // group by a product and a shift of 64 bits."""
     spec = attention_spec(
-        "flash_decode", (1, 1, group, 8), (1, 8, 1, 8), (1, 8, 1, 8), *[np.dtype(np.float32)] * 3
+        "flash_decode",
+        *((1, 1, group, 8), (1, 8, 1, 8), (1, 8, 1, 8)),
+        *[np.dtype(np.float32)] * 3,
+        keys="cached",
     )
-    packed = params.decode_pointers(*[0] * 12) + params.decode_shape(
-        spec,
-        ((32, 32, 32, 4),) * 4,
-        None,
-        out_itemsize=4,
-        table_stride=0,
-        lse_strides=(0, 0),
-        page_size=None,
-        first_key=0,
-        unit_keys=1024,
-        num_splits=None,
-        head_lanes=1,
-        one_item=False,
-    )
-    fields = np.frombuffer(packed, params.DECODE_PARAMS)[0]
-    assert int(fields["group"]) == group
-    assert n * int(fields["group_magic"]) >> int(fields["group_shift"]) == n // group
-    assert n * int(fields["group_magic"]) < 2**64
+    fields = decode_params(choose(spec))
+    assert fields["group"] == group
+    assert n * fields["group_magic"] >> fields["group_shift"] == n // group
+    assert n * fields["group_magic"] < 2**64

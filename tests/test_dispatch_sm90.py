@@ -1,7 +1,8 @@
-"""What the copy engine of Hopper is told: no GPU is asked."""
+"""What Hopper's forward kernel and TMA are told: no GPU is asked."""
 
 from __future__ import annotations
 
+import collections
 import random
 
 import ml_dtypes
@@ -9,35 +10,42 @@ import numpy as np
 import pytest
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import dispatch, sm90, tensormap
+from cuattn.gpu import dispatch, structs, tensormap
+from cuattn.gpu.dispatch import Call, Layout, sm90
+from cuattn.gpu.params import SM90_PARAMS
+from cuattn.gpu.tensormap import TensorMap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+MAPS = tuple(f"{array}_map" for array in ("q", "k", "v", "bias", "mask"))
 
 
-def plan(*shapes, **options):
+def choose(*shapes, scores=None, **options):
+    """The launch of contiguous arrays, of the shapes of q, k and v."""
     spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
-    config = dispatch.forward(spec, "sm_90a", has_score=False, aligned=True).variant.config
-    strides = tuple(np.empty(shape, BFLOAT16).strides for shape in shapes)
-    return sm90.plan(spec, config, 132, strides), config
+    launch = dispatch.choose(Call.contiguous(spec, "sm_90a", **(scores or {})))
+    assert launch.variant.source == "attention/forward_sm90.cu"
+    return launch
 
 
 def test_maps_of_fixed_lengths():
-    planned, config = plan((2, 300, 8, 128), (2, 500, 4, 128), (2, 500, 4, 64))
-    q, k, v, bias, mask = planned.maps
-    assert bias is mask is None
-    assert q == sm90.Map(BFLOAT16, (128, 300, 8, 2), (2048, 256, 614400), (64, 64, 1, 1))
-    assert k == sm90.Map(BFLOAT16, (128, 500, 4, 2), (1024, 256, 512000), (64, config.tile_n, 1, 1))
-    assert v == sm90.Map(BFLOAT16, (64, 500, 4, 2), (512, 128, 256000), (64, config.tile_n, 1, 1))
-    assert planned.scratch_bytes == 0
+    launch = choose((2, 300, 8, 128), (2, 500, 4, 128), (2, 500, 4, 64))
+    maps, tile_n = launch.tensor_maps, launch.variant.config.tile_n
+    assert maps["bias"] is maps["mask"] is None
+    assert maps["q"] == TensorMap(BFLOAT16, (128, 300, 8, 2), (2048, 256, 614400), (64, 64, 1, 1))
+    k = TensorMap(BFLOAT16, (128, 500, 4, 2), (1024, 256, 512000), (64, tile_n, 1, 1))
+    assert maps["k"] == k
+    v = TensorMap(BFLOAT16, (64, 500, 4, 2), (512, 128, 256000), (64, tile_n, 1, 1))
+    assert maps["v"] == v
+    assert launch.workspace_bytes == 0
 
 
 def test_maps_of_varlen_calls_end_where_sequences_do():
     """The address of a coordinate, as attention/work_sm90.cuh gives it: within a sequence, and of
     its rows alone."""
-    planned, _ = plan((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
-    assert planned.scratch_bytes > 0
+    launch = choose((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
+    assert launch.workspace_bytes > 0
     far = sm90.FAR_ROWS
-    for m in planned.maps[:3]:
+    for m in (launch.tensor_maps[array] for array in "qkv"):
         assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in m.strides)
         begin, length = 123, 456
         for row in (0, 1, length - 1, length, length + 63):
@@ -51,22 +59,28 @@ def test_maps_of_varlen_calls_end_where_sequences_do():
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32), np.dtype(bool)])
 def test_maps_of_bias_and_mask(dtype):
-    """What the copy engine can address has a map; the rest is left to the kernel."""
+    """What TMA can address has a map; the rest is left to the kernel."""
     shape = (2, 304, 8, 128)
-    spec = attention_spec("flash_attention", *[shape] * 3, *[BFLOAT16] * 3)
-    config = dispatch.forward(spec, "sm_90a", has_score=True, aligned=True).variant.config
-    strides = (np.empty(shape, BFLOAT16).strides,) * 3
 
     def mapped(array, **options):
-        layout = (array.shape, array.strides, array.dtype)
-        return sm90.plan(spec, config, 132, strides, None, layout, **options).maps[4]
+        scores = {"mask": Layout(array.shape, array.strides, array.dtype), **options}
+        launch = choose(*[shape] * 3, scores=scores)
+        packed = launch.arguments[1].pack(collections.defaultdict(int, dict.fromkeys(MAPS, b"")))
+        fields = SM90_PARAMS.unpack(packed)
+        assert fields["mask_mapped"] == (launch.tensor_maps["mask"] is not None)
+        assert fields["bias_mapped"] == 0
+        assert launch.variant.config == config
+        return launch.tensor_maps["mask"]
 
     size, n = dtype.itemsize, 304
     whole = np.empty((2, 8, n, n), dtype)
+    config = choose(
+        *[shape] * 3, scores={"bias": Layout(whole.shape, whole.strides, dtype)}
+    ).variant.config
     box = (config.tile_n, 64, 1, 1)
     rows, heads, batch = size * n, size * n * n, size * n * n * 8
-    assert mapped(whole) == sm90.Map(dtype, (n, n, 8, 2), (rows, heads, batch), box, False)
-    assert mapped(whole[:1, 0]) == sm90.Map(dtype, (n, n, 1, 1), (rows, 16, 16), box, False)
+    assert mapped(whole) == TensorMap(dtype, (n, n, 8, 2), (rows, heads, batch), box, False)
+    assert mapped(whole[:1, 0]) == TensorMap(dtype, (n, n, 1, 1), (rows, 16, 16), box, False)
     assert mapped(whole[..., :301]).shape == (301, n, 8, 2)
     assert mapped(whole, score_aligned=False) is None
     assert mapped(whole[:, :, :1]) is None  # all queries share a row
@@ -81,13 +95,11 @@ def test_scales_of_scores():
     shapes = [(2, 300, 8, 64)] * 3
 
     def scales(**options):
-        planned, config = plan(*shapes, **options)
         spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
-        bias = (300, 300), (600, 2), BFLOAT16
-        with_bias = sm90.plan(spec, config, 132, ((64,) * 4,) * 3, bias)
-        assert with_bias.scales[:2] == planned.scales[:2]
-        assert with_bias.scales[2] == pytest.approx(np.log2(np.e))
-        return planned.scales
+        plain, with_bias = (sm90.score_scales(spec, has_bias=biased) for biased in (False, True))
+        assert with_bias[:2] == plain[:2]
+        assert with_bias[2] == pytest.approx(np.log2(np.e))
+        return plain
 
     assert scales() == pytest.approx((0.0, 0.125, 0.125 * np.log2(np.e)))
     assert scales(scale=0.5, softcap=20.0) == pytest.approx((0.025, 20.0, 20.0 * np.log2(np.e)))
@@ -117,8 +129,9 @@ def test_new_pointers_change_nothing_but_the_pointer(monkeypatch):
 
     monkeypatch.setattr(tensormap, "_driver", Driver)
     shape, strides, box = (128, 64, 2, 1), (256, 512, 1024), (64, 64, 1, 1)
+    tensor_map = TensorMap(np.dtype(np.float16), shape, strides, box)
     for pointer in (16, 32):
-        encoded = tensormap.encode.__wrapped__(pointer, np.dtype(np.float16), shape, strides, box)
+        encoded = tensormap.encode.__wrapped__(tensor_map, pointer)
         assert len(encoded) == tensormap.TENSOR_MAP_BYTES
     for pointer, (kind, rank, address, *after) in zip((16, 32), calls, strict=True):
         assert kind == bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -131,10 +144,12 @@ def test_new_pointers_change_nothing_but_the_pointer(monkeypatch):
         ]
 
 
-def test_launches_leave_the_programs_random_numbers_alone():
-    nothing = sm90.Plan((None,) * sm90.MAPS, 0, (1.0, 1.0, 1.0), 0)
+def test_no_map_is_zeros():
+    assert tensormap.encode(None, 0) == bytes(tensormap.TENSOR_MAP_BYTES)
+
+
+def test_launch_ids_leave_the_programs_random_numbers_alone():
     random.seed(1)
     state = random.getstate()
-    arguments = {nothing.argument((0, 0, 0), 0) for _ in range(2)}
+    assert structs.launch_id() != structs.launch_id()
     assert random.getstate() == state
-    assert len(arguments) == 2

@@ -3,6 +3,8 @@ the GPU."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import MAX_HEAD_DIM, attention_spec
 from cuattn.gpu import dispatch
+from cuattn.gpu.dispatch import Call
 
 #: Every architecture of CUDA 12 and 13 wheels, and the shared memory a block of it may have.
 SMEM_LIMITS = {
@@ -70,7 +73,8 @@ def test_variants_fit_the_gpu(arch):
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
 @given(spec=specs(), has_score=st.booleans(), aligned=st.booleans())
 def test_every_choice_is_a_listed_variant(arch, spec, has_score, aligned):
-    launch = dispatch.forward(spec, arch, has_score=has_score, aligned=aligned)
+    slopes = dispatch.Layout((spec.heads_q,), (4,), np.dtype(np.float32)) if has_score else None
+    launch = dispatch.choose(Call.contiguous(spec, arch, aligned=aligned, alibi_slopes=slopes))
     assert launch.variant in set(dispatch.variants(arch))
     assert all(1 <= n <= limit for n, limit in zip(launch.grid, MAX_GRID, strict=False))
     if spec.dtype in (np.float32, np.float64):
@@ -91,7 +95,7 @@ def forward_spec(seqlen, head_dim, *, batch=None, heads=None, head_dim_v=None, *
 
 
 def hopper_config(spec, **options):
-    launch = dispatch.forward(spec, "sm_90a", **{"has_score": False, "aligned": True, **options})
+    launch = dispatch.choose(Call.contiguous(spec, "sm_90a", **options))
     assert launch.variant.source == "attention/forward_sm90.cu"
     return launch.variant.config
 
@@ -125,17 +129,51 @@ def test_the_batch_has_no_say_in_hopper_tiles(batch, seqlen, causal):
 
 
 def test_what_the_copy_engine_cannot_do_goes_to_another_tier():
-    def source(*, has_score=False, aligned=True, **options):
+    def source(arch="sm_90a", *, aligned=True, **options):
         spec = forward_spec(512, 64, **options)
-        return dispatch.forward(spec, "sm_90a", has_score=has_score, aligned=aligned).variant.source
+        return dispatch.choose(Call.contiguous(spec, arch, aligned=aligned)).variant.source
 
     assert source() == "attention/forward_sm90.cu"
     assert source(aligned=False) == "attention/forward_sm80.cu"
     assert source(head_dim_v=36) == "attention/forward_sm80.cu"
     assert source(scale=-1.0) == "attention/forward_sm80.cu"
-    assert dispatch.forward(
-        forward_spec(512, 64), "sm_80", has_score=False, aligned=True
-    ).variant.source == ("attention/forward_sm80.cu")
+    assert source("sm_80") == "attention/forward_sm80.cu"
+
+
+def test_broadcast_keys_go_to_another_tier():
+    """A stride of 0 is none that TMA takes."""
+    call = Call.contiguous(forward_spec(512, 64), "sm_90a")
+    strides = call.strides._replace(k=(0, *call.strides.k[1:]))
+    launch = dispatch.choose(dataclasses.replace(call, strides=strides))
+    assert launch.variant.source == "attention/forward_sm80.cu"
+
+
+def test_tiers_are_chosen_by_context():
+    def source():
+        call = Call.contiguous(forward_spec(512, 64), "sm_90a")
+        return dispatch.choose(call, dispatch.current_tiers()).variant.source
+
+    with dispatch.use_tiers("forward_sm80", "forward_simt"):
+        assert source() == "attention/forward_sm80.cu"
+        with dispatch.use_tiers("forward_simt"):
+            assert source() == "attention/forward_simt.cu"
+        assert source() == "attention/forward_sm80.cu"
+        with dispatch.use_tiers("decode_simt"), pytest.raises(LookupError, match="decode_simt"):
+            source()
+    assert source() == "attention/forward_sm90.cu"
+
+
+@pytest.mark.parametrize("rows", ["batched", "ragged"])
+@pytest.mark.parametrize("keys", ["batched", "ragged", "cached", "paged"])
+def test_strides_of_axes_of_length_1_do_not_count(rows, keys):
+    spec = dataclasses.replace(
+        forward_spec(1, 64, batch=1, heads=1), rows=rows, keys=keys, page_size=1
+    )
+    call = Call.contiguous(spec, "sm_90a", num_pages=1)
+    odd = dispatch.Strides(*((*(3 for _ in a[:-1]), a[-1]) for a in call.strides))
+    used = dispatch.usable_strides(spec, odd, num_pages=1)
+    assert dataclasses.replace(call, strides=used).addressable
+    assert not dataclasses.replace(call, strides=odd).addressable
 
 
 def walk(spec, config, section, blocks):

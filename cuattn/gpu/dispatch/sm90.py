@@ -1,0 +1,550 @@
+"""Calls of attention/forward_sm90.cu, Hopper's forward kernel: the variant, the order in which
+thread blocks take tiles, and its second argument, the tensor maps of q, k and v among it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.launch import Call, Launch, Layout, Strides
+from cuattn.gpu.params import SM90_PARAMS, forward_arguments
+from cuattn.gpu.structs import Arguments
+from cuattn.gpu.tensormap import TensorMap, addressable
+
+TAKEN_BYTES = 16  # Sm90Params::Taken
+FAR_ROWS = 1 << 30  # kFarRows
+ROUND = 1 << 64  # bytes, once round the address space
+_PANEL_COLUMNS = 64  # 128 bytes
+_WARPGROUP_ROWS = 64
+_UNPAGED_SHIFT = 30  # all keys lie in one page
+_ANY_STRIDE = 16  # of an axis of length 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90ForwardConfig(Config):
+    """attention/forward_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # padded
+    head_dim_v: int
+    tile_n: int
+    warpgroups: int  # of 64 queries each
+    q_slots: int
+    bound_left: bool
+    bound_right: bool
+    varlen: bool
+    score: bool  # softcap, alibi_slopes or what is elementwise
+    elementwise: bool  # bias or mask
+    prefix: bool = False  # of all queries: rows pack query heads, keys lie in pages, in parts
+    stages: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def bias_pitch(self) -> int:
+        """Elements of a row of bias in shared memory: kBiasPitch of attention/layout_sm90.cuh."""
+        return self.tile_n + 8
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup that loads, beside those that compute."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask."""
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        queries = self.q_slots * self.tile_m * panels * 128
+        keys = self.stages * self.tile_n * (panels + panels_v) * 128
+        rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
+        return queries + keys + 1024 + rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90Tile:
+    """A tile of attention/forward_sm90.cu, and how fast it is beside the others of its head_dims
+    where both fit evenly."""
+
+    tile_n: int
+    warpgroups: int
+    q_slots: int = 2  # of queries: with two, one tile's products run into the next's
+    speed: float = 1.0
+
+
+#: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups
+#: hide each other's exponentials best, two waste fewer rows of short sequences; varlen calls, whose
+#: lengths are unknown here, get the first. Where keys, values and queries fill shared memory,
+#: tile_n comes first.
+SM90_TILES = {
+    (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
+    (96, 96): (Sm90Tile(112, 3), Sm90Tile(128, 2, speed=0.9)),
+    (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
+    (64, 256): (Sm90Tile(96, 2),),
+    (192, 128): (Sm90Tile(128, 2, q_slots=1),),
+    (192, 192): (Sm90Tile(112, 2, q_slots=1),),
+    (256, 256): (Sm90Tile(80, 2, q_slots=1),),
+}
+#: The tile of calls with softcap or alibi_slopes: registers are what these take.
+SM90_SCORE_TILES = {
+    (64, 64): Sm90Tile(128, 3),
+    (96, 96): Sm90Tile(96, 3),
+    (128, 128): Sm90Tile(80, 3),
+    (64, 256): Sm90Tile(80, 2),
+    (192, 128): Sm90Tile(112, 2, q_slots=1),
+    (192, 192): Sm90Tile(96, 2, q_slots=1),
+    (256, 256): Sm90Tile(80, 2, q_slots=1),
+}
+#: The tile of calls with bias or mask, which take their share of shared memory.
+SM90_ELEMENTWISE_TILES = {
+    (64, 64): Sm90Tile(112, 3),
+    (96, 96): Sm90Tile(80, 3, q_slots=1),
+    (128, 128): Sm90Tile(80, 3, q_slots=1),
+    (64, 256): Sm90Tile(80, 2),
+    (192, 128): Sm90Tile(80, 2, q_slots=1),
+    (192, 192): Sm90Tile(80, 2, q_slots=1),
+    (256, 256): Sm90Tile(48, 2, q_slots=1),
+}
+
+#: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
+#: bounds more.
+SM90_BOUNDS = ((False, False), (False, True), (True, True))
+
+
+class Sm90Forward:
+    """16-bit calls that TMA can address, with scores that scaling keeps in order."""
+
+    name = "forward_sm90"
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None."""
+        spec = call.spec
+        dims = spec.head_dim, spec.head_dim_v
+        if (
+            call.arch != "sm_90a"
+            or spec.keys not in ("batched", "ragged")
+            or spec.dtype.itemsize != 2
+            or not call.addressable
+            or spec.head_dim_v % 8
+            or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
+            or spec.scale <= 0.0
+        ):
+            return None
+        bounded = spec.window_left is not None, spec.window_right is not None
+        padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
+        configs = [
+            config
+            for config in _configs(
+                spec.dtype.name, padded, spec.rows == "ragged", call.has_score, call.elementwise
+            )
+            if (config.bound_left, config.bound_right) >= bounded
+        ]
+        config = min(configs, key=functools.partial(_time, spec))
+        if spec.rows == "ragged":
+            tiles = (spec.seqlen_q // config.tile_m + spec.batch) * spec.heads_q
+        else:
+            tiles = -(-spec.seqlen_q // config.tile_m) * spec.batch * spec.heads_q
+        if tiles >= 1 << 31:
+            return None
+        blocks = min(tiles, call.multiprocessors)
+        tensor_maps = _tensor_maps(call, config)
+        return Launch(
+            _variant(config),
+            (blocks,),
+            (
+                forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes),
+                _arguments(
+                    spec,
+                    tensor_maps,
+                    has_bias=call.bias is not None,
+                    section=sm90_section(spec, config, blocks),
+                ),
+            ),
+            tensor_maps,
+            workspace_bytes=TAKEN_BYTES if spec.rows == "ragged" else 0,
+        )
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if arch != "sm_90a":
+            return
+        for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_TILES):
+            for varlen in (False, True):
+                for score in ((False, False), (True, False), (True, True))[: 2 if varlen else 3]:
+                    yield from map(_variant, _configs(dtype, dims, varlen, *score))
+
+
+def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
+    """How many heads' tiles are dealt out to the blocks at a time, the last rows' first; 0 where
+    the tiles of all heads cost the same.
+
+    The keys and values that their tiles see at the same time should stay in L2; among the counts
+    for which they do, the best is the one that keeps the busiest block's sum of tiles lowest. For
+    sequences of unknown lengths, of which some may be a few times as long as the mean, it is the
+    most: the more tiles of a length there are, the less the last ones leave blocks idle.
+    """
+    heads = spec.heads_q if spec.rows == "ragged" else spec.heads_q * spec.batch
+    seqlen_k = spec.seqlen_k
+    if spec.rows == "ragged":
+        seqlen_k = min(seqlen_k, LONG * -(-seqlen_k // max(1, spec.batch)))
+    group = spec.heads_q // spec.heads_kv
+    key_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / group
+    window = sum(
+        seqlen_k if side is None else side for side in (spec.window_left, spec.window_right)
+    )
+
+    def seen_bytes(section: int) -> float:
+        rows = -(-blocks // section) * config.tile_m  # of a head, at the same time
+        return section * min(seqlen_k, rows + window) * key_bytes
+
+    if spec.rows == "ragged":
+        most = max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
+        return -(-heads // -(-heads // most))
+    cost = _costs(spec, config)
+    if cost.min() == cost.max():
+        return 0
+
+    def busiest(section: int) -> float:
+        load = np.zeros(blocks)
+        for number, first in enumerate(range(0, heads, section)):
+            tiles = np.repeat(cost[::-1], min(section, heads - first))
+            place, block = np.divmod(np.arange(len(tiles)), blocks)
+            backward = (place + number) % 2 == 1
+            np.add.at(load, np.where(backward, blocks - 1 - block, block), tiles)
+            if number == SECTIONS_SEEN:
+                break
+        return load.max() / load.sum()
+
+    most = min(heads, max(1, SECTION_TILES // len(cost)))
+    stay = [section for section in range(1, most + 1) if seen_bytes(section) <= SECTION_BYTES]
+    return min(stay or [1], key=busiest)
+
+
+def blocks_of_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """Count the blocks of keys that some query of each tile of one head sees."""
+    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
+    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    return end - begin
+
+
+def products_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """Count the products of 64 queries with a block of keys that each tile of one head computes:
+    of all its blocks, but for those that kSkipsBlocks in attention/layout_sm90.cuh leaves out."""
+    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
+    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    count = config.warpgroups * (end - begin)
+    if config.elementwise or not (config.bound_left or config.bound_right):
+        return count
+    for row in range(0, config.tile_m, 64):
+        own_begin, own_end = _blocks_seen(spec, config, first_row + row, 64)
+        hidden = own_end < end if row < config.tile_m - 64 else own_begin > begin
+        count = count - (hidden & (end - begin > 1))
+    return count
+
+
+def _blocks_seen(
+    spec: AttentionSpec, config: Sm90ForwardConfig, first_row: np.ndarray, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first block of keys of which some of `rows` queries from each of `first_row` on see some,
+    and the one after the last."""
+    last_row = np.minimum(first_row + rows, spec.seqlen_q) - 1
+    diagonal = spec.seqlen_k - spec.seqlen_q
+    right = spec.seqlen_k if spec.window_right is None else spec.window_right
+    left = spec.seqlen_k + spec.seqlen_q if spec.window_left is None else spec.window_left
+    end = np.clip(last_row + diagonal + right + 1, 0, spec.seqlen_k)
+    begin = np.clip(first_row + diagonal - left, 0, end)
+    return begin // config.tile_n, -(-end // config.tile_n)
+
+
+def _costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """What each tile of a head costs, in blocks of keys: those it sees, and about one more."""
+    return 1.0 + blocks_of_keys(spec, config)
+
+
+#: A little more than L2 holds: not all of a section is needed at a time, and a block that has less
+#: to do than others costs more. 70 MiB instead of 40: causal at head_dim 128, seqlen 8192 and 16384
+#: 1.01 and 1.03 times as fast, 140 again slower (H200).
+SECTION_BYTES = 70 << 20
+SECTION_TILES = 4096
+LONG = 4  # times the mean length, of a varlen call
+SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
+
+
+def _configs(
+    dtype: str, dims: tuple[int, int], varlen: bool, score: bool, elementwise: bool
+) -> Iterator[Sm90ForwardConfig]:
+    """Every Config for these; those that bound fewer keys come first."""
+    tiles = SM90_TILES[dims][: 1 if varlen else None]
+    if score:
+        tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
+    for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
+        for tile in tiles:
+            yield Sm90ForwardConfig(
+                dtype,
+                *dims,
+                tile_n=tile.tile_n,
+                warpgroups=tile.warpgroups,
+                q_slots=tile.q_slots,
+                bound_left=bounds[0],
+                bound_right=bounds[1],
+                varlen=varlen,
+                score=score,
+                elementwise=elementwise,
+            )
+
+
+def _time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
+    """What a head costs, in an unnamed unit: a choice that the batch has no say in."""
+    speed = {
+        (tile.tile_n, tile.warpgroups): tile.speed
+        for tile in SM90_TILES[config.head_dim, config.head_dim_v]
+    }.get((config.tile_n, config.warpgroups), 1.0)
+    return _costs(spec, config).sum() * config.tile_m * config.tile_n / speed
+
+
+def _variant(config: Sm90ForwardConfig) -> Variant:
+    return Variant("attention/forward_sm90.cu", "forward_sm90", config)
+
+
+# ------------------------------------------------------------------- the kernel's second argument
+
+
+def _arguments(
+    spec: AttentionSpec,
+    tensor_maps: dict[str, TensorMap | None],
+    *,
+    has_bias: bool = False,
+    section: int = 0,
+    page_shift: int = 0,
+    box_shift: int = 0,
+) -> Arguments:
+    """Pack SM90_PARAMS but for what each launch fills in."""
+    cap_scale, score_scale, scale_log2 = score_scales(spec, has_bias=has_bias)
+    return SM90_PARAMS.arguments(
+        section=section,
+        cap_scale=cap_scale,
+        score_scale=score_scale,
+        scale_log2=scale_log2,
+        page_shift=page_shift,
+        box_shift=box_shift,
+        bias_mapped=tensor_maps["bias"] is not None,
+        mask_mapped=tensor_maps["mask"] is not None,
+    )
+
+
+def score_scales(spec: AttentionSpec, *, has_bias: bool) -> tuple[float, float, float]:
+    """What scores are multiplied by: before a tanh, after it, and before exp2."""
+    cap_scale = spec.scale / spec.softcap if spec.softcap else 0.0
+    score_scale = spec.softcap or spec.scale
+    return cap_scale, score_scale, (1.0 if has_bias else score_scale) / math.log(2.0)
+
+
+def _tensor_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
+    """The maps of q, k, v, bias and mask; None for one that is not there, or out of TMA's reach."""
+    spec, strides = call.spec, call.strides
+    keys, heads = spec.seqlen_k, spec.heads_kv
+    return {
+        "q": _rows(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS),
+        "k": _rows(spec, (keys, heads, spec.head_dim), strides.k, config.tile_n),
+        "v": _rows(spec, (keys, heads, spec.head_dim_v), strides.v, config.tile_n),
+        "bias": _scores(call.bias if call.score_aligned else None, config.bias_pitch),
+        "mask": _scores(call.mask if call.score_aligned else None, config.tile_n),
+    }
+
+
+def _rows(
+    spec: AttentionSpec, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
+) -> TensorMap:
+    """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total,
+    head, head_dim).
+
+    Outer is the batch. For varlen it counts rows once more, and there is another axis, which leads
+    back by FAR_ROWS: Sequence in attention/work_sm90.cuh says why.
+    """
+    length, heads, head_dim = shape
+    row, head = strides[-3:-1]
+    box = (_PANEL_COLUMNS, box_rows, 1, 1)
+    dtype = spec.dtype
+    if spec.rows == "ragged":
+        far = (head_dim, FAR_ROWS, heads, length + 1, FAR_ROWS + 1)
+        return TensorMap(dtype, far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
+    return TensorMap(dtype, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
+
+
+def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
+    """The axes (key, query, head, batch) of a bias or mask, where TMA can address it
+    and each query has a row of its own."""
+    if layout is None:
+        return None
+    shape, strides, dtype = layout
+    missing = 4 - len(shape)
+    lengths = (1,) * missing + shape
+    steps = tuple(
+        _ANY_STRIDE if n == 1 else stride
+        for n, stride in zip(lengths, (0,) * missing + strides, strict=True)
+    )
+    contiguous = strides[-1] == dtype.itemsize and shape[-1] > 1 and lengths[-2] > 1
+    if not (contiguous and addressable(steps[:3])):
+        return None
+    box = (pitch, _WARPGROUP_ROWS, 1, 1)
+    return TensorMap(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)
+
+
+# ------------------------------------------------------------------------ a prefix, shared by all
+
+#: Keys of a tile of attention/forward_sm90.cu for a shared prefix, by head_dim: whole pages, or
+#: part of one.
+PREFIX_TILE_KEYS = {64: 128, 128: 128, 256: 64}
+MIN_PREFIX_ROWS = 9  # packed
+MIN_PREFIX_PAGE = 8  # rows of the copy engine's swizzle
+MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
+
+
+class Sm90Prefix:
+    """Keys that all queries of a batch share, as of one sequence: rows pack the query heads of a
+    group, and the keys are cut into parts, each with a result of its own.
+
+    It is faster than the decoding kernel for many rows: on an H200, 32 query heads on 8, head_dim
+    128, 32768 keys, 55 µs beside 50 for 2 sequences, 52 beside 49 for 4, 52 beside 65 for 5, 92
+    beside 253 for 64.
+    """
+
+    name = "prefix_sm90"
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None."""
+        spec = call.spec
+        group = spec.heads_q // spec.heads_kv
+        if (
+            call.arch != "sm_90a"
+            or call.partial is None
+            or call.partial.first_key
+            or call.num_splits is not None
+            or spec.batch != 1
+            or spec.rows != "batched"
+            or spec.keys not in ("batched", "paged")
+            or (spec.window_left, spec.window_right) != (None, None)
+            or call.has_score
+            or spec.dtype.itemsize != 2
+            or not call.aligned
+            or spec.head_dim_v % 8
+            or group > 64
+            or spec.seqlen_q * group < MIN_PREFIX_ROWS
+            or not 0 < spec.seqlen_k < 1 << 29
+            or (spec.keys == "paged" and spec.page_size < MIN_PREFIX_PAGE)
+            or spec.scale <= 0.0
+        ):
+            return None
+        head_dim = next(n for n in PREFIX_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
+        variant = _prefix_variant(spec.dtype.name, head_dim)
+        config = variant.config
+        tensor_maps = _prefix_maps(call, config)
+        if not all(addressable(tensor_maps[array].strides) for array in "qkv"):
+            return None
+        tiles, parts = prefix_tiles(spec, config, call.multiprocessors)
+        rows = spec.heads_q * spec.head_dim_v
+        out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * rows, rows, spec.head_dim_v, 1)]
+        q, k, v = ((0, *array[-3:]) for array in call.strides[:3])
+        return Launch(
+            variant,
+            (min(tiles * parts, call.multiprocessors),),
+            (
+                forward_arguments(
+                    dataclasses.replace(spec, batch=parts), Strides(q, k, v, tuple(out))
+                ),
+                _arguments(
+                    spec,
+                    tensor_maps,
+                    page_shift=spec.page_size.bit_length() - 1
+                    if spec.keys == "paged"
+                    else _UNPAGED_SHIFT,
+                    box_shift=tensor_maps["k"].box[1].bit_length() - 1,
+                ),
+            ),
+            tensor_maps,
+            parts=parts,
+        )
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if arch == "sm_90a":
+            for dtype in ("float16", "bfloat16"):
+                for head_dim in PREFIX_TILE_KEYS:
+                    yield _prefix_variant(dtype, head_dim)
+
+
+def prefix_tiles(
+    spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int
+) -> tuple[int, int]:
+    """How many tiles of queries and key heads there are, and into how many parts the keys are
+    best cut."""
+    tokens = 64 // (spec.heads_q // spec.heads_kv) * config.warpgroups
+    tiles = spec.heads_kv * -(-spec.seqlen_q // tokens)
+    blocks = -(-spec.seqlen_k // config.tile_n)
+
+    def time(parts: int) -> float:
+        """In what a tile's block of keys takes: about two more for each tile, and what writing and
+        merging a part costs, at 5 TFLOP/s a multiprocessor and 3 TB/s."""
+        waves = -(-tiles * parts // multiprocessors)
+        return waves * (-(-blocks // parts) + 2) + 3.4 / config.tile_n * tiles * parts
+
+    return tiles, min(range(1, min(blocks, MAX_PREFIX_PARTS) + 1), key=time)
+
+
+def _prefix_variant(dtype: str, head_dim: int) -> Variant:
+    config = Sm90ForwardConfig(
+        dtype,
+        head_dim,
+        head_dim,
+        tile_n=PREFIX_TILE_KEYS[head_dim],
+        warpgroups=2,
+        q_slots=1 if head_dim == 256 else 2,
+        bound_left=False,
+        bound_right=False,
+        varlen=False,
+        score=False,
+        elementwise=False,
+        prefix=True,
+    )
+    return _variant(config)
+
+
+def _prefix_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
+    """The maps of q (token, head, head_dim) and of k and v, (page, slot, head, head_dim) or without
+    the pages' axis."""
+    spec, strides = call.spec, call.strides
+    paged = spec.keys == "paged"
+    count, size = (call.num_pages, spec.page_size) if paged else (1, spec.seqlen_k)
+    group = spec.heads_q // spec.heads_kv
+    token, head = strides.q[-3:-1]
+    box_rows = min(size, config.tile_n) if paged else config.tile_n
+
+    def keys(head_dim: int, array: tuple[int, ...]) -> TensorMap:
+        return TensorMap(
+            spec.dtype,
+            (head_dim, size, spec.heads_kv, count),
+            (*array[-3:-1], array[0] if paged else size * array[-3]),
+            (_PANEL_COLUMNS, box_rows, 1, 1),
+        )
+
+    return {
+        "q": TensorMap(
+            spec.dtype,
+            (spec.head_dim, group, spec.seqlen_q, spec.heads_kv),
+            (head, token, group * head),
+            (_PANEL_COLUMNS, group, _WARPGROUP_ROWS // group, 1),
+        ),
+        "k": keys(spec.head_dim, strides.k),
+        "v": keys(spec.head_dim_v, strides.v),
+        "bias": None,
+        "mask": None,
+    }
