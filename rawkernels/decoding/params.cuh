@@ -1,5 +1,5 @@
 // What the decoding kernels are told about one call. Mirrored field by field in
-// cuattn/gpu/decoding.py; the order keeps every field at its natural alignment, so both sides agree
+// cuattn/gpu/params.py; the order keeps every field at its natural alignment, so both sides agree
 // on the bytes.
 //
 // q and out are (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total, heads_q,

@@ -1,5 +1,5 @@
 // What is asked for before anything else is done with the logits, and what it makes of one of them.
-// Mirrored field by field by _PACK_PENALTIES in cuattn/gpu/sampling.py.
+// Mirrored field by field by PENALTY_PARAMS in cuattn/gpu/params.py.
 #pragma once
 
 #include "sampling/params.cuh"
