@@ -139,6 +139,51 @@ def test_the_compiled_text_changes_with_an_included_file(sources):
     assert "#define TILE 128" in compiler.resolve("kernel.cu") != before
 
 
+# Scores that a user might write; a kernel takes them where it takes the contract's.
+USER_SCORES = """
+template <class T, bool kFast, bool kLog2>
+struct ScoreMod {
+  using Acc = tile::Accumulator<T>;
+  tile::ScoreInputs inputs;
+
+  __device__ Acc slope(int, int) const { return 0; }
+  template <class Visit>
+  __device__ void terms(const Visit& visit) const {
+    visit([this](Acc score, const tile::ScoreRow<Acc>& row, int key) {
+      const Acc shifted = score * static_cast<Acc>(inputs.scale) + row.head % 2 - row.batch;
+      return (row.query - key) % 3 ? shifted : shifted * (kLog2 ? 2 : 1);
+    });
+  }
+};
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [
+        ("attention/forward_simt.cu", "sm_80"),
+        ("attention/forward_sm80.cu", "sm_80"),
+        ("decoding/decode_simt.cu", "sm_80"),
+        ("decoding/decode_sm80.cu", "sm_80"),
+        ("decoding/decode_sm90.cu", "sm_90a"),
+    ],
+)
+def test_a_score_functor_is_a_part_of_the_kernel(source, arch):
+    has_scores = {"attention/forward_sm80.cu": "general", "attention/forward_simt.cu": "has_score"}
+    field = has_scores.get(source)
+    builtin = next(
+        v
+        for v in dispatch.variants(arch)
+        if v.source == source and (field is None or getattr(v.config, field))
+    )
+    own = dataclasses.replace(builtin, score_mod=USER_SCORES)
+    assert own != builtin
+    assert USER_SCORES in compiler.full_source(own)
+    assert USER_SCORES not in compiler.full_source(builtin)
+    report = compiler.report(own, arch)
+    assert report.code_digest != compiler.report(builtin, arch).code_digest
+
+
 def test_report_of_a_clean_kernel(variant):
     report = compiler.compile_variant(variant(CLEAN), "sm_90a")
     assert report.clean
@@ -205,7 +250,7 @@ def test_digest_tells_changed_machine_code_from_a_changed_text(compiled, capsys,
     assert len(file.read_text().splitlines()) == 1
     capsys.readouterr()
 
-    same = CLEAN.replace("tile[", "renamed[") + "// and a comment\n"
+    same = CLEAN.replace("tile[", "renamed[") + "constexpr int kUnused = 7;  // and a comment\n"
     assert compiled(same, "--digest", str(file)) == 0
     assert "1 variants the same, 0 renamed and the same, 0 changed" in capsys.readouterr().out
 

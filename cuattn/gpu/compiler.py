@@ -73,13 +73,23 @@ def _constant(name: str, value: Any) -> str:
     return f"static constexpr {ctype} {name} = {str(value).lower()};"
 
 
+#: Where rawkernels/tile/score_mod.cuh includes the text of a variant's score functor.
+SCORE_MOD_INCLUDE = "variant/score_mod.cuh"
+#: The score functor of :func:`cuattn.flash_attention`: scale, softcap, bias, ALiBi, mask.
+CONTRACT_SCORES = """template <class T, bool kFast, bool kLog2>
+using ScoreMod = tile::ContractScores<T, kFast, kLog2>;
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One kernel that can be launched: a file below rawkernels/, its entry point and a Config."""
+    """One kernel that can be launched: a file below rawkernels/, its entry point and a Config, and
+    the text that defines ``ScoreMod``, as rawkernels/tile/score_mod.cuh describes it."""
 
     source: str
     entry: str
     config: Config
+    score_mod: str = CONTRACT_SCORES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,16 +123,19 @@ def source_root() -> pathlib.Path:
 
 
 @functools.cache
-def resolve(source: str) -> str:
+def resolve(source: str, score_mod: str = CONTRACT_SCORES) -> str:
     """The text of `source` (a path below rawkernels/) with every ``#include "…"`` put in once, with
-    ``#line``."""
-    return "".join(_resolve(source, set()))
+    ``#line``; `score_mod` is the text of `SCORE_MOD_INCLUDE`."""
+    return "".join(_resolve(source, score_mod, set()))
 
 
-def _resolve(path: str, seen: set[str]) -> list[str]:
+def _resolve(path: str, score_mod: str, seen: set[str]) -> list[str]:
     seen.add(path)
     parts = [f'#line 1 "{path}"\n']
-    text = (source_root() / path).read_text(encoding="utf-8")
+    if path == SCORE_MOD_INCLUDE:
+        text = score_mod
+    else:
+        text = (source_root() / path).read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         include = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
         if include is None:
@@ -130,13 +143,13 @@ def _resolve(path: str, seen: set[str]) -> list[str]:
         elif include[1] in seen:
             parts.append("\n")
         else:
-            parts += [*_resolve(include[1], seen), f'#line {number + 1} "{path}"\n']
+            parts += [*_resolve(include[1], score_mod, seen), f'#line {number + 1} "{path}"\n']
     return parts
 
 
 def full_source(variant: Variant) -> str:
     """The one text that is compiled."""
-    return variant.config.prelude() + resolve(variant.source)
+    return variant.config.prelude() + resolve(variant.source, variant.score_mod)
 
 
 def options(arch: str) -> tuple[str, ...]:
@@ -219,9 +232,12 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cuattn"
 
 
+_REPORT_VERSION = "2"  # counts up when reports of the same text come out otherwise
+
+
 def _cache_key(variant: Variant, arch: str) -> str:
-    text = "\0".join((*_compiler_versions(), *options(arch), variant.entry, full_source(variant)))
-    return hashlib.sha256(text.encode()).hexdigest()
+    parts = (_REPORT_VERSION, *_compiler_versions(), *options(arch), variant.entry)
+    return hashlib.sha256("\0".join((*parts, full_source(variant))).encode()).hexdigest()
 
 
 @functools.cache
@@ -284,7 +300,9 @@ def compile_variant(variant: Variant, arch: str) -> Report:
 
 
 def code_digest(cubin: bytes) -> str:
-    """Hash the machine code and the constants of a cubin, an ELF file: neither names nor notes."""
+    """Hash the machine code and the constants of a cubin, an ELF file: neither names nor notes, nor
+    the ``constexpr`` variables of the text, which are in ``.nv.global.init`` whether code reads
+    them or not, with their addresses in ``.nv.constant4``."""
     (section_headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
     headers = [
@@ -297,7 +315,7 @@ def code_digest(cubin: bytes) -> str:
     for name, _, _, _, offset, length in headers:
         start = name_table + name
         text = cubin[start : cubin.index(b"\0", start)].decode()
-        if text.startswith((".text", ".nv.constant", ".nv.global.init")):
+        if text.startswith((".text", ".nv.constant")) and text != ".nv.constant4":
             content = cubin[offset : offset + length]
             digest.update(text.split(".")[1].encode() + b"%d" % length)
             digest.update(content)

@@ -11,7 +11,7 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.structs import Arguments, Struct
 
-UNBOUNDED = 1 << 30  # kUnbounded of rawkernels/attention/params.cuh
+UNBOUNDED = 1 << 30  # kUnbounded of rawkernels/tile/visibility.cuh
 CONTIGUOUS_PAGE_SHIFT = 30  # a contiguous cache is one page a sequence
 
 FORWARD_PARAMS = Struct(

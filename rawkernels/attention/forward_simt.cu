@@ -18,7 +18,9 @@
 //   H200, 2026-11-22: float32, 2048 queries and keys, 30.6 TFLOP/s at head_dim 64, 30.0 at
 //   128, 25.9 at 256, where a cuBLAS product of float32 matrices, without TF32, reaches 50.6.
 #include "attention/slab_simt.cuh"
+#include "tile/score_mod.cuh"
 #include "tile/varlen.cuh"
+#include "tile/visibility.cuh"
 
 constexpr int kTileM = Config::tile_m;
 constexpr int kTileN = Config::tile_n;
@@ -49,8 +51,6 @@ static_assert(kCols % kColsAtOnce == 0 && kVecsV % kVecsAtOnce == 0, "chains cov
 static_assert(kDepth % kChain == 0 && kDepthV % kChain == 0, "chains end with a slab");
 static_assert(Config::threads == kThreadRows * kThreadCols, "a thread for each place");
 
-__device__ __forceinline__ Acc infinity() { return static_cast<Acc>(__int_as_float(0x7f800000)); }
-
 __device__ __forceinline__ const Vec& vec(const Acc& first) {
   return reinterpret_cast<const Vec&>(first);
 }
@@ -68,6 +68,7 @@ struct Smem {
   Acc row_max[kTileM];
   Acc row_sum[kRows][Config::threads];  // each thread's own
   tile::Sequence seq;
+  tile::Visibility visibility;  // of the tile's rows
   Matrix from_q, from_k, from_v;
 };
 
@@ -150,60 +151,16 @@ __device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecsV][kVec], c
     }
 }
 
-// A query sees the keys with low <= key - query <= high.
-struct Band {
-  int low, high;
-
-  __device__ Band(const ForwardParams& params, const tile::Sequence& seq)
-      : low(-kNoLimit), high(kNoLimit) {
-    const long long diagonal = static_cast<long long>(seq.seqlen_k) - seq.seqlen_q;
-    const long long limit = kNoLimit;
-    if (params.window_left < kUnbounded)
-      low = max(-limit, min(diagonal - params.window_left, limit));
-    if (params.window_right < kUnbounded)
-      high = max(-limit, min(diagonal + params.window_right, limit));
-  }
-
-  static constexpr int kNoLimit = 0x7fffff00;
-};
-
-// Calls change(score, query, key) for each score of this thread.
+// Calls change(score, row, column) for each score of this thread, the first of which is in `row`
+// and `column`.
 template <class Change>
-__device__ __forceinline__ void each_score(Acc (&s)[kRows][kCols], int query, int key,
+__device__ __forceinline__ void each_score(Acc (&s)[kRows][kCols], int row, int column,
                                            Change change) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < kCols; ++j) change(s[i][j], query + i * kThreadRows, key + j * kThreadCols);
-}
-
-// Softcap, bias, ALiBi and mask, which only some calls have, for one score.
-__device__ __forceinline__ Acc changed(Acc score, const ForwardParams& params,
-                                       const tile::Sequence& seq, int head, int query, int key) {
-  if (params.softcap != 0) {
-    const Acc softcap = static_cast<Acc>(params.softcap);
-    score = softcap * tanh(score / softcap);
-  }
-  if (params.bias != nullptr) {
-    const ScoreStrides& stride = params.bias_stride;
-    const long long at =
-        seq.index * stride.batch + head * stride.head + query * stride.row + key * stride.col;
-    score += params.bias_is_float32 ? static_cast<Acc>(static_cast<const float*>(params.bias)[at])
-                                    : static_cast<Acc>(static_cast<const T*>(params.bias)[at]);
-  }
-  if (params.alibi_slopes != nullptr) {
-    const Acc slope =
-        static_cast<const Acc*>(params.alibi_slopes)[seq.index * params.alibi_batch_stride + head];
-    const long long diagonal = static_cast<long long>(query) + seq.seqlen_k - seq.seqlen_q;
-    score -= slope * static_cast<Acc>(abs(diagonal - key));
-  }
-  if (params.mask != nullptr) {
-    const ScoreStrides& stride = params.mask_stride;
-    const long long at =
-        seq.index * stride.batch + head * stride.head + query * stride.row + key * stride.col;
-    if (!params.mask[at]) score = -infinity();
-  }
-  return score;
+    for (int j = 0; j < kCols; ++j)
+      change(s[i][j], row + i * kThreadRows, column + j * kThreadCols);
 }
 
 // Over the 16 threads of a row.
@@ -234,6 +191,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   if (threadIdx.x == 0) {
     const int kv_head = head / (params.heads_q / params.heads_kv);
     smem.seq = found;
+    smem.visibility =
+        tile::Visibility::from_row(found.tile * kTileM, kTileM, params.window_left,
+                                   params.window_right, found.seqlen_q, found.seqlen_k);
     smem.from_q = matrix(params.q, params.q_stride, seq.index, seq.begin_q, head, seq.seqlen_q,
                          params.head_dim);
     smem.from_k = matrix(params.k, params.k_stride, seq.index, seq.begin_k, kv_head, seq.seqlen_k,
@@ -245,24 +205,21 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 
   const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
   const int first_query = seq.tile * kTileM;
-  const int last_query = min(first_query + kTileM, seq.seqlen_q) - 1;
-  const Band band(params, seq);
-  const int first_key = max(0, first_query + band.low);  // keys that any of these queries sees
-  const int end_key = last_query + 1 + min(band.high, seq.seqlen_k - 1 - last_query);
-  const int common_begin = last_query + band.low;  // keys that all of these queries see
-  const int common_end = first_query + 1 + min(band.high, seq.seqlen_k - 1 - first_query);
+  const int last_row = min(kTileM, seq.seqlen_q - first_query) - 1;
+  const tile::Range keys = smem.visibility.keys_of_any(0, last_row);
+  const tile::Range common_keys = smem.visibility.keys_of_all(0, last_row);
 
   Acc o[kRows][kVecsV][kVec] = {};
-  const Acc sink =
-      params.sinks != nullptr ? static_cast<const Acc*>(params.sinks)[head] : -infinity();
+  const Acc sink = params.sinks != nullptr ? static_cast<const Acc*>(params.sinks)[head]
+                                           : tile::negative_infinity<Acc>();
 // A sink is a key that comes before all others and has no value.
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     if (col == 0) smem.row_max[row + i * kThreadRows] = sink;
-    smem.row_sum[i][threadIdx.x] = sink > -infinity() && col == 0 ? 1 : 0;
+    smem.row_sum[i][threadIdx.x] = sink > tile::negative_infinity<Acc>() && col == 0 ? 1 : 0;
   }
 
-  for (int key = first_key / kTileN * kTileN; key < end_key; key += kTileN) {
+  for (int key = max(keys.begin, 0) / kTileN * kTileN; key < keys.end; key += kTileN) {
     Acc s[kRows][kCols] = {};
     for (int d = 0; d < params.head_dim; d += kDepth) {
       __syncthreads();  // the slabs before these have been used
@@ -272,23 +229,32 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       multiply_scores(s, smem, min(kDepth, params.head_dim - d));
     }
 
-    const Acc scale = static_cast<Acc>(params.scale);
-    each_score(s, first_query + row, key + col, [&](Acc& score, int, int) { score *= scale; });
     if (Config::has_score) {
+      const ScoreMod<T, false, false> score_mod = {
+          score_inputs(params).of_head<T>(seq.index, head)};
+      const Acc slope = score_mod.slope(seq.index, head);
       // By way of shared memory, where a loop can index them: 32 copies of this code would not fit
       // in registers.
       each_score(s, row, col, [&](Acc& score, int i, int j) { smem.p[i][j] = score; });
 #pragma unroll 4
       for (int n = 0; n < kRows * kCols; ++n) {
         const int i = row + n / kCols * kThreadRows, j = col + n % kCols * kThreadCols;
-        if (first_query + i < seq.seqlen_q && key + j < seq.seqlen_k)
-          smem.p[i][j] = changed(smem.p[i][j], params, seq, head, first_query + i, key + j);
+        const int query = first_query + i;
+        const tile::ScoreRow<Acc> score_row = {seq.index, head, query,
+                                               query + seq.seqlen_k - seq.seqlen_q, slope};
+        Acc score = smem.p[i][j];
+        score_mod.terms([&](const auto& term) { score = term(score, score_row, key + j); });
+        smem.p[i][j] = score;
       }
       each_score(s, row, col, [&](Acc& score, int i, int j) { score = smem.p[i][j]; });
+    } else {
+      const Acc scale = static_cast<Acc>(params.scale);
+      each_score(s, row, col, [&](Acc& score, int, int) { score *= scale; });
     }
-    if (key < common_begin || key > common_end - kTileN) {
-      each_score(s, first_query + row, key + col, [&](Acc& score, int i, int j) {
-        if (j - i < band.low || j - i > band.high || j >= seq.seqlen_k) score = -infinity();
+    if (!common_keys.contains(key, kTileN)) {
+      each_score(s, row, key + col, [&](Acc& score, int i, int j) {
+        const tile::Range seen = smem.visibility.keys(i);
+        if (j < seen.begin || j >= seen.end) score = tile::negative_infinity<Acc>();
       });
     }
 
@@ -299,7 +265,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 #pragma unroll
       for (int j = 0; j < kCols; ++j) new_max = fmax(new_max, s[i][j]);
       new_max = row_reduce(new_max, [](Acc a, Acc b) { return fmax(a, b); });
-      const Acc shift = new_max == -infinity() ? 0 : new_max;  // or -inf - -inf would be NaN
+      const Acc shift =
+          new_max == tile::negative_infinity<Acc>() ? 0 : new_max;  // or -inf - -inf would be NaN
       const Acc rescale = exp(old_max - shift);
       __syncwarp();  // all threads of the row have read the old one
       if (col == 0) smem.row_max[row + i * kThreadRows] = new_max;

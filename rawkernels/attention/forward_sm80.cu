@@ -11,7 +11,8 @@
 // O tells then which outputs are NaN, inf or -inf.
 //
 // H200, bfloat16, 2026-11-21, beside FlashAttention-2 in the same run, 8192 tokens: TFLOP/s at
-// head_dim 64, 128, 256: 338, 384, 315 to its 306, 345, 325 (docs/notes.md has all shapes).
+// head_dim 64, 128, 256: 338, 384, 315 to its 306, 345, 325 (docs/notes/forward_sm80.md has all
+// shapes).
 //
 // Config: dtype; head_dim, head_dim_v: of the tiles, a call's may be smaller; tile_m, tile_n,
 // warps; general: with bias, mask, alibi_slopes, softcap, a scale of any sign, and rows that start
@@ -21,10 +22,11 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
-#include "tile/score.cuh"
+#include "tile/score_mod.cuh"
 #include "tile/softmax.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/varlen.cuh"
+#include "tile/visibility.cuh"
 
 using T = Config::dtype;
 constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
@@ -83,6 +85,27 @@ __device__ __forceinline__ bool aligned(const void* matrix, const Strides& strid
   return first % 16 == 0 && (stride.batch | stride.seq | stride.head | cols) % 8 == 0;
 }
 
+// From products to scores, for a warp whose first query is row `warp_row` of the tile.
+__device__ __forceinline__ void apply_score_mod(Scores& s, const ForwardParams& params,
+                                                const Problem& p, int warp_row, int key) {
+  const int lane = ptx::thread_index() % 32, batch = p.batch, head = p.head;
+  const ScoreMod<T, true, false> score_mod = {score_inputs(params).of_head<T>(batch, head)};
+  const int first_query = p.tile * kTileM + warp_row + tile::lane_row(lane);
+  const int first_position = first_query + p.seqlen_k - p.seqlen_q;
+  const int first_key = key + tile::lane_column(lane);
+  const float slope = score_mod.slope(batch, head);
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m)
+    score_mod.terms([&](const auto& term) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i) {
+        const int r = 16 * m + tile::fragment_row(i);
+        const tile::ScoreRow<float> row = {batch, head, first_query + r, first_position + r, slope};
+        s[m][i] = term(s[m][i], row, first_key + tile::fragment_column(i));
+      }
+    });
+}
+
 // What the softmax still has to multiply scores by.
 __device__ __forceinline__ float score_scale(const ForwardParams& params) {
   return Config::general ? 1.0f : static_cast<float>(params.scale);
@@ -132,7 +155,7 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
 
 // An output that values of the kind of this walk go into with some weight.
 __device__ __forceinline__ T with_special(T out, T weight, int walk) {
-  const float value = static_cast<float>(out), infinity = -tile::negative_infinity();
+  const float value = static_cast<float>(out), infinity = tile::infinity();
   if (static_cast<float>(weight) == 0.0f || value != value) return out;
   if (walk == tile::kPositive) return static_cast<T>(infinity);
   return static_cast<T>(value == infinity ? infinity - infinity : -infinity);
@@ -212,8 +235,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   const int first_row = p.tile * kTileM, rows = min(kTileM, p.seqlen_q - first_row);
 
   // The keys that any of the rows see, and the tiles that hold them.
-  const tile::Band band = tile::band<kTileM>(params, first_row, p.seqlen_q, p.seqlen_k);
-  const int key_begin = max(band.begin, 0), key_end = min(band.end + rows - 1, p.seqlen_k);
+  const auto visibility = tile::Visibility::from_row(first_row, kTileM, params.window_left,
+                                                     params.window_right, p.seqlen_q, p.seqlen_k);
+  const tile::Range keys = visibility.keys_of_any(0, rows - 1);
+  const int key_begin = max(keys.begin, 0), key_end = keys.end;
   const int last_key = (key_end - 1) / kTileN * kTileN;
   const int first_key = key_begin < key_end ? key_begin / kTileN * kTileN : last_key + 1;
   const T* q = static_cast<const T*>(params.q) +
@@ -256,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
 #pragma unroll 1
     for (int key = last_key; key >= first_key; key -= kTileN) {
       const bool active =
-          warp_row < rows && band.sees_any(warp_row, warp_row + kRows - 1, key, kTileN);
+          warp_row < rows &&
+          visibility.keys_of_any(warp_row, warp_row + kRows - 1).overlaps(key, kTileN);
       Scores s;
 
       ptx::cp_async_wait_all();  // for K, and the first time Q
@@ -268,20 +294,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
       __syncthreads();
       if (key > first_key) load_k.load(smem_k, key - kTileN, key_begin, key_end);
       if (active) {
-        if (Config::general) {
+        if (Config::general) apply_score_mod(s, params, stored, warp_row, key);
+        if (!visibility.keys_of_all(warp_row, warp_row + kRows - 1).contains(key, kTileN)) {
           const int lane = ptx::thread_index() % 32;
-          const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
-          const tile::ScoreTerms<T> terms(params, stored.batch, stored.head, stored.seqlen_q,
-                                          stored.seqlen_k);
 #pragma unroll
           for (int m = 0; m < kBlocks; ++m)
-            terms.apply(s[m], params, stored.tile * kTileM + row + 16 * m, column);
-        }
-        if (!band.sees_all(warp_row, warp_row + kRows - 1, key, kTileN)) {
-          const int lane = ptx::thread_index() % 32;
-          const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
-#pragma unroll
-          for (int m = 0; m < kBlocks; ++m) tile::mask_band(s[m], band, row + 16 * m, column);
+            tile::hide_keys(s[m], visibility, warp_row + 16 * m + tile::lane_row(lane),
+                            key + tile::lane_column(lane));
         }
         float block_max[kBlocks][2];
         bool grown = false;

@@ -7,13 +7,13 @@
 // and seqlen_q, seqlen_k are the totals.
 #pragma once
 
+#include "tile/score_mod.cuh"
+#include "tile/visibility.cuh"
+
+using tile::ScoreStrides;
+
 struct Strides {
   long long batch, seq, head;
-};
-
-// Of bias and mask, broadcast to (batch, heads_q, seqlen_q, seqlen_k): 0 where broadcast.
-struct ScoreStrides {
-  long long batch, head, row, col;
 };
 
 struct ForwardParams {
@@ -45,4 +45,8 @@ struct ForwardParams {
   int bias_is_float32;
 };
 
-constexpr int kUnbounded = 1 << 30;
+__device__ __forceinline__ tile::ScoreInputs score_inputs(const ForwardParams& params) {
+  return {params.scale,           params.softcap,     params.bias,        params.mask,
+          params.alibi_slopes,    params.bias_stride, params.mask_stride, params.alibi_batch_stride,
+          params.bias_is_float32, params.seqlen_q,    params.seqlen_k};
+}

@@ -10,11 +10,6 @@
 namespace decoding {
 
 template <class Acc>
-__device__ __forceinline__ Acc minus_infinity() {
-  return static_cast<Acc>(__int_as_float(0xff800000));
-}
-
-template <class Acc>
 struct alignas(16) Vec {  // four neighbouring columns of a row
   Acc x[4];
 };
@@ -51,7 +46,7 @@ struct Partial {
   using Acc = tile::Accumulator<T>;
 
   Vec<Acc> o = {};
-  Acc max = minus_infinity<Acc>();
+  Acc max = tile::negative_infinity<Acc>();
   Acc sum = 0;
 
   __device__ __forceinline__ static Acc power(Acc n) {
@@ -61,7 +56,7 @@ struct Partial {
   // Moves what exponents are relative to. Nothing seen on both sides: 2^(-inf - 0) = 0, and never
   // NaN.
   __device__ __forceinline__ void raise(Acc new_max) {
-    const Acc factor = power(max - (new_max == minus_infinity<Acc>() ? 0 : new_max));
+    const Acc factor = power(max - (new_max == tile::negative_infinity<Acc>() ? 0 : new_max));
 #pragma unroll
     for (int e = 0; e < 4; ++e) o.x[e] *= factor;
     sum *= factor;
@@ -69,7 +64,7 @@ struct Partial {
   }
   // Adds another one, whose maximum `max` is not below.
   __device__ __forceinline__ void add(const Vec<Acc>& other, Acc other_max, Acc other_sum) {
-    const Acc factor = power(other_max - (max == minus_infinity<Acc>() ? 0 : max));
+    const Acc factor = power(other_max - (max == tile::negative_infinity<Acc>() ? 0 : max));
 #pragma unroll
     for (int e = 0; e < 4; ++e) o.x[e] = fma(factor, other.x[e], o.x[e]);
     sum = fma(factor, other_sum, sum);
@@ -285,7 +280,7 @@ struct Writer {
     if (params.sinks != nullptr) {  // a key without a value
       const Acc sink = static_cast<const Acc*>(params.sinks)[head];
       result.raise(fmax(result.max, ceil(sink * static_cast<Acc>(1.4426950408889634))));
-      result.sum += weight(sink, result.max == minus_infinity<Acc>() ? 0 : result.max);
+      result.sum += weight(sink, result.max == tile::negative_infinity<Acc>() ? 0 : result.max);
     }
     const Acc inverse = result.sum == 0 ? 0 : 1 / result.sum;  // 0: no key was seen
     const long long at = piece.seq.index * params.out_stride.batch +
@@ -297,7 +292,7 @@ struct Writer {
       store(static_cast<T*>(params.out) + at, column, result.o, inverse);
     if (params.lse != nullptr && column == 0) {
       const Acc lse =
-          result.sum == 0 ? minus_infinity<Acc>() : log_of_power(result.max, result.sum);
+          result.sum == 0 ? tile::negative_infinity<Acc>() : log_of_power(result.max, result.sum);
       static_cast<Acc*>(params.lse)[piece.seq.index * params.lse_batch_stride +
                                     head * params.lse_head_stride + piece.seq.begin_q + token] =
           lse;

@@ -36,11 +36,11 @@ struct Slice {
   Acc q[kRows][kLaneDims];
   Acc o[kRows][kLaneDims] = {};
   Acc row_max[kRows], row_sum[kRows] = {};
-  Acc slope[kRows];
-  decoding::KeyRange visible[kRows];
-  int position[kRows];
+  tile::Range visible[kRows];
+  tile::ScoreRow<Acc> score_row[kRows];
 
   __device__ __forceinline__ Slice(const DecodeParams& params, const decoding::Piece& piece) {
+    const ScoreMod<T, false, false> score_mod = {score_inputs(params)};
     const int group = params.group, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -55,12 +55,10 @@ struct Slice {
       for (int i = 0; i < kLaneDims; ++i)
         q[r][i] = lane + 32 * i < params.head_dim ? static_cast<Acc>(source[lane + 32 * i]) : 0;
       visible[r] = visible_keys(params, piece.seq, token);
-      position[r] = piece.seq.length - piece.seq.seqlen_q + token;
-      slope[r] = params.alibi_slopes == nullptr
-                     ? 0
-                     : static_cast<const Acc*>(
-                           params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride + head];
-      row_max[r] = decoding::minus_infinity<Acc>();
+      const int position = piece.seq.length - piece.seq.seqlen_q + token;
+      score_row[r] = {piece.seq.index, head, token, position,
+                      score_mod.slope(piece.seq.index, head)};
+      row_max[r] = tile::negative_infinity<Acc>();
     }
   }
 
@@ -68,6 +66,7 @@ struct Slice {
   __device__ __forceinline__ void see(const DecodeParams& params, int first, int end,
                                       const Acc (&k)[kBatch][kLaneDims],
                                       const Acc (&v)[kBatch][kLaneDims]) {
+    const ScoreMod<T, false, false> score_mod = {score_inputs(params)};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       Acc s[kBatch], new_max = row_max[r];
@@ -80,16 +79,12 @@ struct Slice {
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
           s[j] += __shfl_xor_sync(~0u, s[j], distance);
-        s[j] *= static_cast<Acc>(params.scale);
-        if (params.softcap != 0)
-          s[j] = static_cast<Acc>(params.softcap) * tanh(s[j] / static_cast<Acc>(params.softcap));
-        if (params.alibi_slopes != nullptr)
-          s[j] -= slope[r] * static_cast<Acc>(abs(position[r] - key));
+        score_mod.terms([&](const auto& term) { s[j] = term(s[j], score_row[r], key); });
         if (key < visible[r].begin || key >= min(visible[r].end, end))
-          s[j] = decoding::minus_infinity<Acc>();
+          s[j] = tile::negative_infinity<Acc>();
         new_max = fmax(new_max, ceil(s[j] * static_cast<Acc>(1.4426950408889634)));
       }
-      const Acc shift = new_max == decoding::minus_infinity<Acc>() ? 0 : new_max;
+      const Acc shift = new_max == tile::negative_infinity<Acc>() ? 0 : new_max;
       const Acc factor = decoding::power_of_two(row_max[r] - shift);
       Acc sum = 0, weighted[kLaneDims] = {};
 #pragma unroll

@@ -49,7 +49,7 @@ struct Smem {
   int pages[kStages][Config::threads / 32]
            [kWarpKeys];  // of the tile that each warp loads into a stage next
   Loader::Table table;
-  decoding::Rows<kRows> rows;
+  decoding::Rows<T, kRows> rows;
   Work ahead[Config::threads / 32];  // where the rings' loads are
   Work work;                         // one piece after the one that is computed
   decoding::Piece pieces[2];         // that is computed, and the next, in turn
@@ -66,24 +66,6 @@ __device__ __forceinline__ void sync_slice() {
     __syncwarp();
   else
     ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);
-}
-
-// The positions of a piece's rows.
-__device__ __forceinline__ void locate_rows(const DecodeParams& params,
-                                            const decoding::Piece& piece,
-                                            decoding::Rows<kRows>& located) {
-  if (threadIdx.x >= kRows) return;
-  const int group = params.group;
-  // Rows that do not exist do as the last one does.
-  const int index =
-      min(piece.tile * kRows + static_cast<int>(threadIdx.x), piece.seq.seqlen_q * group - 1);
-  const int token = divided_by_group(params, index);
-  located.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
-  if (params.alibi_slopes != nullptr)
-    located.slope[threadIdx.x] =
-        tile::kLog2e *
-        static_cast<const float*>(params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride +
-                                                       piece.head * group + index - token * group];
 }
 
 // Merges the slices' four rows of each row warp, from `first` on, and puts them where they belong.
@@ -113,7 +95,7 @@ __device__ __forceinline__ bool open_piece(const DecodeParams& params, Smem& sme
                                            int number) {
   const int turn = number % 2, next = 1 - turn;
   if (smem.more[turn]) {
-    locate_rows(params, smem.pieces[turn], smem.rows);
+    smem.rows.locate(params, smem.pieces[turn]);
     loader.wait_for_queries(smem.pieces[turn], number);
   }
   __syncthreads();  // also: the piece before is done with
@@ -175,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   Slice acc;
   bool open = false;
   int number = -1;                  // of the piece that is computed
-  decoding::KeyRange all_see;       // of it: from the last row's first key to the first row's last
+  tile::Range all_see;              // of it: from the last row's first key to the first row's last
   int key = 0, end = 0, stage = 0;  // keys of this slice's share of it
   int filling = loader.depth;       // tiles are looked up and loaded before the first is computed
 #pragma unroll 1

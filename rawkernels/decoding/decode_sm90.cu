@@ -51,7 +51,7 @@ struct Smem {
   float2 part_max_sum[kCluster][kRows];
   float2 max_sum[kWarps][kRows];
   ptx::Mbarrier full[kWarps][kStages];
-  decoding::Rows<kRows> rows;
+  decoding::Rows<T, kRows> rows;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 
@@ -70,21 +70,6 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, Smem& s
                       chunk * 8;
     ptx::cp_async_16(ptx::shared_address(smem.q) + QTile::at(row, chunk), source, row < rows);
   }
-}
-
-__device__ __forceinline__ void locate_rows(const DecodeParams& params,
-                                            const decoding::Piece& piece, int rows,
-                                            decoding::Rows<kRows>& located) {
-  if (threadIdx.x >= kRows) return;
-  const int row = min(static_cast<int>(threadIdx.x), rows - 1);
-  const int token = divided_by_group(params, row);
-  located.position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
-  if (params.alibi_slopes != nullptr)
-    located.slope[threadIdx.x] =
-        tile::kLog2e *
-        static_cast<const float*>(
-            params.alibi_slopes)[piece.seq.index * params.alibi_batch_stride +
-                                 piece.head * params.group + row - token * params.group];
 }
 
 // Zeros for values of keys that the sequence or the window does not have: they may be NaN, and
@@ -256,11 +241,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   for (int i = 0; i < kStages; ++i)
     if (key + i * round < piece.end) load(ring[i], full[i], key + i * round);
 
-  locate_rows(params, piece, rows, smem.rows);
+  smem.rows.locate(params, piece);
   ptx::cp_async_wait_all();
   __syncthreads();
-  const decoding::KeyRange all_see = {smem.rows.keys(params, piece, kRows - 1).begin,
-                                      smem.rows.keys(params, piece, 0).end};
+  const tile::Range all_see = {smem.rows.keys(params, piece, kRows - 1).begin,
+                               smem.rows.keys(params, piece, 0).end};
   Slice acc;
   acc.clear();
   int stage = 0, phase = 0;

@@ -59,12 +59,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     const auto lse_of = [&](int part) {
       return static_cast<const Acc*>(params.lses[min(part, params.parts - 1)])[lse_at];
     };
-    Acc max_lse = decoding::minus_infinity<Acc>();
+    Acc max_lse = tile::negative_infinity<Acc>();
     for (int first = 0; first < params.parts; first += kBatch) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) max_lse = fmax(max_lse, lse_of(first + i));
     }
-    const Acc shift = max_lse == decoding::minus_infinity<Acc>() ? 0 : max_lse;
+    const Acc shift = max_lse == tile::negative_infinity<Acc>() ? 0 : max_lse;
     Acc sum = 0, o[4] = {};
     for (int first = 0; first < params.parts; first += kBatch) {
       Acc weight[kBatch];

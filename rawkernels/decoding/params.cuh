@@ -9,10 +9,7 @@
 #pragma once
 
 #include "attention/params.cuh"
-
-struct PageStrides {
-  long long page, seq, head;
-};
+#include "kvcache/pages.cuh"
 
 struct DecodeParams {
   const void* q;
@@ -51,6 +48,16 @@ struct DecodeParams {
   int out_is_acc;
   int one_item;  // for each block's head: nothing is to be searched for
 };
+
+// A decoding call has neither bias nor mask.
+__device__ __forceinline__ tile::ScoreInputs score_inputs(const DecodeParams& params) {
+  tile::ScoreInputs inputs = {};
+  inputs.scale = params.scale;
+  inputs.softcap = params.softcap;
+  inputs.alibi_slopes = params.alibi_slopes;
+  inputs.alibi_batch_stride = params.alibi_batch_stride;
+  return inputs;
+}
 
 __device__ __forceinline__ int divided_by_group(const DecodeParams& params, int n) {
   return static_cast<int>(static_cast<unsigned long long>(n) * params.group_magic >>

@@ -22,10 +22,6 @@ struct Sequence {
   int seqlen_q, length;
 };
 
-struct KeyRange {
-  int begin, end;
-};
-
 __device__ __forceinline__ Sequence sequence_at(const DecodeParams& params, int index) {
   Sequence seq = {index, 0, params.seqlen_q, params.capacity};
   if (params.cu_seqlens_q != nullptr) {
@@ -36,18 +32,19 @@ __device__ __forceinline__ Sequence sequence_at(const DecodeParams& params, int 
   return seq;
 }
 
-// The keys that a query at a position may see, if they exist.
-__device__ __forceinline__ KeyRange window_at(const DecodeParams& params, int position) {
-  return {params.window_left == kUnbounded ? 0 : position - params.window_left,
-          params.window_right == kUnbounded ? kUnbounded : position + params.window_right + 1};
+// Which of a sequence's first `end` keys its queries see; a query's row is its position among the
+// keys, from -2^30 to 2^30.
+__device__ __forceinline__ tile::Visibility visibility(const DecodeParams& params, int end) {
+  return {-params.window_left, params.window_right + 1, end};
 }
 
-// Those that exist and are to be read.
-__device__ __forceinline__ KeyRange visible_keys(const DecodeParams& params, const Sequence& seq,
-                                                 int token) {
-  const KeyRange window = window_at(params, seq.length - seq.seqlen_q + token);
-  const int begin = min(max(window.begin, params.first_key), seq.length);
-  return {begin, max(begin, min(window.end, seq.length))};
+// The keys that a query token sees and that are to be read.
+__device__ __forceinline__ tile::Range visible_keys(const DecodeParams& params, const Sequence& seq,
+                                                    int token) {
+  const int position = seq.length - seq.seqlen_q + token;
+  const tile::Range keys = visibility(params, seq.length).keys(position);
+  const int begin = min(max(keys.begin, params.first_key), seq.length);
+  return {begin, max(begin, keys.end)};
 }
 
 // How the keys of an item are cut: unit i is [origin + (i << shift), origin + (i + 1 << shift)), of

@@ -5,7 +5,8 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/movmatrix.cuh"
-#include "tile/score.cuh"
+#include "tile/score_mod.cuh"
+#include "tile/visibility.cuh"
 
 namespace decoding {
 
@@ -16,17 +17,40 @@ __device__ __forceinline__ int permuted_column(int row, int column) {
   return column ^ (row / 2 % (kRows / 2) * 8);
 }
 
-// Of the rows of a tile.
-template <int kRows>
+// What the scores of a tile's rows depend on.
+template <class T, int kRows>
 struct Rows {
   int position[kRows];
-  float slope[kRows];  // of ALiBi, in log2 units
+  float slope[kRows];  // as ScoreRow's
+
+  // By the first kRows threads. Rows that do not exist do as the last one does.
+  __device__ __forceinline__ void locate(const DecodeParams& params, const Piece& piece) {
+    if (threadIdx.x >= kRows) return;
+    const int index = min(piece.tile * kRows + static_cast<int>(threadIdx.x),
+                          piece.seq.seqlen_q * params.group - 1);
+    const int token = divided_by_group(params, index);
+    position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
+    if (params.alibi_slopes != nullptr)
+      slope[threadIdx.x] = score_mod(params).slope(
+          piece.seq.index, piece.head * params.group + index - token * params.group);
+  }
+
+  __device__ __forceinline__ static ScoreMod<T, true, true> score_mod(const DecodeParams& params) {
+    return {score_inputs(params)};
+  }
+
+  __device__ __forceinline__ tile::ScoreRow<float> score_row(const DecodeParams& params,
+                                                             const Piece& piece, int row) const {
+    const int index = piece.tile * kRows + row, token = divided_by_group(params, index);
+    return {piece.seq.index, piece.head * params.group + index - token * params.group, token,
+            position[row], slope[row]};
+  }
 
   // What a row sees of a piece.
-  __device__ __forceinline__ KeyRange keys(const DecodeParams& params, const Piece& piece,
-                                           int row) const {
-    const KeyRange window = window_at(params, position[row]);
-    return {max(window.begin, piece.begin), min(window.end, piece.end)};
+  __device__ __forceinline__ tile::Range keys(const DecodeParams& params, const Piece& piece,
+                                              int row) const {
+    const tile::Range keys = visibility(params, piece.end).keys(position[row]);
+    return {max(keys.begin, piece.begin), keys.end};
   }
 };
 
@@ -101,35 +125,33 @@ struct Slice {
   __device__ __forceinline__ static void finish_scores(Scores& s, const DecodeParams& params,
                                                        const Rows& rows, const Piece& piece,
                                                        int key, int first_row, bool masked) {
-    const float scale = static_cast<float>(params.scale),
-                softcap = static_cast<float>(params.softcap);
-    const float factor = softcap == 0.0f ? scale * tile::kLog2e : scale;
+    rows.score_mod(params).terms([&](const auto& term) {
+      each_score(s, first_row, key, [&](float& score, int row, int key) {
+        score = term(score, rows.score_row(params, piece, row), key);
+      });
+    });
+    if (!masked) return;
+    each_score(s, first_row, key, [&](float& score, int row, int key) {
+      const tile::Range keys = rows.keys(params, piece, row);
+      if (key < keys.begin || key >= keys.end) score = tile::negative_infinity();
+    });
+  }
+
+  // Calls change(score, row, key) for each of this lane's scores.
+  template <class Change>
+  __device__ __forceinline__ static void each_score(Scores& s, int first_row, int first_key,
+                                                    const Change& change) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i) (&s[0][0][0])[i] *= factor;
-    if (softcap != 0.0f)
-#pragma unroll
-      for (int i = 0; i < kKeyBlocks * kRowBlocks * 4; ++i)
-        (&s[0][0][0])[i] =
-            tile::softcapped((&s[0][0][0])[i], softcap, 1.0f / softcap) * tile::kLog2e;
-    if (!masked && params.alibi_slopes == nullptr) return;
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = first_row + 8 * r + lane % 4 * 2 + c;
-        const KeyRange keys = rows.keys(params, piece, row);
+      for (int c = 0; c < 2; ++c)
 #pragma unroll
         for (int j = 0; j < kKeyBlocks; ++j)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int k = key + 16 * j + 8 * h + lane / 4;
-            float& x = s[j][r][2 * h + c];
-            if (params.alibi_slopes != nullptr)
-              x = fmaf(-rows.slope[row], fabsf(static_cast<float>(rows.position[row] - k)), x);
-            if (k < keys.begin || k >= keys.end) x = tile::negative_infinity();
-          }
-      }
+          for (int h = 0; h < 2; ++h)
+            change(s[j][r][2 * h + c], first_row + 8 * r + tile::lane_column(lane) + c,
+                   first_key + 16 * j + 8 * h + tile::lane_row(lane));
   }
 
   // s becomes exp2(s - row_max). row_max lags by up to kLag, as in tile/softmax.cuh, and lanes

@@ -8,7 +8,7 @@
 //   cut into pieces of vec_bytes, its values likewise: 1 << lanes_shift neighbouring threads copy
 //   one of each. 8192 tokens of 8 heads of 128, bfloat16: 18.2 to 18.5 µs on an H200 (2026-11-21),
 //   85 to 86% of the copy ceiling.
-#include "decoding/params.cuh"
+#include "kvcache/pages.cuh"
 #include "tile/accumulator.cuh"
 
 using T = Config::dtype;

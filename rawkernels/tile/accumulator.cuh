@@ -1,4 +1,4 @@
-// What sums of a type are kept in: float, or double for float64.
+// The type that sums of a type are kept in (float, or double for float64), and its infinities.
 #pragma once
 
 namespace tile {
@@ -13,5 +13,14 @@ struct AccumulatorOf<double> {
 };
 template <class T>
 using Accumulator = typename AccumulatorOf<T>::type;
+
+template <class Number = float>
+__device__ __forceinline__ Number infinity() {
+  return static_cast<Number>(__int_as_float(0x7f800000));
+}
+template <class Number = float>
+__device__ __forceinline__ Number negative_infinity() {
+  return static_cast<Number>(__int_as_float(0xff800000));
+}
 
 }  // namespace tile

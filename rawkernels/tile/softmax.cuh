@@ -4,13 +4,12 @@
 #pragma once
 
 #include "ptx/math.cuh"
+#include "tile/accumulator.cuh"
 
 namespace tile {
 
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
-
-__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

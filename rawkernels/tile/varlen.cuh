@@ -2,9 +2,10 @@
 // device from cu_seqlens_q alone: the host launches total / kTileM + batch slots without knowing a
 // length. Sequence b owns the slots from cu_seqlens_q[b] / kTileM + b on, up to the next sequence's
 // first: always enough for its tiles, at most one too many.
+//
+// `Params` is what a kernel is told about its call, with cu_seqlens_q and cu_seqlens_k (batch +
+// 1,), and with the totals of rows in seqlen_q and seqlen_k.
 #pragma once
-
-#include "attention/params.cuh"
 
 namespace tile {
 
@@ -19,7 +20,8 @@ __device__ __forceinline__ int clamped(int x, int low, int high) { return max(lo
 
 // Number `index` of the batch; its tile is left to the caller. Lengths that are not what they must
 // be give nonsense, but no address outside of the arrays.
-__device__ __forceinline__ Sequence sequence(const ForwardParams& params, int index) {
+template <class Params>
+__device__ __forceinline__ Sequence sequence(const Params& params, int index) {
   const int* cu_q = params.cu_seqlens_q;
   const int* cu_k = params.cu_seqlens_k;
   const int begin_q = clamped(cu_q[index], 0, params.seqlen_q),
@@ -31,8 +33,8 @@ __device__ __forceinline__ Sequence sequence(const ForwardParams& params, int in
 
 // All 32 lanes of a warp together, with the same slot. 32 candidates a step: a thousand sequences
 // are found in two reads.
-template <int kTileM>
-__device__ __forceinline__ Sequence varlen_sequence(const ForwardParams& params, int slot) {
+template <int kTileM, class Params>
+__device__ __forceinline__ Sequence varlen_sequence(const Params& params, int slot) {
   const int* cu_q = params.cu_seqlens_q;
   const int lane = threadIdx.x % 32;
   int low = 0, count = params.batch;  // the owner is in [low, low + count)

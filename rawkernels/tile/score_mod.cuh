@@ -1,0 +1,178 @@
+// What happens to a product q·k before the masks by position and the softmax: the score functor.
+//
+// A functor is a list of terms. functor.terms(visit) calls visit(term) for each term that the call
+// has, in order, and term(score, row, key) is the score after it. A kernel so branches on a term
+// once for all scores that a thread holds, wherever they lie: accumulators of mma.sync or wgmma, or
+// shared memory. term.derivative(score, row, key), with the same arguments, is the derivative of
+// the result by `score`; the backward pass multiplies a gradient by the derivatives of all terms.
+//
+// Kernels call the functor ScoreMod. Its text is a part of the variant (Variant.score_mod in
+// cuattn/gpu/compiler.py), and so of the kernel's place in the cache: by default ContractScores.
+#pragma once
+
+#include "tile/accumulator.cuh"
+#include "tile/softmax.cuh"
+
+namespace tile {
+
+// Of an array that broadcasts to (batch, query heads, queries, keys), in elements: 0 along an axis
+// where it does.
+struct ScoreStrides {
+  long long batch, head, row, col;
+};
+
+// What a call says about its scores. Each kernel fills this from its own params; what it has not is
+// null, and costs nothing.
+struct ScoreInputs {
+  double scale;               // of q·k
+  double softcap;             // 0: none
+  const void* bias;           // of the inputs' type, or float where bias_is_float32; null: none
+  const unsigned char* mask;  // one byte a score, nonzero keeps; null: none
+  const void* alibi_slopes;   // of the accumulators' type; null: none
+  ScoreStrides bias_stride, mask_stride;
+  long long alibi_batch_stride;  // 0 for slopes of shape (heads_q,)
+  int bias_is_float32;
+  int seqlen_q, seqlen_k;  // of bias and mask
+
+  // The same with `bias` and `mask` at a query head's first element. Their terms want this, once
+  // for the rows of a head: in every element's offset it would be four more 64-bit operations.
+  template <class T>
+  __device__ __forceinline__ ScoreInputs of_head(int batch, int head) const {
+    ScoreInputs inputs = *this;
+    if (bias != nullptr)
+      inputs.bias =
+          static_cast<const char*>(bias) + (batch * bias_stride.batch + head * bias_stride.head) *
+                                               (bias_is_float32 ? sizeof(float) : sizeof(T));
+    if (mask != nullptr) inputs.mask += batch * mask_stride.batch + head * mask_stride.head;
+    return inputs;
+  }
+};
+
+// What is the same for all scores of a query.
+template <class Acc>
+struct ScoreRow {
+  int batch, head;  // query head
+  int query;        // within its sequence
+  int position;     // of the query among the keys: query + seqlen_k - seqlen_q
+  Acc slope;        // of ALiBi, as ContractScores::slope gives it
+};
+
+// cap * tanh(x / cap) by two of the device's fast instructions. The quotient loses digits where x
+// is small beside cap, the series where it is not.
+__device__ __forceinline__ float fast_softcap(float x, float cap, float inverse_cap) {
+  const float y = x * inverse_cap;
+  const float y2 = y * y;
+  const float series = x * fmaf(y2, fmaf(y2, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
+  const float quotient = fmaf(__fdividef(-2.0f, 1.0f + ptx::ex2(2.0f * kLog2e * y)), cap, cap);
+  return y2 < 0.01f ? series : quotient;
+}
+
+// The terms of cuattn.flash_attention: scale, softcap, bias, ALiBi, mask.
+//
+// kFast: float32 sums of 16-bit inputs, whose tanh may have an error of 2^-21. kLog2: results are
+// in units of 1 / log2(e), which exp2 wants.
+template <class T, bool kFast, bool kLog2>
+struct ContractScores {
+  using Acc = Accumulator<T>;
+  using Row = ScoreRow<Acc>;
+
+  ScoreInputs inputs;
+
+  // Of a query head, for its ScoreRow; 0 without ALiBi.
+  __device__ __forceinline__ Acc slope(int batch, int head) const {
+    if (inputs.alibi_slopes == nullptr) return 0;
+    return kUnit *
+           static_cast<const Acc*>(inputs.alibi_slopes)[batch * inputs.alibi_batch_stride + head];
+  }
+
+  template <class Visit>
+  __device__ __forceinline__ void terms(const Visit& visit) const {
+    const Acc scale = static_cast<Acc>(inputs.scale), cap = static_cast<Acc>(inputs.softcap);
+    visit(Scale{cap == 0 ? scale * kUnit : scale});
+    if (cap != 0) visit(Softcap{cap, 1 / cap});
+    if (inputs.bias != nullptr) {
+      if (inputs.bias_is_float32)
+        visit(Bias<float>{inputs});
+      else
+        visit(Bias<T>{inputs});
+    }
+    if (inputs.alibi_slopes != nullptr) visit(Alibi{});
+    if (inputs.mask != nullptr) visit(Mask{inputs});
+  }
+
+ private:
+  static constexpr Acc kUnit = kLog2 ? static_cast<Acc>(1.4426950408889634) : 1;
+
+  struct Scale {
+    Acc factor;
+
+    __device__ __forceinline__ Acc operator()(Acc score, const Row&, int) const {
+      return score * factor;
+    }
+    __device__ __forceinline__ Acc derivative(Acc, const Row&, int) const { return factor; }
+  };
+
+  struct Softcap {
+    Acc cap, inverse_cap;
+
+    __device__ __forceinline__ Acc operator()(Acc score, const Row&, int) const {
+      return capped(score) * kUnit;
+    }
+    // 1 - tanh²
+    __device__ __forceinline__ Acc derivative(Acc score, const Row&, int) const {
+      const Acc tanh = capped(score) * inverse_cap;
+      return fma(-tanh, tanh, static_cast<Acc>(1)) * kUnit;
+    }
+    __device__ __forceinline__ Acc capped(Acc score) const {
+      if constexpr (kFast)
+        return fast_softcap(score, cap, inverse_cap);
+      else
+        return cap * tanh(score / cap);
+    }
+  };
+
+  // Terms that are added.
+  struct Shift {
+    __device__ __forceinline__ Acc derivative(Acc, const Row&, int) const { return 1; }
+  };
+
+  template <class Element>
+  struct Bias : Shift {
+    const ScoreInputs& inputs;
+
+    __device__ __forceinline__ Bias(const ScoreInputs& inputs) : inputs(inputs) {}
+    __device__ __forceinline__ Acc operator()(Acc score, const Row& row, int key) const {
+      if (!exists(inputs, row, key)) return score;
+      const long long at = row.query * inputs.bias_stride.row + key * inputs.bias_stride.col;
+      return score + kUnit * static_cast<Acc>(static_cast<const Element*>(inputs.bias)[at]);
+    }
+  };
+
+  struct Alibi : Shift {
+    __device__ __forceinline__ Acc operator()(Acc score, const Row& row, int key) const {
+      return fma(-row.slope, fabs(static_cast<Acc>(row.position - key)), score);
+    }
+  };
+
+  struct Mask {
+    const ScoreInputs& inputs;
+
+    __device__ __forceinline__ Acc operator()(Acc score, const Row& row, int key) const {
+      const long long at = row.query * inputs.mask_stride.row + key * inputs.mask_stride.col;
+      const bool keep = exists(inputs, row, key) && inputs.mask[at] != 0;
+      return keep ? score : negative_infinity<Acc>();
+    }
+    // A score of -inf gets no gradient: its weight is 0.
+    __device__ __forceinline__ Acc derivative(Acc, const Row&, int) const { return 1; }
+  };
+
+  // Tiles reach beyond the last query and key.
+  __device__ __forceinline__ static bool exists(const ScoreInputs& inputs, const Row& row,
+                                                int key) {
+    return row.query < inputs.seqlen_q && key < inputs.seqlen_k;
+  }
+};
+
+}  // namespace tile
+
+#include "variant/score_mod.cuh"

@@ -1,0 +1,178 @@
+"""What kernels are built from, one piece at a time: tile/visibility.cuh, tile/score_mod.cuh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy")
+
+from cuattn.gpu import compiler  # noqa: E402
+from cuattn.gpu.params import UNBOUNDED  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Example(compiler.Config):
+    """Of a kernel of these tests."""
+
+    @property
+    def threads(self) -> int:
+        return 32
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Compile a kernel from its text and launch one thread of it."""
+
+    def run(text: str, *arguments) -> None:
+        file = tmp_path / "example.cu"
+        file.write_text(text, encoding="utf-8")
+        variant = compiler.Variant(str(file), "example", Example())
+        compiler.kernel(variant, cupy.cuda.Device().id)((1,), (1,), arguments)
+
+    yield run
+    compiler.resolve.cache_clear()
+    compiler.kernel.cache_clear()
+
+
+VISIBILITY = """
+#include "tile/visibility.cuh"
+// begin and end of what each row and each key, and each pair of neighbours, sees
+extern "C" __global__ void example(int first_row, int rows, int left, int right, int seqlen_q,
+                                   int seqlen_k, int2* keys, int2* pairs_of_rows, int2* seeing,
+                                   int2* pairs_of_keys) {
+  const auto visibility =
+      tile::Visibility::from_row(first_row, rows, left, right, seqlen_q, seqlen_k);
+  const auto put = [](int2& to, tile::Range range) { to = {range.begin, range.end}; };
+  for (int row = 0; row < rows; ++row) {
+    put(keys[row], visibility.keys(row));
+    put(pairs_of_rows[2 * row], visibility.keys_of_any(row, row + 1));
+    put(pairs_of_rows[2 * row + 1], visibility.keys_of_all(row, row + 1));
+  }
+  for (int key = 0; key < seqlen_k; ++key) {
+    put(seeing[key], visibility.rows(key));
+    put(pairs_of_keys[2 * key], visibility.rows_of_any(key, key + 1));
+    put(pairs_of_keys[2 * key + 1], visibility.rows_of_all(key, key + 1));
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_see_keys_and_keys_are_seen_by_rows(launch, seed):
+    rng = np.random.default_rng(seed)
+    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 60, 2))
+    first_row = int(rng.integers(seqlen_q))
+    rows = int(rng.integers(1, seqlen_q - first_row + 1))
+    left, right = (int(n) for n in rng.integers(-70, 70, 2))  # causal, top left: negative
+    left, right = (UNBOUNDED if rng.random() < 0.3 else n for n in (left, right))
+
+    def ranges(count):
+        return cupy.full((count, 2), -(1 << 20), np.int32)
+
+    keys, pairs_of_rows = ranges(rows), ranges(2 * rows)
+    seeing, pairs_of_keys = ranges(seqlen_k), ranges(2 * seqlen_k)
+    numbers = map(np.int32, (first_row, rows, left, right, seqlen_q, seqlen_k))
+    launch(VISIBILITY, *numbers, keys, pairs_of_rows, seeing, pairs_of_keys)
+
+    row, key = np.arange(rows)[:, None], np.arange(seqlen_k)
+    diagonal = first_row + row + seqlen_k - seqlen_q
+    sees = np.ones((rows, seqlen_k), bool)
+    if left != UNBOUNDED:
+        sees &= key >= diagonal - left
+    if right != UNBOUNDED:
+        sees &= key <= diagonal + right
+
+    def spread(array, count):
+        begin, end = array.get().T[..., None]
+        return (np.arange(count) >= begin) & (np.arange(count) < end)
+
+    assert (spread(keys, seqlen_k) == sees).all()
+    assert (spread(seeing, rows).T == sees).all()
+    some, every = spread(pairs_of_rows[:-2], seqlen_k).reshape(-1, 2, seqlen_k).swapaxes(0, 1)
+    assert (every == (sees[:-1] & sees[1:])).all()
+    assert (some >= (sees[:-1] | sees[1:])).all()
+    some, every = spread(pairs_of_keys[:-2], rows).reshape(-1, 2, rows).swapaxes(0, 1)
+    assert (every == (sees.T[:-1] & sees.T[1:])).all()
+    assert (some >= (sees.T[:-1] | sees.T[1:])).all()
+
+
+SCORES = """
+#include "tile/score_mod.cuh"
+struct Result {
+  double score, derivative;
+};
+template <class T, bool kFast, bool kLog2>
+__device__ Result evaluate(const tile::ScoreInputs& inputs, double product, int head, int query,
+                           int key) {
+  using Acc = tile::Accumulator<T>;
+  const ScoreMod<T, kFast, kLog2> score_mod = {inputs.of_head<T>(1, head)};
+  const tile::ScoreRow<Acc> row = {1, head, query, query + inputs.seqlen_k - inputs.seqlen_q,
+                                   score_mod.slope(1, head)};
+  Acc score = static_cast<Acc>(product), derivative = 1;
+  score_mod.terms([&](const auto& term) {
+    derivative *= term.derivative(score, row, key);
+    score = term(score, row, key);
+  });
+  return {score, derivative};
+}
+extern "C" __global__ void example(const double* products, int queries, int keys, double scale,
+                                   double softcap, const double* bias, const unsigned char* mask,
+                                   const double* slopes, const float* float_slopes,
+                                   Result* results) {
+  tile::ScoreInputs inputs = {scale, softcap, bias, mask, slopes};
+  inputs.bias_stride = inputs.mask_stride = {3 * queries * keys, queries * keys, keys, 1};
+  inputs.alibi_batch_stride = 3;
+  inputs.seqlen_q = queries;
+  inputs.seqlen_k = keys;
+  tile::ScoreInputs floats = inputs;
+  floats.alibi_slopes = float_slopes;
+  floats.bias = nullptr;
+  for (int i = 0; i < 3 * queries * keys; ++i) {
+    const int head = i / (queries * keys), query = i / keys % queries, key = i % keys;
+    results[3 * i] = evaluate<double, false, false>(inputs, products[i], head, query, key);
+    results[3 * i + 1] = evaluate<__half, true, false>(floats, products[i], head, query, key);
+    results[3 * i + 2] = evaluate<__half, true, true>(floats, products[i], head, query, key);
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("has_alibi", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_scores_and_their_derivatives_by_the_contract(launch, softcap, has_alibi, has_mask):
+    rng = np.random.default_rng(0)
+    queries, keys, scale = 5, 7, 0.3
+    products = 20 * rng.standard_normal((3, queries, keys))
+    bias = rng.standard_normal((2, 3, queries, keys))
+    mask, slopes = rng.random((2, 3, queries, keys)) < 0.7, rng.random((2, 3))
+    results = cupy.full((3, queries, keys, 3, 2), np.nan)
+    launch(
+        SCORES,
+        *(cupy.asarray(products), np.int32(queries), np.int32(keys)),
+        *(np.float64(scale), np.float64(softcap), cupy.asarray(bias)),
+        cupy.asarray(mask) if has_mask else np.uint64(0),
+        cupy.asarray(slopes) if has_alibi else np.uint64(0),
+        cupy.asarray(slopes.astype(np.float32)) if has_alibi else np.uint64(0),
+        results,
+    )
+    scores, derivatives = np.moveaxis(results.get(), (-2, -1), (1, 0))  # of the three functors
+
+    want, slope = scale * products, np.full_like(products, scale)
+    if softcap:
+        slope = scale * (1 - np.tanh(want / softcap) ** 2)
+        want = softcap * np.tanh(want / softcap)
+    if has_alibi:
+        distance = np.abs(np.arange(queries)[:, None] + keys - queries - np.arange(keys))
+        want = want - slopes[1][:, None, None] * distance
+    hidden = ~mask[1] if has_mask else np.zeros_like(mask[1])
+    log2e = 1 / np.log(2)
+    for i, (unit, rounding) in enumerate(((1, 1e-14), (1, 3e-5), (log2e, 3e-5))):
+        expected = np.where(hidden, -np.inf, unit * (want + (bias[1] if i == 0 else 0)))
+        np.testing.assert_allclose(scores[i], expected, rtol=rounding, atol=rounding)
+        np.testing.assert_allclose(derivatives[i], unit * slope, rtol=rounding, atol=rounding)
