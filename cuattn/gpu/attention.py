@@ -6,12 +6,13 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import decoding
+from cuattn.gpu import debug, decoding
 from cuattn.gpu.dispatch import current_tiers
 from cuattn.gpu.memory import contiguous, copy_to_out, target, use_device
 from cuattn.gpu.plan import attention_plan, layout_key
 
 
+@debug.checks(debug.check_attention)
 def forward(
     q: cupy.ndarray,
     k: cupy.ndarray,

@@ -21,6 +21,8 @@ import struct
 import time
 from typing import Any
 
+from cuattn.gpu import debug
+
 #: The CUDA type of a dtype name.
 CTYPES = {
     "float16": "__half",
@@ -194,7 +196,7 @@ def kernel(variant: Variant, device: int) -> Any:
             function.max_dynamic_shared_size_bytes = variant.config.smem_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_message(variant, device_arch(device), str(error))) from error
-    return function
+    return debug.watched(function, variant) if debug.ENABLED else function
 
 
 def report(variant: Variant, arch: str) -> Report:
