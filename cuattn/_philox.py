@@ -14,6 +14,10 @@ _KEY_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
+#: Seeds of a call's rows are this far apart (2**64 over the golden ratio, as in a Weyl sequence),
+#: so that rows and small seeds such as 0, 1, 2, … never meet: kPhiloxRowStep of philox.cuh.
+ROW_STEP = 0x9E3779B97F4A7C15
+
 
 def philox4x32(counter: tuple, key: tuple) -> tuple[np.ndarray, ...]:
     """Ten rounds of Philox.
@@ -70,6 +74,23 @@ def uniform(seed: np.ndarray, offset: np.ndarray, size: int, stream: int = 0) ->
     x = (upper << np.uint64(16) | lower).astype(np.float32)
     below_one = np.float32(1 - 2.0**-24)
     return np.minimum(x * np.float32(2.0**-32) + np.float32(2.0**-33), below_one)
+
+
+def row_seeds(seed: int, rows: int) -> np.ndarray:
+    """The seeds that one seed gives the rows of a call: ``seed + row * ROW_STEP`` modulo 2**64.
+
+    Parameters
+    ----------
+    seed : int
+        From 0 to 2**64 - 1; also the seed of row 0.
+    rows : int
+        How many rows there are.
+
+    Returns
+    -------
+    array (rows,) of uint64
+    """
+    return np.uint64(seed) + np.arange(rows, dtype=np.uint64) * np.uint64(ROW_STEP)
 
 
 def _halves(seed: np.ndarray, offset: np.ndarray, size: int, stream: int) -> np.ndarray:

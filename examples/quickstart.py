@@ -49,7 +49,8 @@ merged, lse = cuattn.merge_attention(*zip(*parts, strict=True))
 for last in (out[:, -1], varlen[:, -1], torch_like[:, :, -1], paged, merged[:, 0]):
     assert abs(last - decoded).max() < 1e-5
 
-# From logits to tokens. A row's seed and offset decide its draw, whatever the batch around it.
+# From logits to tokens. Without a seed each call draws anew; seeds and offsets of the rows decide
+# their draws, whatever the batch around them.
 logits = 4 * random(2, 32000)
 logits = sampling.apply_penalties(logits, sampling.greedy(logits)[:, None], repetition=1.2)
 filters = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}

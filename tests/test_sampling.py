@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn import sampling
-from cuattn._philox import philox4x32, uniform
+from cuattn._philox import philox4x32, row_seeds, uniform
 from cuattn.gpu import dispatch
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
@@ -156,7 +156,7 @@ FILTERS = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1},
 @pytest.mark.parametrize("parameters", FILTERS)
 def test_degenerate_rows_harm_no_other(parameters):
     logits = degenerate()
-    tokens = sampling.sample(logits, seed=1, **parameters)
+    tokens = sampling.sample(logits, seed=np.ones(5, int), **parameters)
     alone = sampling.sample(logits[4], seed=1, **parameters)
     assert tokens.tolist() == [-1, -1, 299, -1, int(alone)]
     filtered = sampling.filter_logits(logits, **parameters)
@@ -195,14 +195,18 @@ def test_a_row_is_drawn_the_same_in_any_batch(batch, seed, data):
     assert alone == tokens[0]
 
 
-@pytest.mark.parametrize("varied", ["seed", "offset"])
+@pytest.mark.parametrize("varied", ["seed", "offset", "row"])
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 1.7, "top_k": 6}, {"top_p": 0.9}])
 def test_draws_follow_the_filtered_distribution(varied, parameters):
     row = np.random.default_rng(1).standard_normal(12).astype(np.float32) * 2
     draws = 20_000
-    tokens = sampling.sample(
-        np.broadcast_to(row, (draws, 12)), **{varied: np.arange(draws)}, **parameters
-    )
+    numbers, none = np.arange(draws), np.zeros(draws, int)
+    seeds = {
+        "seed": {"seed": numbers},
+        "offset": {"seed": none, "offset": numbers},
+        "row": {"seed": 3},
+    }
+    tokens = sampling.sample(np.broadcast_to(row, (draws, 12)), **seeds[varied], **parameters)
     expected = (
         sampling.softmax(sampling.filter_logits(row, **parameters)).astype(np.float64) * draws
     )
@@ -211,6 +215,44 @@ def test_draws_follow_the_filtered_distribution(varied, parameters):
     there = expected > 0
     expected = expected[there] * draws / expected[there].sum()
     assert scipy.stats.chisquare(counts[there], expected).pvalue > 1e-3
+
+
+def test_a_scalar_seed_gives_each_row_a_stream_of_its_own():
+    logits = np.zeros((500, 1000), np.float32)
+    tokens = sampling.sample(logits, seed=5)
+    assert len(np.unique(tokens)) > 350
+    assert np.array_equal(sampling.sample(logits, seed=5), tokens)
+    assert not np.array_equal(sampling.sample(logits, seed=5, offset=1), tokens)
+    assert sampling.sample(logits[0], seed=5) == tokens[0]
+    streams = [(5 + row * 0x9E3779B97F4A7C15) % 2**64 for row in range(500)]
+    assert np.array_equal(sampling.sample(logits, seed=np.array(streams, WORD)), tokens)
+    assert np.array_equal(sampling.sample(logits, seed=np.array(5)), tokens)
+    assert np.array_equal(sampling.sample(logits, seed=-1), sampling.sample(logits, seed=2**64 - 1))
+
+
+def test_rows_of_small_seeds_never_draw_alike():
+    streams = np.stack([row_seeds(seed, 4096) for seed in range(64)])
+    assert len(np.unique(streams)) == streams.size
+    # Multiples of a number near the golden ratio come closest to 0 at the Fibonacci numbers.
+    rows, after = 1, 2
+    while rows < 2**31:
+        apart = rows * 0x9E3779B97F4A7C15 % 2**64
+        assert min(apart, 2**64 - apart) > 2**31
+        rows, after = after, rows + after
+
+
+def test_no_seed_draws_anew_at_each_call(rng):
+    logits = np.zeros((40, 1000), np.float32)
+    first, second = sampling.sample(logits), sampling.sample(logits)
+    assert len(np.unique(first)) > 30 and (first != second).sum() > 30
+    assert (sampling.sample(logits, seed=None) != first).sum() > 30
+    target = probabilities(rng, 200, 3, 50)
+    draft, drawn = np.full((200, 2, 50), 1 / 50, np.float32), rng.integers(0, 50, (200, 2))
+    for call in (
+        lambda: sampling.speculative_sample(drawn, draft, target),
+        lambda: sampling.speculative_sample_tree(drawn, np.full((200, 2), -1), draft, target),
+    ):
+        assert not np.array_equal(call()[0], call()[0])
 
 
 def test_penalties_by_their_definition(rng):
@@ -357,10 +399,53 @@ def test_logprobs_and_beams_by_their_definition(rng):
         assert [(b, t) for _, b, t in options] == list(zip(parents[row], added[row], strict=True))
 
 
+HUGE = np.array([[2**32], [0]])
+ROWS, TOKENS, VALUES = np.array([0]), np.array([1]), np.ones(1, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: sampling.logprobs(x, HUGE), "tokens must fit in int32, holds 4294967296"),
+        (lambda x: sampling.logprobs(x, -HUGE), "tokens must fit in int32, holds -4294967296"),
+        (lambda x: sampling.logprobs(x, HUGE.astype(np.uint64)), "tokens must fit in int32"),
+        (lambda x: sampling.apply_penalties(x, HUGE, presence=1.0), "tokens must fit in int32"),
+        (lambda x: sampling.sample(x, tokens=HUGE, presence=1.0), "tokens must fit in int32"),
+        (
+            lambda x: sampling.apply_penalties(
+                x, TOKENS[None].repeat(2, 0), logit_bias=(ROWS, TOKENS + 2**32, VALUES)
+            ),
+            "logit_bias's token must fit in int32",
+        ),
+        (
+            lambda x: sampling.sample(x, logit_bias=(ROWS - 2**32, TOKENS, VALUES)),
+            "logit_bias's row must fit in int32",
+        ),
+    ],
+)
+def test_integers_are_never_wrapped(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(np.zeros((2, 8), np.float32))
+
+
+def test_integers_of_any_size_are_clamped_where_they_count():
+    logits = np.zeros((2, 8), np.float32)
+    for k in (2**32 + 1, 10**30, np.array([2**32 + 1, 2**63 - 1]), np.array([8, 9], np.uint8)):
+        assert (sampling.filter_logits(logits, top_k=k) == 0).all()
+    assert (sampling.filter_logits(logits, temperature=1e300) == 0).all()
+    assert np.allclose(sampling.softmax(np.float32([[1, 2, 3, 4] * 2]), temperature=1e300), 0.125)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda x: sampling.sample(x, temperature=-1.0), "temperature"),
+        (lambda x: sampling.sample(x, seed=2**64), "seed must be of 64 bits"),
+        (lambda x: sampling.sample(x, offset=-(2**63) - 1), "offset must be of 64 bits"),
+        (
+            lambda x: sampling.sample(x, repetition=1.2, allowed=np.ones(8, bool)),
+            "repetition is given, and tokens are not",
+        ),
         (lambda x: sampling.sample(x, temperature=float("nan")), "temperature"),
         (lambda x: sampling.sample(x, top_k=0), "top_k"),
         (lambda x: sampling.sample(x, top_p=1.5), "top_p"),
@@ -403,6 +488,20 @@ def test_what_does_not_fit_is_named(call, words):
         (lambda x: sampling.sample(x, top_k=5.0), "top_k must be an integer or integers, got 5.0"),
         (lambda x: sampling.sample(x, top_p=True), "top_p must be a number or numbers, got True"),
         (lambda x: sampling.sample(x, seed=1.5), "seed must be an integer or integers, got 1.5"),
+        (lambda x: sampling.sample(x, seed="abc"), "seed must be an integer or integers, got 'abc"),
+        (lambda x: sampling.sample(x, seed=True), "seed must be an integer or integers, got True"),
+        (lambda x: sampling.sample(x, seed=[1, None]), "seed must be an integer or integers"),
+        (lambda x: sampling.sample(x, offset=None), "offset must be an integer or integers"),
+        (lambda x: sampling.sample(x, offset=[1.0, 2.0]), "offset must be an integer or integers"),
+        (lambda x: sampling.sample(x, temperature=[[1], [1, 2]]), "temperature is no array"),
+        (lambda x: sampling.sample(x, temperature="warm"), "temperature must be a number"),
+        (lambda x: sampling.sample(x, top_k=True), "top_k must be an integer or integers"),
+        (lambda x: sampling.sample(x, top_k=np.ma.array([1, 2])), "top_k must be a plain array"),
+        (lambda x: sampling.sample(x, logit_bias=np.full(8, "1")), "logit_bias must be real"),
+        (lambda x: sampling.top_k(x, True), "k must be an int, got True"),
+        (lambda x: sampling.top_k(x, 2.0), "k must be an int, got 2.0"),
+        (lambda x: sampling.logprobs(x, top_n=True), "top_n must be an int, got True"),
+        (lambda x: sampling.beam_step(x[None], x[:1, :2] > 0), "scores must be real numbers"),
         (lambda x: sampling.greedy(x.astype(np.float64)), "logits has dtype float64"),
         (lambda x: sampling.sample(x, allowed=x), "allowed has dtype float32"),
         (
@@ -414,6 +513,36 @@ def test_what_does_not_fit_is_named(call, words):
 def test_what_is_of_another_kind_is_named(call, words):
     with pytest.raises(TypeError, match=words):
         call(np.zeros((2, 8), np.float32))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_what_a_draft_cannot_be_is_named(rng, seed):
+    target, drawn = probabilities(rng, 2, 4, 5), np.zeros((2, 3), int)
+    draft = target[:, :3].copy()
+    for parents in ([0, 0, 1], [-1, 2, 1], [-1, 0, 2], [-2, 0, 1]):
+        with pytest.raises(ValueError, match=r"parents must be -1 or the index of an earlier"):
+            sampling.speculative_sample_tree(drawn, np.tile(parents, (2, 1)), draft, target)
+    padded = np.array([[0, 1, -1], [0, 1, -1]])
+    sampling.speculative_sample_tree(padded, np.tile([-1, 0, 9], (2, 1)), draft, target, seed=seed)
+    with pytest.raises(ValueError, match="draft_tokens must fit in int32"):
+        sampling.speculative_sample(drawn + 2**32, draft, target, seed=seed)
+    with pytest.raises(ValueError, match="parents must fit in int32"):
+        sampling.speculative_sample_tree(drawn, drawn + 2**32 - 1, draft, target, seed=seed)
+    draft[1, 2, 3] = -0.25
+    with pytest.raises(ValueError, match=r"draft_probs must not be negative, holds -0.25"):
+        sampling.speculative_sample(drawn, draft, target, seed=seed)
+    with pytest.raises(ValueError, match="target_probs must not be negative"):
+        sampling.speculative_sample(drawn, target[:, :3], -target, seed=seed)
+
+
+def test_nothing_is_written_before_all_is_checked(rng):
+    logits = rng.standard_normal((2, 8)).astype(np.float32)
+    before, tokens = logits.copy(), np.zeros((2, 1), int)
+    triples = (ROWS, TOKENS + 2**32, VALUES)
+    for wrong in ({"repetition": 0}, {"presence": "x"}, {"logit_bias": triples}):
+        with pytest.raises((TypeError, ValueError)):
+            sampling.apply_penalties(logits, tokens, out=logits, **({"frequency": 1.0} | wrong))
+    assert np.array_equal(logits, before)
 
 
 def test_a_scalar_is_checked_for_each_type():

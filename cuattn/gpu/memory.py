@@ -24,6 +24,13 @@ import numpy as np
 from cuattn._arrays import is_contiguous_last_axis
 
 _AS_IT_IS = contextlib.nullcontext()
+_saturate = cupy.ElementwiseKernel(
+    "T x",
+    "int32 y",
+    "y = x > T(2147483647) ? 2147483647"
+    " : static_cast<long long>(x) < -2147483648ll ? -2147483647 - 1 : static_cast<int>(x)",
+    "cuattn_saturate",
+)
 
 
 def pointer(array: cupy.ndarray | None) -> int:
@@ -73,6 +80,15 @@ def reshaped(array: cupy.ndarray, shape: tuple[int, ...]) -> cupy.ndarray:
         return array.reshape(shape)
     with use_device(array), temporaries():
         return array.reshape(shape)
+
+
+def contiguous_int32(array: Any) -> Any:
+    """Integers as contiguous int32: `array` itself, or a copy as of :func:`contiguous` in which
+    integers that do not fit are the nearest that do."""
+    if array.dtype.itemsize < 4 or array.dtype == np.int32:
+        return contiguous(array, np.int32)
+    with use_device(array):
+        return _saturate(array, scratch_array(array.shape, np.dtype(np.int32)))
 
 
 def target(out: cupy.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:

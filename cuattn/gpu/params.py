@@ -99,7 +99,8 @@ SAMPLE_PARAMS = Struct(
     ("int*", "top_indices"),
     ("const Amended*", "amended"),
     ("long long", "row_stride"),
-    ("RowValue<unsigned long long>", "seed offset"),
+    ("RowSeeds", "seed"),
+    ("RowValue<unsigned long long>", "offset"),
     ("RowValue<float>", "temperature top_p min_p typical_p"),
     ("RowValue<int>", "top_k"),
     ("int", "vocab top_count rest kind amended_bits"),
@@ -142,7 +143,8 @@ SPECULATE_PARAMS = Struct(
     ("const int*", "draft_tokens parents"),
     ("const float*", "draft_probs target_probs"),
     ("int*", "tokens accepted"),
-    ("RowValue<unsigned long long>", "seed offset"),
+    ("RowSeeds", "seed"),
+    ("RowValue<unsigned long long>", "offset"),
     ("int", "drafts vocab"),
 )
 

@@ -7,12 +7,13 @@ Arrays are on the current device: the public functions see to that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn._sampling_spec import Drafts, Filters, Penalties
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
 from cuattn.gpu.params import (
@@ -24,18 +25,16 @@ from cuattn.gpu.params import (
 )
 from cuattn.gpu.plan import as_kernel_argument
 
-if TYPE_CHECKING:
-    from cuattn.reference.sampling import Penalties
-
 _NO_PENALTIES = PENALTY_PARAMS.pack(*[0] * 18)
 
 _KINDS = ("float32", "float16", "bfloat16")  # as in SampleParams
-_OFF = (1.0, 1 << 30, 1.0, 0.0, 1.0)  # filters that leave every token
+_OFF = Filters(1.0, 1 << 30, 1.0, 0.0, 1.0)  # leaves every token
+_GREEDY = _OFF._replace(temperature=0.0)
 
 
 def greedy(logits: cupy.ndarray) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.greedy`."""
-    return _draw(logits, (0.0, *_OFF[1:]), 0, 0)
+    return _draw(logits, _GREEDY, 0, 0)
 
 
 def softmax(logits: cupy.ndarray, temperature: Any) -> cupy.ndarray:
@@ -45,7 +44,7 @@ def softmax(logits: cupy.ndarray, temperature: Any) -> cupy.ndarray:
     return out
 
 
-def filter_logits(logits: cupy.ndarray, filters: tuple) -> cupy.ndarray:
+def filter_logits(logits: cupy.ndarray, filters: Filters) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.filter_logits`."""
     out = cupy.empty(logits.shape, np.float32)
     _filter(logits, filters, filtered=out)
@@ -54,7 +53,7 @@ def filter_logits(logits: cupy.ndarray, filters: tuple) -> cupy.ndarray:
 
 def sample(
     logits: cupy.ndarray,
-    filters: tuple,
+    filters: Filters,
     seed: Any,
     offset: Any,
     penalties: Penalties | None = None,
@@ -149,15 +148,9 @@ def _listed(penalties: Penalties) -> tuple[int, int]:
     return penalties.tokens.shape[1], len(bias[0]) if isinstance(bias, tuple) else 0
 
 
-def speculative_sample(
-    draft_tokens: cupy.ndarray,
-    draft_probs: cupy.ndarray,
-    target_probs: cupy.ndarray,
-    parents: cupy.ndarray | None,
-    seed: Any,
-    offset: Any,
-) -> tuple[cupy.ndarray, cupy.ndarray]:
+def speculative_sample(drafts: Drafts, seed: Any, offset: Any) -> tuple[cupy.ndarray, cupy.ndarray]:
     """As :func:`cuattn.reference.sampling.speculative_sample`."""
+    draft_tokens, parents, draft_probs, target_probs = drafts
     rows, nodes, vocab = target_probs.shape
     tokens, accepted = cupy.empty((rows, nodes), np.int32), cupy.empty(rows, np.int32)
     if rows:
@@ -236,7 +229,7 @@ def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) ->
 
 def _draw(
     logits: cupy.ndarray,
-    filters: tuple,
+    filters: Filters,
     seed: Any,
     offset: Any,
     penalties: Penalties | None = None,
@@ -286,7 +279,7 @@ def _normalise(
 
 
 def _stream(
-    logits: cupy.ndarray, filters: tuple, seed: Any = 0, offset: Any = 0, **outputs: Any
+    logits: cupy.ndarray, filters: Filters, seed: Any = 0, offset: Any = 0, **outputs: Any
 ) -> None:
     if not len(logits):
         return
@@ -296,7 +289,7 @@ def _stream(
 
 
 def _filter(
-    logits: cupy.ndarray, filters: tuple, seed: Any = 0, offset: Any = 0, **outputs: Any
+    logits: cupy.ndarray, filters: Filters, seed: Any = 0, offset: Any = 0, **outputs: Any
 ) -> None:
     if not len(logits):
         return
@@ -307,7 +300,7 @@ def _filter(
 
 def _sample_params(
     logits: cupy.ndarray,
-    filters: tuple,
+    filters: Filters,
     seed: Any,
     offset: Any,
     *,

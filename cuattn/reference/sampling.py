@@ -6,35 +6,13 @@ but -inf is *empty*: its probabilities are 0 and its token is -1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from cuattn._philox import uniform
+from cuattn._sampling_spec import Drafts, Filters, Penalties
 
 #: Of the uniform numbers that accept or reject draft tokens; tokens are drawn from stream 0.
 ACCEPT_STREAM = 1
-
-
-class Filters(NamedTuple):
-    """One value per row each, clamped to what is valid."""
-
-    temperature: np.ndarray  # float32 (rows,), 0 is greedy
-    top_k: np.ndarray  # int32
-    top_p: np.ndarray  # float32, as are the rest
-    min_p: np.ndarray
-    typical_p: np.ndarray
-
-
-class Penalties(NamedTuple):
-    """What becomes of the logits before anything else."""
-
-    tokens: np.ndarray  # (rows, length) int32, padded with -1
-    repetition: np.ndarray  # (rows,) float32, as are the next two
-    frequency: np.ndarray
-    presence: np.ndarray
-    bias: np.ndarray | tuple | None  # (rows, vocab) float32, or rows, tokens and values
-    allowed: np.ndarray | None  # bool (rows, vocab), or 32-bit words of 32 tokens each
 
 
 def greedy(logits: np.ndarray) -> np.ndarray:
@@ -164,12 +142,7 @@ def _unpack(words: np.ndarray) -> np.ndarray:
 
 
 def speculative_sample(
-    draft_tokens: np.ndarray,
-    draft_probs: np.ndarray,
-    target_probs: np.ndarray,
-    parents: np.ndarray | None,
-    seed: np.ndarray,
-    offset: np.ndarray,
+    given: Drafts, seed: np.ndarray, offset: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Accept draft tokens along a path from the root and add one token of the target's own.
 
@@ -178,6 +151,7 @@ def speculative_sample(
     token. In a chain the parent of a token is the one before it; `parents` (rows, drafts), -1 for
     the root, gives a tree.
     """
+    draft_tokens, parents, draft_probs, target_probs = given
     rows, drafts = draft_tokens.shape
     vocab = target_probs.shape[2]
     accept = uniform(seed, offset, max(drafts, 1), ACCEPT_STREAM)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sampling/amended.cuh"
+#include "tile/philox.cuh"
 
 // A parameter: one value a row where per_row is set, else one for all.
 template <class T>
@@ -13,6 +14,17 @@ struct RowValue {
   __device__ __forceinline__ T operator[](int row) const { return per_row ? per_row[row] : value; }
 };
 
+// Seeds: one for each row where per_row is set, else one from which each row has a stream of its
+// own, as row_seeds() of cuattn/_philox.py has it.
+struct RowSeeds {
+  const unsigned long long* per_row;
+  unsigned long long value;
+
+  __device__ __forceinline__ unsigned long long operator[](int row) const {
+    return per_row ? per_row[row] : value + unsigned(row) * kPhiloxRowStep;
+  }
+};
+
 struct SampleParams {
   const void* logits;  // (rows, vocab), row_stride elements apart
   int* tokens;         // (rows,); null: no draw
@@ -21,7 +33,8 @@ struct SampleParams {
   int* top_indices;
   const Amended* amended;  // (rows, 2^amended_bits): logits to be had from there; null: none
   long long row_stride;
-  RowValue<unsigned long long> seed, offset;
+  RowSeeds seed;
+  RowValue<unsigned long long> offset;
   RowValue<float> temperature, top_p, min_p, typical_p;
   RowValue<int> top_k;
   int vocab, top_count;

@@ -247,6 +247,7 @@ __device__ __forceinline__ bool race_all(const Config::dtype* logits, Segment se
   // stands out: then all are looked at.
   const bool all = none || smem.listed > kClose;
   int contenders = 0;
+#pragma unroll 1  // unrolled it would spill
   for (int n = threadIdx.x; n < smem.listed && !all; n += Config::threads) {
     if (smem.keys[n] + slack(smem.keys[n]) < bar) continue;
     ++contenders;

@@ -15,6 +15,9 @@
 constexpr int kMaxDrafts = 256;
 constexpr int kAhead = 8;  // loads in flight together
 
+// A probability; a negative one counts as 0, a NaN as a NaN.
+__device__ __forceinline__ float probability(float p) { return ptx::max_nan(p, 0.0f); }
+
 struct SpeculateParams {
   const int* draft_tokens;
   const int* parents;  // null: a chain
@@ -22,7 +25,8 @@ struct SpeculateParams {
   const float* target_probs;
   int* tokens;
   int* accepted;
-  RowValue<unsigned long long> seed, offset;
+  RowSeeds seed;
+  RowValue<unsigned long long> offset;
   int drafts, vocab;
 };
 
@@ -54,9 +58,9 @@ __cluster_dims__(Config::cluster, 1, 1)
 
   int node = -1, accepted = 0, rejected = 0;
   const auto remaining = [&](int i) {
-    double p = targets[(node + 1) * vocab + i];
+    double p = probability(targets[(node + 1) * vocab + i]);
     for (int r = 0; r < rejected; ++r) {
-      const double rest = p - double(proposals[smem.rejected[r] * vocab + i]);
+      const double rest = p - double(probability(proposals[smem.rejected[r] * vocab + i]));
       p = (rest > 0.0 || rest != rest ? rest : 0.0) / smem.left[r];
     }
     return p;
@@ -69,7 +73,7 @@ __cluster_dims__(Config::cluster, 1, 1)
       continue;
     const float* const proposal = proposals + draft * vocab;
     const double u = philox_uniform(key, kAcceptStream, draft);
-    if (u * double(proposal[token]) < remaining(token)) {
+    if (u * double(probability(proposal[token])) < remaining(token)) {
       if (writes) tokens[accepted] = token;
       ++accepted;
       node = draft;
@@ -83,7 +87,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     };
     if (rejected > 0) {
       for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
-        add(remaining(i), proposal[i]);
+        add(remaining(i), probability(proposal[i]));
       }
     } else {
       const float* const target = targets + (node + 1) * vocab;
@@ -93,8 +97,8 @@ __cluster_dims__(Config::cluster, 1, 1)
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           const int i = min(base + k * Config::threads, segment.end - 1);
-          p[k] = target[i];
-          q[k] = proposal[i];
+          p[k] = probability(target[i]);
+          q[k] = probability(proposal[i]);
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
@@ -124,7 +128,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     const float* const target = targets + (node + 1) * vocab;
     const float* const proposal = rejected ? proposals + smem.rejected[0] * vocab : nullptr;
     const auto score = [&](int i) {
-      const float rest = target[i] - (proposal ? proposal[i] : 0.0f);
+      const float rest = probability(target[i]) - (proposal ? probability(proposal[i]) : 0.0f);
       return log_of(rest < 0.0f ? 0.0f : rest);
     };
     best = race(score, exact, segment, kLog2e, key, smem.race, bad);

@@ -8,6 +8,9 @@
 // nearly all tokens that race, nobody asks for the lower one.
 #pragma once
 
+// Seeds of a call's rows are this far apart: ROW_STEP of cuattn/_philox.py.
+constexpr unsigned long long kPhiloxRowStep = 0x9E3779B97F4A7C15ull;
+
 struct PhiloxKey {
   unsigned long long seed, offset;
 };

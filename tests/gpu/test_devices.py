@@ -60,9 +60,13 @@ CALLS = {
         a(LOGITS), seed=[1, 2, 3], temperature=a(np.full(3, 0.8)), top_k=50, top_p=0.9
     ),
     "typical": lambda a: sampling.filter_logits(a(LOGITS), typical_p=0.9),
-    "penalties": lambda a: sampling.sample(a(LOGITS), tokens=a(TOKENS), repetition=1.3, top_p=0.9),
+    "penalties": lambda a: sampling.sample(
+        a(LOGITS), tokens=a(TOKENS), repetition=1.3, top_p=0.9, seed=3
+    ),
     "logprobs": lambda a: sampling.logprobs(a(LOGITS), a(TOKENS[:, 0]), top_n=3),
-    "speculation": lambda a: sampling.speculative_sample(a(DRAFT), a(PROBS[:, :3]), a(PROBS)),
+    "speculation": lambda a: sampling.speculative_sample(
+        a(DRAFT), a(PROBS[:, :3]), a(PROBS), seed=3
+    ),
     "beams": lambda a: sampling.beam_step(a(LOGITS[None]), a(SCORES)),
 }
 

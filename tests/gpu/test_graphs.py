@@ -341,6 +341,8 @@ def test_what_comes_from_the_host_is_refused(rng, stream):
         sampling.sample(logits, temperature=np.ones(3))
     with pytest.raises(ValueError, match=r"sample: seed is an array on the host"):
         sampling.sample(logits, seed=np.arange(3))
+    with pytest.raises(ValueError, match=r"sample: seed must be an integer or an array on the dev"):
+        sampling.sample(logits)
     with pytest.raises(RuntimeError, match=r"the page table would change"):
         cache.write(0, ids, k, k)
     stream.end_capture()

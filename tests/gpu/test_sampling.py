@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cuattn import sampling
-from cuattn._philox import uniform
+from cuattn._philox import row_seeds, uniform
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -256,9 +256,88 @@ def test_each_row_has_its_own_filters(rng, dtype, vocab):
     tokens = sampling.sample(cupy.asarray(logits), seed=5, **there)
     assert np.array_equal(tokens.get(), expected)
     for some in [("top_k", "temperature"), ("top_p",), ("min_p",), ("typical_p",)]:
-        expected = sampling.sample(logits, **{name: by_row[name] for name in some})
-        tokens = sampling.sample(cupy.asarray(logits), **{name: there[name] for name in some})
+        expected = sampling.sample(logits, seed=6, **{name: by_row[name] for name in some})
+        tokens = sampling.sample(
+            cupy.asarray(logits), seed=6, **{name: there[name] for name in some}
+        )
         assert np.array_equal(tokens.get(), expected)
+
+
+@pytest.mark.parametrize("seed", [0, 5, -7, 2**64 - 1])
+@pytest.mark.parametrize("rows", [1, 30, 200])
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 900}, {"typical_p": 0.9}],
+    ids=name_of,
+)
+def test_a_scalar_seed_gives_each_row_the_stream_that_numpy_gives(rng, seed, rows, parameters):
+    row = logits_of(rng, 1, 3000, std=1.0)
+    logits = np.ascontiguousarray(np.broadcast_to(row, (rows, 3000)))
+    expected = sampling.sample(logits, seed=seed, offset=2, **parameters)
+    tokens = sampling.sample(cupy.asarray(logits), seed=seed, offset=2, **parameters)
+    assert np.array_equal(tokens.get(), expected)
+    assert rows == 1 or len(np.unique(expected)) > rows // 3
+    streams = cupy.asarray(row_seeds(seed % 2**64, rows))
+    tokens = sampling.sample(cupy.asarray(logits), seed=streams, offset=2, **parameters)
+    assert np.array_equal(tokens.get(), expected)
+
+
+def test_no_seed_draws_anew_at_each_call():
+    logits = cupy.zeros((40, 1000), np.float32)
+    for parameters in ({}, {"top_k": 200}, {"top_p": 0.9}, {"typical_p": 0.9}):
+        first, second = (sampling.sample(logits, **parameters).get() for _ in range(2))
+        assert len(np.unique(first)) > 20 and (first != second).sum() > 20
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_integers_that_do_not_fit_are_clamped(rng, dtype):
+    """Those that would wrap to a token or a row of the call are no token and no row."""
+    wide = np.dtype(dtype).itemsize == 8
+    high = [2**32, 2**32 + 5, 2**63 - 1] if wide else [2**31, 2**32 - 1, 2**31 + 5]
+    huge = np.array([*high, *([-(2**32), -(2**63), -1] if dtype == np.int64 else high)], dtype)
+    rows = len(huge)
+    logits = logits_of(rng, rows, 300)
+    there, tokens = cupy.asarray(logits), cupy.asarray(huge)
+    assert np.isnan(sampling.logprobs(there, tokens)[0].get()).all()
+    options = {"repetition": 2.0, "frequency": 1.0, "presence": 1.0}
+    same = sampling.apply_penalties(there, tokens[:, None], **options)
+    assert np.array_equal(same.get(), logits)
+    zeros, ones = cupy.zeros(rows, dtype), cupy.ones(rows, np.float32)
+    for triples in ((tokens, zeros, ones), (zeros, tokens, ones)):
+        none = cupy.full((rows, 1), -1, np.int32)
+        same = sampling.apply_penalties(there, none, logit_bias=triples)
+        assert np.array_equal(same.get(), logits)
+    expected = sampling.sample(logits, seed=1)
+    for found in (
+        sampling.sample(there, seed=1, tokens=tokens[:, None], **options),
+        sampling.sample(there, seed=1, logit_bias=(tokens, zeros, ones)),
+        sampling.sample(there, seed=1, logit_bias=(zeros, tokens, ones)),
+    ):
+        assert np.array_equal(found.get(), expected)
+    top_k = np.where(huge.astype(np.float64) > 0, 300, 1)
+    found = sampling.sample(there, seed=1, top_k=tokens)
+    assert np.array_equal(found.get(), sampling.sample(logits, seed=1, top_k=top_k))
+
+
+def test_drafts_that_cannot_be_are_never_accepted(rng):
+    target = rng.dirichlet(np.full(50, 0.3), (60, 4)).astype(np.float32)
+    draft, drawn = target[:, :3].copy(), rng.integers(0, 50, (60, 3))
+    negative = np.where(draft < 0.02, -draft, draft)
+    there = [cupy.asarray(array) for array in (negative, target)]
+    expected = sampling.speculative_sample(drawn, np.maximum(negative, 0), target, seed=4)
+    found = sampling.speculative_sample(cupy.asarray(drawn), *there, seed=4)
+    for got, want in zip(found, expected, strict=True):
+        assert np.array_equal(got.get(), want)
+    there = [cupy.asarray(array) for array in (draft, target)]
+    for wrong in ([-1, 2, 1], [2**32 - 1, 1, 2], [2**32, 2**33, -(2**32)]):
+        parents = cupy.asarray(np.tile(np.array(wrong), (60, 1)))
+        valid = [-1 if p == -1 else 7 for p in wrong]
+        none = np.where(np.array(valid) == 7, -1, drawn)  # a token of -1 is none
+        tree = np.full((60, 3), -1)
+        expected = sampling.speculative_sample_tree(none, tree, draft, target, seed=4)
+        found = sampling.speculative_sample_tree(cupy.asarray(drawn), parents, *there, seed=4)
+        for got, want in zip(found, expected, strict=True):
+            assert np.array_equal(got.get(), want)
 
 
 class OfAnotherLibrary:
