@@ -20,8 +20,6 @@ LAYERS = (
     ("cuattn._backend",),
 )
 PUBLIC = len(LAYERS)
-#: The type of penalties, until it stands in _sampling_spec.
-EXCEPT = {("cuattn.gpu.sampling", "cuattn.reference.sampling")}
 
 
 def part_of(module: str) -> tuple[int, str]:
@@ -53,8 +51,6 @@ def imports(module: str) -> set[str]:
 def test_imports_go_down(module):
     layer, part = part_of(module)
     for name in imports(module):
-        if (module, name) in EXCEPT:
-            continue
         below, other = part_of(name)
         within = below == layer and (part == other or layer >= PUBLIC)
         assert below < layer or within, f"{module} imports {name}"

@@ -1,5 +1,5 @@
-"""``CUATTN_DEBUG=1``: lengths and pages on the device are checked before each call, and every launch
-is waited for, so that an error names the call and the kernel that it comes from.
+"""``CUATTN_DEBUG=1``: lengths and pages on the device are checked before each call, and every
+launch is waited for, so that an error names the call and the kernel that it comes from.
 
 The environment is read once, at import. Without the variable nothing here runs: functions and
 kernels are left as they are. While a CUDA graph is captured nothing can be read or waited for, and

@@ -4,6 +4,7 @@ they leave alone."""
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
 import dataclasses
 from typing import Any
 
@@ -655,8 +656,10 @@ def test_several_threads(tier, rng):
             stream.synchronize()
         return out
 
+    # A thread has a context of its own, and with it tiers of its own.
+    contexts = [contextvars.copy_context() for _ in calls]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(run, calls))
+        results = list(pool.map(lambda context, call: context.run(run, call), contexts, calls))
     for arrays, results_of_call in zip(calls, results, strict=True):
         expected = cuattn.flash_attention(*arrays, causal=True)
         for out in results_of_call:
