@@ -1,0 +1,391 @@
+"""The pipeline of attention/forward_sm90.cu: the roles of its warps, as its source has them.
+
+A tile of work is its number of blocks of keys and the consumers that skip one of them, which is all
+that the warps' waits depend on. Counts, sizes and the switches between variants come from the
+source and from `Config`; forward_sm90.txt shows what the roles below were written after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cuattn.gpu import dispatch
+from tests.pipelines import source
+from tests.pipelines.explorer import (
+    END,
+    Advance,
+    Arrive,
+    Copy,
+    Pipeline,
+    Read,
+    Role,
+    Sync,
+    Wait,
+    Write,
+)
+
+KERNEL = "attention/forward_sm90.cu"
+WARPS = 4  # of a warpgroup
+
+
+class Tile(NamedTuple):
+    """A tile of queries: how many blocks of keys it sees, and which consumers skip one of them (the
+    last consumer the last that is worked on, the others the first)."""
+
+    blocks: int
+    skip: tuple[bool, ...] = ()
+
+    def __str__(self) -> str:
+        skips = "".join(f", skipped by {i}" for i, skip in enumerate(self.skip) if skip)
+        return f"[{self.blocks} blocks{skips}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """What of a Config decides who waits for whom."""
+
+    consumers: int
+    stages: int
+    q_slots: int
+    queue: int
+    guards: int
+    elementwise: bool
+    skips_blocks: bool
+    keeps_turn: bool
+    releases_late: bool
+    first_turn: bool
+    paged: bool  # a loading warp each for keys and values
+    turn_threads: int
+    arrivals: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        flags = ("elementwise", "skips_blocks", "keeps_turn", "releases_late", "paged")
+        names = [flag for flag in flags if getattr(self, flag)]
+        return "-".join([f"{self.consumers}consumers", f"{self.q_slots}slots",
+                         f"{self.guards}guards", *names])  # fmt: skip
+
+
+def protocols() -> dict[str, Protocol]:
+    """Every protocol that some variant has, by name."""
+    found = {protocol(variant.config) for variant in dispatch.variants("sm_90a")
+             if variant.source == KERNEL}  # fmt: skip
+    named = {str(p): p for p in found}
+    assert len(named) == len(found), "a name for each"
+    return named
+
+
+@functools.cache
+def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
+    """The protocol of a variant."""
+    text = source.text(KERNEL)
+    constants = source.Constants(text, config)
+    return Protocol(
+        consumers=constants["kWarpgroups"],
+        stages=constants["kStages"],
+        q_slots=constants["kSlots"],
+        queue=constants["kSize"],
+        guards=constants["kGuards"],
+        elementwise=config.elementwise,
+        skips_blocks=bool(constants["kSkipsBlocks"]),
+        keeps_turn=bool(constants["kKeepsTurn"]),
+        releases_late=bool(constants["kReleasesLate"]),
+        first_turn=bool(constants["kFirstTurn"]),
+        paged=config.prefix,
+        turn_threads=256,
+        arrivals=tuple(sorted(source.arrivals(text, constants).items())),
+    )
+
+
+def tiles(p: Protocol, most_blocks: int = 3) -> Iterator[Tile]:
+    """Every tile that makes a difference."""
+    if p.guards:
+        yield Tile(0, (False,) * p.consumers)
+    for blocks in range(1, most_blocks + 1):
+        may_skip = p.skips_blocks and blocks > 1
+        for skip in itertools.product((False, True) if may_skip else (False,), repeat=p.consumers):
+            yield Tile(blocks, skip)
+
+
+# ------------------------------------------------------------------------------------------ roles
+
+
+def read_tile(warps: int = 1) -> Iterator[NamedTuple]:
+    yield Wait("queue.full")
+    yield Read("tiles")
+    yield Arrive("queue.empty", warps)
+    yield Advance("queue")
+
+
+def load(p: Protocol, what: str, *parts: str) -> Iterator[NamedTuple]:
+    yield Wait(f"empty_{what}", before=True)
+    for part in parts or (what,):
+        yield Copy(f"full_{what}", part)
+    yield Arrive(f"full_{what}")
+
+
+def value_parts(p: Protocol) -> tuple[str, ...]:
+    """The values that each guard may change; all of them where there are none."""
+    return tuple(f"v.{guard}" for guard in range(p.guards)) or ("v",)
+
+
+def load_values(p: Protocol, own) -> Iterator[NamedTuple]:
+    yield from load(p, "v", *value_parts(p))
+    yield Advance("v")
+    own.pending = False
+
+
+def load_keys_and_values(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    yield from read_tile()
+    if tile == END:
+        if own.pending:
+            yield from load_values(p, own)
+        return
+    if p.guards and tile.blocks == 0 and own.pending:
+        yield from load_values(p, own)
+    for _ in range(tile.blocks):
+        yield from load(p, "k")
+        yield Advance("k")
+        if own.pending:
+            yield from load_values(p, own)
+        own.pending = True
+
+
+def load_keys_and_values_of_e77b6e5(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """What hung: the values of a tile's last block wait for the next tile that has keys."""
+    yield from read_tile()
+    if tile == END:
+        if own.pending:
+            yield from load_values(p, own)
+        return
+    for _ in range(tile.blocks):
+        yield from load(p, "k")
+        yield Advance("k")
+        if own.pending:
+            yield from load_values(p, own)
+        own.pending = True
+
+
+def load_pages(what: str, p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    yield from read_tile()
+    for _ in range(0 if tile == END else tile.blocks):
+        yield from load(p, what, *(value_parts(p) if what == "v" else ()))
+        yield Advance(what)
+
+
+def load_queries(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """Finds tiles, too: it is the one that takes the inputs."""
+    yield Wait("queue.empty", before=True)
+    yield Write("tiles")
+    yield Arrive("queue.full")
+    yield Advance("queue")
+    if tile == END or (tile.blocks == 0 and not p.paged):
+        return
+    for consumer in range(p.consumers):
+        yield from load(p, f"q.{consumer}")
+    yield Advance("q")
+
+
+def guard_values(guard: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    yield from read_tile()
+    if tile == END or tile.blocks == 0:
+        return
+    for _ in range(tile.blocks):
+        if p.elementwise:
+            for consumer in range(guard, p.consumers, p.guards):
+                yield Wait(f"rows.empty.{consumer}", before=True)
+                yield Copy(f"rows.full.{consumer}", f"rows.{consumer}")
+                yield Arrive(f"rows.full.{consumer}", 32)
+                yield Advance(f"rows.{consumer}")
+        yield Wait("full_v")
+        yield Write(f"v.{guard}")
+        yield Write(f"cleaned.{guard}")
+        yield Arrive("checked_v")
+        yield Arrive("empty_v")
+        yield Advance("v")
+    yield Advance("number")
+
+
+def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """Some warps of a consumer, as one process. What it does about a tile begins with the end of
+    the tile before, whose last values it multiplies beside the first scores of this one."""
+    q = f"q.{consumer}"
+
+    def wait_turn() -> Iterator[NamedTuple]:
+        yield Sync(f"turn.{consumer}", 32 * warps)
+
+    def pass_turn() -> Iterator[NamedTuple]:
+        yield Arrive(f"turn.{(consumer + 1) % p.consumers}", 32 * warps)
+
+    def await_values() -> Iterator[NamedTuple]:
+        yield Wait("checked_v" if p.guards else "full_v")
+
+    def release_values() -> Iterator[NamedTuple]:
+        yield Arrive("empty_v", warps)
+        yield Advance("v")
+
+    def release_queries() -> Iterator[NamedTuple]:
+        yield Arrive(f"empty_{q}", warps)
+        yield Advance("q")
+
+    def read(*what: str) -> Iterator[NamedTuple]:
+        for memory in what:
+            yield from (map(Read, value_parts(p)) if memory == "v" else [Read(memory)])
+
+    def skip_keys() -> Iterator[NamedTuple]:
+        if own.skips:
+            yield Wait("full_k")
+            yield Arrive("empty_k", warps)
+            yield Advance("k")
+            yield from wait_turn()
+            yield from pass_turn()
+
+    def skip_values() -> Iterator[NamedTuple]:
+        if own.skips:
+            yield from await_values()
+            yield from release_values()
+            own.skips = False
+
+    def was_cleaned() -> Iterator[NamedTuple]:
+        if p.guards:
+            yield from (Read(f"cleaned.{guard}") for guard in range(p.guards))
+            yield Advance("number")
+
+    def receive_scores(last: bool) -> Iterator[NamedTuple]:
+        yield from read(q, "k")  # until wgmma_wait_group
+        yield Arrive("empty_k", warps)
+        yield Advance("k")
+        if not p.releases_late and last:
+            yield from release_queries()
+        if p.elementwise:
+            yield Wait(f"rows.full.{consumer}")
+            yield Read(f"rows.{consumer}")
+            yield Arrive(f"rows.empty.{consumer}", warps)
+            yield Advance(f"rows.{consumer}")
+
+    def first_scores(last: bool) -> Iterator[NamedTuple]:
+        yield from skip_keys()
+        yield from skip_values()
+        yield Wait(f"full_{q}")
+        yield Wait("full_k")
+        if p.first_turn:
+            yield from wait_turn()
+        yield from read(q, "k")
+        if p.first_turn:
+            yield from pass_turn()
+        yield from receive_scores(last)
+
+    def step(fresh: bool, last: bool) -> Iterator[NamedTuple]:
+        yield Wait("full_k")
+        yield from await_values()
+        yield from wait_turn()
+        yield from read(q, "k", "v")
+        if not p.keeps_turn:
+            yield from pass_turn()
+        # wgmma_wait_group<1>
+        if p.keeps_turn:
+            yield from pass_turn()
+        yield from receive_scores(last)
+        yield from read("v")  # until wgmma_wait_group<0>
+        if fresh:
+            yield from was_cleaned()
+        yield from release_values()
+        if fresh:
+            yield from skip_values()
+
+    if not own.started:
+        own.started = True
+        if consumer == p.consumers - 1:
+            yield from pass_turn()
+    yield from read_tile(warps)
+    if tile == END:
+        if own.computing:
+            yield from skip_keys()
+            yield from await_values()
+            yield from read("v")
+            yield from was_cleaned()
+            yield from release_values()
+        return
+    if p.guards and tile.blocks == 0:
+        return
+    skips_first = tile.skip[consumer] and consumer < p.consumers - 1
+    skips_last = tile.skip[consumer] and consumer == p.consumers - 1
+    own.skips = own.skips or skips_first
+    blocks = tile.blocks - skips_first - skips_last
+    if own.computing:
+        yield from skip_keys()
+        yield Wait(f"full_{q}")
+        yield from step(fresh=True, last=blocks == 1)
+    else:
+        yield from first_scores(last=blocks == 1)
+        own.computing = True
+    for block in range(1, blocks):
+        yield from step(fresh=False, last=block == blocks - 1)
+    if p.releases_late:
+        yield from release_queries()
+    own.skips = skips_last
+
+
+# --------------------------------------------------------------------------------------- pipeline
+
+
+def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pipeline:
+    """The model of a protocol.
+
+    Parameters
+    ----------
+    loader
+        The role of the warp that loads keys and values.
+    warps
+        How many warps of a consumer one process stands for: all run the same operations.
+    """
+    count = dict(p.arrivals)
+    consumers, guards = range(p.consumers), range(p.guards)
+    rings = {"queue": p.queue, "k": p.stages, "v": p.stages, "q": p.q_slots, "number": 2, "turn": 1}
+    barriers = {f"{end}_{what}": (what, count[f"{end}_{what}"])
+                for end in ("full", "empty") for what in "kv"}  # fmt: skip
+    barriers |= {f"queue.{end}": ("queue", count[f"queue.{end}"]) for end in ("full", "empty")}
+    memory = {"tiles": "queue", "k": "k"} | dict.fromkeys(value_parts(p), "v")
+    for consumer in consumers:
+        for end in ("full", "empty"):
+            barriers[f"{end}_q.{consumer}"] = "q", count[f"{end}_q"]
+        barriers[f"turn.{consumer}"] = "turn", p.turn_threads
+        memory[f"q.{consumer}"] = "q"
+    if p.guards:
+        barriers["checked_v"] = "v", count["checked_v"]
+        memory |= {f"cleaned.{guard}": "number" for guard in guards}
+    if p.elementwise:
+        for consumer in consumers:
+            rings[f"rows.{consumer}"] = 1
+            memory[f"rows.{consumer}"] = f"rows.{consumer}"
+            for end in ("full", "empty"):
+                barriers[f"rows.{end}.{consumer}"] = f"rows.{consumer}", count[f"rows.{end}"]
+
+    def role(function, *number: int | str) -> Role:
+        return functools.partial(function, *number, p)
+
+    processes = {"finder": role(load_queries)}
+    if p.paged:
+        processes |= {f"loader of {what}": role(load_pages, what) for what in "kv"}
+    else:
+        processes["loader"] = role(loader)
+    processes |= {f"guard {guard}": role(guard_values, guard) for guard in guards}
+    processes |= {
+        f"consumer {consumer}" + f", warps from {warp}" * (warps < WARPS): role(
+            consume, consumer, warps
+        )
+        for consumer in consumers
+        for warp in range(0, WARPS, warps)
+    }
+    return Pipeline(
+        rings,
+        barriers,
+        memory,
+        processes,
+        tuple(tiles(p)),
+        again=frozenset(f"cleaned.{guard}" for guard in guards),
+        keeps={"pending": False, "started": False, "computing": False, "skips": False},
+    )

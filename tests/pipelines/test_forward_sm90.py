@@ -1,0 +1,135 @@
+"""No sequence of tiles stops attention/forward_sm90.cu, or has it take one tile's data for
+another's: see explorer.py for what is explored, and why that is all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.pipelines import explorer, forward_sm90
+from tests.pipelines.forward_sm90 import Tile, pipeline, protocols
+
+PROTOCOLS = protocols()
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_every_sequence_of_tiles_ends(name):
+    explorer.explore(pipeline(PROTOCOLS[name]))
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_stages_are_not_taken_for_each_other(name, rng):
+    """All that can lie between two uses of a stage: a queue of tiles with and without keys, and any
+    two of up to ten kinds of tiles, which are other ones in each run where there are more."""
+    model = pipeline(PROTOCOLS[name])
+    two = dataclasses.replace(model, inputs=(model.inputs[0], model.inputs[-1]))
+    explorer.run(two, explorer.windows(two, PROTOCOLS[name].queue + 1))
+    some = [model.inputs[n] for n in rng.permutation(len(model.inputs))[:10]]
+    ten = dataclasses.replace(model, inputs=tuple(some))
+    explorer.run(ten, explorer.windows(ten, 2))
+
+
+@pytest.mark.parametrize("name", [n for n, p in PROTOCOLS.items() if p.consumers == 2][:2])
+def test_warps_of_a_consumer_need_not_keep_in_step(name):
+    model = pipeline(PROTOCOLS[name], warps=1)
+    few = dataclasses.replace(model, inputs=model.inputs[:3])
+    explorer.explore(few)
+
+
+def test_what_is_known_is_counted_into_the_states():
+    name = next(name for name, p in PROTOCOLS.items() if p.paged)
+    assert explorer.explore(pipeline(PROTOCOLS[name]), exact=True) > explorer.explore(
+        pipeline(PROTOCOLS[name])
+    )
+
+
+@pytest.mark.parametrize("name", [n for n, p in PROTOCOLS.items() if not p.paged])
+def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
+    """The deadlock of commit e77b6e5: with guards, after a tile with keys and four without, which
+    fill the queue, it cannot even end."""
+    p = PROTOCOLS[name]
+    model = pipeline(p, loader=forward_sm90.load_keys_and_values_of_e77b6e5)
+    if not p.guards:
+        explorer.explore(model)
+        return
+    with pytest.raises(explorer.Fault, match="deadlock") as found:
+        explorer.explore(model)
+    lines = str(found.value).splitlines()
+    assert lines[0] == "deadlock"
+    assert lines[1] == "inputs: [1 blocks]" + ", [0 blocks]" * p.queue + ", end"
+    waits = {line.partition(":")[0]: line for line in lines[2:]}
+    assert f"waits for queue.empty[{1 % p.queue}]" in waits["finder"]
+    assert "waits for full_v[0], use 0, which has 0 of 1 arrivals" in waits["guard 0"]
+    assert f"at input {p.queue + 1}, waits for queue.full" in waits["loader"]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize(
+    ("name", "barrier"),
+    [
+        (name, barrier)
+        for name in ("2consumers-2slots-2guards-elementwise", "2consumers-1slots-0guards-paged")
+        for barrier, count in PROTOCOLS[name].arrivals
+        if count and ("rows" not in barrier or "elementwise" in name)
+    ],
+)
+def test_a_count_that_changes_alone_is_found(name, barrier, change):
+    p = PROTOCOLS[name]
+    arrivals = tuple((at, n + change * (at == barrier)) for at, n in p.arrivals)
+    with pytest.raises(explorer.Fault):
+        explorer.explore(pipeline(dataclasses.replace(p, arrivals=arrivals)))
+
+
+@pytest.mark.parametrize("number", [224, 288])
+def test_a_count_of_a_turn_that_changes_alone_is_found(number):
+    p = dataclasses.replace(next(iter(PROTOCOLS.values())), turn_threads=number)
+    with pytest.raises(explorer.Fault):
+        explorer.explore(pipeline(p))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_queue_may_have_any_length(size):
+    for p in (next(p for p in PROTOCOLS.values() if p.guards), *list(PROTOCOLS.values())[-1:]):
+        explorer.explore(pipeline(dataclasses.replace(p, queue=size)))
+
+
+def changed(model, process, function):
+    """The model with other operations of a process."""
+    role = model.processes[process]
+
+    def other(own, tile):
+        return function(list(role(own, tile)))
+
+    return dataclasses.replace(model, processes={**model.processes, process: other})
+
+
+@pytest.mark.parametrize("barrier", ["empty_k", "empty_v", "queue.empty"])
+def test_what_is_released_before_it_is_read_is_found(barrier):
+    """A consumer that arrives for a stage as soon as it has waited for it."""
+    p = PROTOCOLS["3consumers-2slots-2guards-releases_late"]
+    full = {"empty_k": "full_k", "empty_v": "checked_v", "queue.empty": "queue.full"}[barrier]
+
+    def early(operations):
+        arrivals = [op for op in operations if op[0] == barrier]
+        moved = [op for op in operations if op[0] != barrier]
+        for at in reversed([n for n, op in enumerate(moved) if op[0] == full]):
+            if arrivals:
+                moved.insert(at + 1, arrivals.pop())
+        return moved
+
+    model = changed(pipeline(p), "consumer 1", early)
+    with pytest.raises(explorer.Fault, match="again before consumer 1 has read it"):
+        explorer.run(model, [*model.inputs, *model.inputs[:1] * 6])
+
+
+def test_flags_that_are_not_double_buffered_are_found():
+    """`cleaned` of a tile, which consumers read while guards are at the next."""
+    model = pipeline(PROTOCOLS["2consumers-2slots-2guards-releases_late"])
+    model = dataclasses.replace(model, rings={**model.rings, "number": 1})
+    with pytest.raises(explorer.Fault, match="cleaned"):
+        explorer.explore(model)
+
+
+def test_a_tile_says_what_it_is():
+    assert str(Tile(2, (False, True))) == "[2 blocks, skipped by 1]"
