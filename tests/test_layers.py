@@ -15,9 +15,10 @@ MODULES = {
 #: Beginnings of the names of each layer's modules, lowest first; what is left is public.
 LAYERS = (
     ("cuattn._arrays", "cuattn._philox"),
-    ("cuattn._spec", "cuattn._sampling_spec"),
+    ("cuattn._spec", "cuattn._sampling_types"),
     ("cuattn.reference", "cuattn.gpu"),
     ("cuattn._backend",),
+    ("cuattn._sampling_spec",),
 )
 PUBLIC = len(LAYERS)
 

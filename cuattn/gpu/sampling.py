@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn._sampling_spec import Drafts, Filters, Penalties
+from cuattn._sampling_types import Drafts, Filters, Penalties
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import pointer, scratch_array, temporaries
 from cuattn.gpu.params import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from cuattn._philox import uniform
-from cuattn._sampling_spec import Drafts, Filters, Penalties
+from cuattn._sampling_types import Drafts, Filters, Penalties
 
 #: Of the uniform numbers that accept or reject draft tokens; tokens are drawn from stream 0.
 ACCEPT_STREAM = 1
