@@ -27,7 +27,7 @@ rows = np.broadcast_to(logits, (draws, vocab))
 figure, axes = plt.subplots(2, 3, figsize=(10, 4.5), sharex=True, layout="constrained")
 for axis, (title, options) in zip(axes.flat, panels.items(), strict=True):
     probabilities = sampling.softmax(sampling.filter_logits(logits, **options))
-    tokens = sampling.sample(rows, **options, seed=np.arange(draws))
+    tokens = sampling.sample(rows, **options, seed=7)
     frequencies = np.bincount(tokens, minlength=vocab) / draws
     axis.bar(range(vocab), probabilities, color="#9fb1bd")
     axis.plot(range(vocab), frequencies, "o", markersize=3, color="#d1495b")
@@ -37,7 +37,7 @@ for axis in axes[-1]:
     axis.set_xlabel("token, the likeliest first")
 
 # %%
-# Each row above has a seed of its own. With the same seeds the same tokens come out, on the CPU and
-# on a GPU.
+# One seed gives every row a stream of random numbers of its own. With the same seed the same tokens
+# come out, on the CPU and on a GPU.
 
 plt.show()
