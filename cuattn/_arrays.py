@@ -6,6 +6,7 @@ Checks read only metadata, so they cost no device work and no synchronisation.
 
 from __future__ import annotations
 
+import numbers
 import sys
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,7 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
 
 
 def _as_array(function: str, name: str, array: Any) -> Any:
+    check_unmasked(function, name, array)
     if array is None or isinstance(array, np.ndarray):
         return array
     loaded: Any = sys.modules.get("cupy")
@@ -139,6 +141,31 @@ def check_index_dtype(function: str, name: str, array: Any) -> None:
     """Check that an array of lengths or of pages has integers that kernels can be given."""
     if array.dtype not in INDEX_DTYPES:
         raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be int32 or int64")
+
+
+def check_bool(function: str, name: str, value: Any) -> bool:
+    """Check that a flag is True or False: any other value, such as the string "no", has a truth
+    that is easily not the one that is meant."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+
+
+def check_integer(function: str, name: str, value: Any) -> int:
+    """Check that a number is an integer, and neither a boolean nor a float."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
+
+
+def check_unmasked(function: str, name: str, array: Any) -> None:
+    """Check that an argument is no masked array, whose mask would be lost."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{function}: {name} is a masked array, whose mask would be ignored; pass "
+            f"{name}.filled(value), and say with the function's own arguments what is to be left "
+            "out"
+        )
 
 
 def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

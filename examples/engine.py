@@ -132,7 +132,7 @@ class Engine:
     def join(self, text: Text) -> None:
         """Take a text into the batch, with what the cache has of its beginning."""
         text.sequence = self.cache.add_sequence(text.ids)
-        text.cached = int(self.cache.seq_lens([text.sequence])[0])
+        text.cached = self.cache.num_tokens(text.sequence)
         self.running.append(text)
 
     def leave(self, text: Text) -> None:

@@ -61,6 +61,7 @@ class GraphLlama(llama.Llama):
         graph, numbers, features = passes[size]
         numbers.set(np.concatenate(step))
         graph.launch()
+        cache.mark_written(sequences)
         return features
 
     def capture(

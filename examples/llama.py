@@ -235,7 +235,8 @@ class Llama:
         Raises
         ------
         MemoryError
-            The cache has not enough pages left; nothing has changed.
+            The cache has not enough pages left. After this or any other error the cache has the
+            tokens it had before.
         """
         counts = [len(tokens) for tokens in new]
         cu_seqlens, cu_last = (np.append(0, np.cumsum(each)) for each in (counts, wanted))
@@ -249,7 +250,11 @@ class Llama:
         )
         cache.extend(sequences, counts, tokens=step.ids)
         step = Pass(*(array.astype(np.int32) for array in step))
-        return self.run(cache, sequences, step) @ self.output
+        try:
+            return self.run(cache, sequences, step) @ self.output
+        except BaseException:  # the next pass begins where this one did
+            cache.rollback(sequences)
+            raise
 
     def run(self, cache: cuattn.PagedKVCache, sequences: list[int], step: Pass) -> Any:
         """`forward`, given host arrays."""

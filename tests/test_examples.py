@@ -400,6 +400,46 @@ def test_texts_on_the_gpu(model, rng, monkeypatch):
     check_texts_that_come_and_go(network, weights, rng, 7, 4)
 
 
+def test_steps_that_fail_are_taken_again(model, rng, monkeypatch):
+    """Some while the cache is extended, some between two layers: the texts are what they would have
+    been, also those that then find in the cache what others wrote."""
+    network, weights = read_model(model)
+    texts = some_texts(rng, 8)
+    cache = network.cache(4096)
+    writer = Engine(network, cache, 0, draft=3, temperature=0, max_batch=3)
+    fails = iter(range(2, 10_000))
+    until_next = next(fails)
+
+    def failing(method):
+        def call(*args, **options):
+            nonlocal until_next
+            until_next -= 1
+            if until_next == 0:
+                until_next = next(fails)
+                raise InterruptedError
+            return method(*args, **options)
+
+        return call
+
+    for name in ("extend", "write"):
+        monkeypatch.setattr(cache, name, failing(getattr(cache, name)))
+    for text in texts:
+        writer.add(text)
+    failed = 0
+    while writer.waiting or writer.running:
+        try:
+            writer.step()
+        except InterruptedError:
+            failed += 1
+            assert [cache.num_tokens(t.sequence) for t in writer.running] == [
+                t.cached for t in writer.running
+            ]
+    assert failed > 5
+    assert cache.hit_pages
+    for text in texts:
+        assert_greedy(weights, text.ids[: text.prompt], text.reply)
+
+
 @pytest.mark.parametrize("options", [{}, {"repetition": 1.3, "top_k": 20, "top_p": 0.9}])
 def test_a_text_does_not_depend_on_what_is_around_it(model, rng, options):
     """Of sampled texts too: not on the batch, on drafts, or on room in the cache."""

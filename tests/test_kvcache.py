@@ -4,7 +4,11 @@ when a call fails.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import pathlib
+import sys
 import time
 
 import numpy as np
@@ -105,6 +109,37 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
+    def interrupted_step(self, data):
+        """A step that writes some of the layers, is looked into from all sides, and given up."""
+        id = data.draw(st.sampled_from(sorted(self.tokens)))
+        before = self.tokens[id]
+        new = data.draw(st.lists(st.integers(0, 1), max_size=9))
+        try:
+            self.cache.extend([id], len(new), tokens=new)
+        except MemoryError:
+            return
+        written = data.draw(st.sets(st.integers(0, LAYERS - 1), max_size=LAYERS - 1))
+        for layer in written:
+            k, v = (self.xp.asarray(a[len(before) :]) for a in content(before + new, layer))
+            self.cache.write(layer, [id], k, v)
+        # The tokens of a gap are in nobody's pages, whatever is written after them.
+        if data.draw(st.booleans()) and self.cache.can_extend([id], 2):
+            self.cache.extend([id], 2, tokens=[0, 0])
+            for layer in range(LAYERS):
+                k, v = (self.xp.asarray(a[-2:]) for a in content([*before, *new, 0, 0], layer))
+                self.cache.write(layer, [id], k, v)
+        probe = self.cache.add_sequence([*before, *new, 0, 0, 0])
+        found = self.cache.num_tokens(probe)
+        self.cache.truncate(probe, found)  # it need not go on as it was added
+        self.tokens[probe] = [*before, *new, 0, 0][:found]
+        if data.draw(st.booleans()):
+            self.cache.truncate(id, len(before))
+        else:
+            self.cache.remove(id)
+            del self.tokens[id]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
     def fork(self, data):
         id = data.draw(st.sampled_from(sorted(self.tokens)))
         self.tokens[self.cache.fork(id)] = list(self.tokens[id])
@@ -138,21 +173,47 @@ class CacheMachine(RuleBasedStateMachine):
                     assert np.array_equal(got[slots].reshape(-1, *want.shape[1:])[:n], want)
 
     @invariant()
+    def the_host_knows(self):
+        assert list(self.cache) == sorted(self.tokens)
+        assert [self.cache.num_tokens(id) for id in self.cache] == [
+            len(self.tokens[id]) for id in sorted(self.tokens)
+        ]
+        held = {page for id in self.tokens for page in held_pages(self.cache, id)}
+        assert self.cache.num_free_pages == self.num_pages - len(held)
+
+    @invariant()
     def every_page_has_one_place(self):
-        cache = self.cache
-        references = np.zeros(self.num_pages, int)
-        for id in self.tokens:
-            row = cache._row_of[id]
-            held = cache._table[row, : cache._held[row]]
-            assert len(held) == -(-len(self.tokens[id]) // self.page_size)
-            np.add.at(references, held, 1)
-        assert np.array_equal(references, cache._references)
-        free = cache._free[: cache._num_free].tolist()
-        assert sorted([*free, *cache._kept, *np.flatnonzero(references)]) == list(
-            range(self.num_pages)
-        )
-        assert {page: digest for digest, page in cache._page_of.items()} == cache._digest_of
-        assert np.array_equal(np.flatnonzero(cache._findable), sorted(cache._digest_of))
+        check_books(self.cache, {id: len(tokens) for id, tokens in self.tokens.items()})
+
+
+def held_pages(cache, id):
+    row = cache._manager.row_of[id]
+    return cache._manager.table[row, : cache._manager.held[row]].tolist()
+
+
+def check_books(cache, lengths):
+    """What always holds between the parts of a cache's bookkeeping."""
+    manager = cache._manager
+    references = np.zeros(cache.num_pages, int)
+    for id, length in lengths.items():
+        row = manager.row_of[id]
+        held = manager.table[row, : manager.held[row]]
+        assert len(held) == -(-length // cache.page_size)
+        assert length == manager.length[row] >= manager.written[row]
+        np.add.at(references, held, 1)
+    assert np.array_equal(references, manager.references)
+    free = manager.free[: manager.num_free].tolist()
+    assert sorted([*free, *manager.kept, *np.flatnonzero(references)]) == [*range(cache.num_pages)]
+    found, nodes = set(), [manager.index.root]
+    while nodes:
+        node = nodes.pop()
+        for child in node.children.values():
+            assert child.parent is node
+            assert child.page not in found
+            found.add(child.page)
+            nodes.append(child)
+    assert np.array_equal(np.flatnonzero(manager.index.contains), sorted(found))
+    assert manager.kept.keys() <= found
 
 
 def to_numpy(array):
@@ -160,22 +221,28 @@ def to_numpy(array):
 
 
 def bookkeeping(cache):
-    """All host state of a cache that a caller can tell."""
-    names = (
-        "_references",
-        "_num_free",
-        "_kept",
-        "_page_of",
-        "_length",
-        "_held",
-        "_known",
-        "_row_of",
-    )
-    state = {name: copy.deepcopy(getattr(cache, name)) for name in names}
-    state["table"] = [
-        cache._table[row, : cache._held[row]].tolist() for row in cache._row_of.values()
-    ]
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in state.items()}
+    """All that a cache knows, and its pages bit for bit: what a call that fails leaves alone."""
+    manager = cache._manager
+    # Beside state: which ids were asked for last.
+    state = {k: v for k, v in vars(manager).items() if k not in ("_last_ids", "_last_rows")}
+    tree, nodes = [], [((), manager.index.root)]
+    while nodes:
+        path, node = nodes.pop()
+        tree.append((path, node.page))
+        nodes += [((*path, key), child) for key, child in node.children.items()]
+    state["index"] = sorted(tree)
+    state["paths"] = {row: [node.page for node in path] for row, path in manager.paths.items()}
+    state["pages"] = to_numpy(cache._store.k), to_numpy(cache._store.v)
+    return frozen(state)
+
+
+def frozen(value):
+    """A copy that can be compared; dicts in their order."""
+    if isinstance(value, dict):
+        return [(key, frozen(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [frozen(item) for item in value]
+    return value.tobytes() if isinstance(value, np.ndarray) else copy.copy(value)
 
 
 TestCache = CacheMachine.TestCase
@@ -344,6 +411,277 @@ def test_ids_may_change_between_calls():
         cache.seq_lens(ids)
     d = cache.add_sequence()  # where c was
     assert cache.seq_lens([a, d]).tolist() == [6, 0]
+
+
+def assert_finds_only_what_was_written(cache, tokens):
+    """What the prefix look-up serves to a sequence of these tokens is what they mean."""
+    id = cache.add_sequence([*tokens, -1])
+    found = cache.num_tokens(id)
+    slots = held_pages(cache, id)
+    for layer in range(cache.num_layers):
+        for pages, want in zip(cache.pages(layer), content(tokens, layer), strict=True):
+            got = to_numpy(pages)[slots].reshape(-1, *want.shape[1:])
+            assert np.array_equal(got[:found], want[:found])
+    cache.remove(id)
+    return found
+
+
+class Killed(BaseException):
+    """As KeyboardInterrupt: nothing catches it."""
+
+
+def test_a_step_that_failed_leaves_nothing_to_be_found():
+    cache = new_cache(num_layers=LAYERS)
+    a = cache.add_sequence(range(9))
+    cache.extend([a], 9)
+    k, v = content(range(9), 0)
+    cache.write(0, [a], k, v)  # layer 1 never comes
+    cache.extend([a], 1)
+    assert cache.match_prefix(range(9)) == 0
+    assert cache.num_tokens(cache.add_sequence(range(9))) == 0
+    for layer in range(LAYERS):  # a gap stays one
+        cache.write(layer, [a], k[:1], v[:1])
+    assert cache.match_prefix(range(9)) == 0
+    cache.truncate(a, 0)
+    filled(cache, list(range(9)), id=a)
+    assert cache.match_prefix(range(9)) == 0  # truncate has forgotten what they were
+    cache.truncate(a, 0)
+    cache.extend([a], 9, tokens=range(9))
+    for layer in range(LAYERS):
+        cache.write(layer, [a], *content(range(9), layer))
+    assert cache.match_prefix(range(9)) == 8
+
+
+def test_a_step_is_taken_back():
+    cache = new_cache(num_layers=LAYERS)
+    a, b, c = (cache.add_sequence([i, *range(8)]) for i in range(3))
+    cache.extend([a], 6)
+    for layer in range(LAYERS):
+        cache.write(layer, [a], *(array[:6] for array in content([0, *range(8)], layer)))
+    cache.fork(a)
+    before = cache.num_free_pages
+    cache.extend([a, b], [5, 9], tokens=[*range(5, 8), 77, 78, 1, *range(8)])
+    cache.write(1, [b], *content([1, *range(8)], 1))
+    cache.rollback([a, b, c])
+    assert [cache.num_tokens(id) for id in (a, b, c)] == [6, 0, 0]
+    assert cache.num_free_pages == before - 1  # the copy of the page that a shared
+    check_books(cache, {id: cache.num_tokens(id) for id in cache})
+    cache.rollback([a, b])
+    assert cache.num_tokens(a) == 6
+    with pytest.raises(ValueError, match=r"extend: tokens has 99 at position 6 .* with 5 there"):
+        cache.extend([a], 2, tokens=[99, 6])
+    cache.extend([a, b], [3, 9])  # what they were added with is still known, and no more
+    for layer in range(LAYERS):
+        new = [content([i, *range(8)], layer) for i in range(2)]
+        cache.write(layer, [a, b], *(np.concatenate([new[0][i][6:], new[1][i]]) for i in range(2)))
+    assert [cache.match_prefix([i, *range(8), 0]) for i in range(2)] == [8, 8]
+    cache.extend([a], 3, tokens=[90, 91, 92])
+    for layer in range(LAYERS):
+        cache.write(layer, [a], *(x[9:] for x in content([0, *range(8), 90, 91, 92], layer)))
+    assert cache.match_prefix([0, *range(8), 90, 91, 92, 0]) == 12
+
+
+def test_the_order_of_layers_and_batches_does_not_matter():
+    cache = new_cache(num_layers=3)
+    ids = [cache.add_sequence([b, *range(8)]) for b in range(3)]
+    cache.extend(ids, 9)
+    for layer, together in ((2, [[0, 1], [2]]), (0, [[0, 1, 2]]), (1, [[2, 0]])):
+        for batch in together:
+            parts = [content([b, *range(8)], layer) for b in batch]
+            k, v = (np.concatenate([part[i] for part in parts]) for i in range(2))
+            cache.write(layer, [ids[b] for b in batch], k, v)
+    assert [cache.match_prefix([b, *range(8)]) for b in range(3)] == [8, 0, 8]
+    for layer in (1, 1):  # once more changes nothing
+        cache.write(layer, [ids[1]], *content([1, *range(8)], layer))
+    assert cache.match_prefix([1, *range(8)]) == 8
+
+
+def test_what_a_graph_has_written_is_said():
+    cache = new_cache(num_layers=LAYERS)
+    a = cache.add_sequence(range(9))
+    cache.extend([a], 9)
+    for layer in range(LAYERS):
+        for pages, new in zip(cache.pages(layer), content(range(9), layer), strict=True):
+            pages[held_pages(cache, a)].reshape(-1, *new.shape[1:])[:9] = new
+    assert cache.match_prefix(range(9)) == 0
+    cache.mark_written([a])
+    assert cache.match_prefix(range(9)) == 8
+
+
+def test_what_others_share_is_not_written_again():
+    cache = new_cache(num_layers=LAYERS)
+    a, _ = filled(cache, list(range(9)))
+    k, v = content(range(9), 0)
+    cache.write(0, [a], k, v)  # nobody shares it yet
+    assert cache.match_prefix(range(9)) == 8
+    before = bookkeeping(cache)
+    with pytest.raises(ValueError, match=r"layer 0 has been written for these tokens before"):
+        cache.write(0, [a], k + 1, v)
+    assert bookkeeping(cache) == before
+
+
+def steps(cache):
+    """Calls that meet every branch of the bookkeeping, each as a function; pages are few."""
+    texts = {}
+
+    def add(tokens):
+        id = cache.add_sequence(tokens)
+        texts[id] = list(tokens[: cache.num_tokens(id)])
+        return id
+
+    def extend(batch):
+        flat = [token for tokens in batch.values() for token in tokens]
+        cache.extend(list(batch), [len(tokens) for tokens in batch.values()], tokens=flat)
+
+    def write(layer, batch):
+        parts = [content(texts[id] + new, layer) for id, new in batch.items()]
+        counts = [len(new) for new in batch.values()]
+        arrays = (
+            np.concatenate(
+                [part[i][len(part[i]) - n :] for part, n in zip(parts, counts, strict=True)]
+            )
+            for i in range(2)
+        )
+        cache.write(layer, list(batch), *arrays)
+
+    def step(batch):
+        yield lambda: extend(batch)
+        for layer in range(cache.num_layers):
+            yield lambda layer=layer: write(layer, batch)
+        for id, new in batch.items():
+            texts[id] = texts[id] + new
+
+    yield lambda: add([*range(9)])
+    yield from step({0: [*range(9)]})
+    yield lambda: texts.update({cache.fork(0): list(texts[0])})
+    yield from step({0: [9, 10, 11], 1: [9, 12]})
+    yield lambda: add([*range(12)])
+    yield from step({2: [*range(texts[2][-1] + 1, 12)]})
+    yield lambda: (cache.truncate(2, 7), texts.update({2: texts[2][:7]}))
+    yield from step({2: [7, 8, 9, 10, 11, 12]})
+    yield lambda: (cache.remove(0), texts.pop(0))
+    for start in (100, 200, 300):  # evicts
+        yield lambda start=start: add([*range(start, start + 14)])
+        yield from step({max(texts): [*range(start, start + 14)]})
+        yield lambda: (cache.remove(max(texts)), texts.pop(max(texts)))
+    for _ in range(8):  # more rows than there are
+        yield lambda: add([*range(9)])
+    yield from step({2: [13], max(texts): [8]})
+
+
+TEXTS = [[*range(9), *range(9, 13)], [*range(9), 9, 12], *([*range(s, s + 14)] for s in (100, 300))]
+
+
+def run(calls):
+    for call in calls:
+        call()
+
+
+def test_a_step_killed_between_any_two_calls():
+    calls = 0
+    while True:
+        cache = new_cache(num_pages=12, num_layers=LAYERS)
+        done = [call() for call in itertools.islice(steps(cache), calls)]
+        found = [assert_finds_only_what_was_written(cache, text) for text in TEXTS]
+        if len(done) < calls:
+            break
+        calls += 1
+    assert found == [12, 8, 0, 12]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("function", "least"), [("write", 16), ("copy_pages", 2)])
+def test_a_step_killed_within_the_device(monkeypatch, function, least, when):
+    device = new_cache()._store.device
+    original = getattr(device, function)
+    for kill_at in itertools.count():
+        cache = new_cache(num_pages=12, num_layers=LAYERS)
+        calls = itertools.count()
+
+        def killed(*args, calls=calls, kill_at=kill_at, **options):
+            fatal = next(calls) == kill_at
+            if not (fatal and when == "before"):
+                original(*args, **options)
+            if fatal:
+                raise Killed
+
+        monkeypatch.setattr(device, function, killed)
+        survived = False
+        with contextlib.suppress(Killed):
+            run(steps(cache))
+            survived = True
+        monkeypatch.setattr(device, function, original)
+        for text in TEXTS:
+            assert_finds_only_what_was_written(cache, text)
+        check_books(cache, {id: cache.num_tokens(id) for id in cache})
+        if survived:
+            break
+    assert kill_at >= least
+
+
+def test_a_step_killed_at_any_line(rng):
+    """As Ctrl-C kills: pages may be lost, but none is found that was not written, none has two
+    owners, and the cache goes on."""
+    lines = run_until(new_cache(num_pages=12, num_layers=LAYERS), None)
+    for kill_at in rng.choice(lines, 40, replace=False):
+        cache = new_cache(num_pages=12, num_layers=LAYERS)
+        run_until(cache, kill_at)
+        check_after_kill(cache)
+
+
+def run_until(cache, kill_at):
+    """Run the steps, killed at that line of cuattn.kvcache; the number of lines that were run."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        code = frame.f_code
+        if "cuattn/kvcache" not in pathlib.Path(code.co_filename).as_posix():
+            return None
+        # A signal is not handled while a lock is released, as a trace function is called there.
+        if event == "line" and code.co_name != "call":
+            lines += 1
+            if lines == kill_at:
+                raise Killed
+        return trace
+
+    before = sys.gettrace()
+    calls = steps(cache)
+    with contextlib.suppress(Killed):
+        while True:
+            sys.settrace(None)
+            call = next(calls, None)
+            if call is None:
+                break
+            sys.settrace(trace)
+            call()
+    sys.settrace(before)
+    return lines
+
+
+def check_after_kill(cache):
+    manager = cache._manager
+    owners = np.zeros(cache.num_pages, int)
+    free = manager.free[: manager.num_free]
+    owners[free] += 1
+    owners[list(manager.kept)] += 1
+    assert len({*free.tolist(), *manager.kept}) == len(free) + len(manager.kept)
+    held = np.zeros(cache.num_pages, int)
+    for id in cache:
+        np.add.at(held, held_pages(cache, id), 1)
+    assert (held <= manager.references).all()
+    assert not (owners[held > 0]).any()
+    for text in TEXTS:
+        assert_finds_only_what_was_written(cache, text)
+    for id in list(cache):
+        cache.remove(id)
+    filled(cache, [*range(4)])
+    for text in TEXTS:
+        assert_finds_only_what_was_written(cache, text)
+    cache.reset()
+    assert (len(cache), cache.num_free_pages) == (0, cache.num_pages)
+    filled(cache, [*range(4 * cache.num_pages)])
+    assert assert_finds_only_what_was_written(cache, [*range(20)]) == 20
 
 
 @pytest.mark.parametrize(

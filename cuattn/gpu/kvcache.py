@@ -14,6 +14,8 @@ from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
 from cuattn.gpu.params import cache_write_arguments
 from cuattn.gpu.plan import Plan
 
+__all__ = ["Batch", "capturing", "copy_pages", "write"]
+
 
 class Batch:
     """The page table, lengths and new tokens of some sequences, as

@@ -52,6 +52,11 @@ class Batch:
         return self._slots
 
 
+def capturing() -> bool:
+    """Whether what is launched now runs later, as part of a CUDA graph."""
+    return False
+
+
 def copy_pages(k_pages: np.ndarray, v_pages: np.ndarray, source: list[int], target: list[int]):
     """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
     k_pages[:, target] = k_pages[:, source]

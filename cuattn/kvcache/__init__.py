@@ -1,0 +1,584 @@
+"""A cache of keys and values in pages: many sequences of any length, sharing what they have in
+common.
+
+pages.py keeps the books, store.py the arrays; here is what the user sees of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    acc_dtype,
+    as_arrays,
+    check_bool,
+    check_given,
+    check_integer,
+    check_unmasked,
+)
+from cuattn._backend import contiguous, contiguous_last_axis, reshaped
+from cuattn._spec import MAX_HEAD_DIM
+from cuattn.decoding import MAX_PAGE_SIZE
+from cuattn.kvcache.pages import MAX_SEQLEN, PageManager
+from cuattn.kvcache.store import PageStore
+
+__all__ = ["PagedKVCache"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _exclusive(
+    method: Callable[Concatenate[PagedKVCache, P], R],
+) -> Callable[Concatenate[PagedKVCache, P], R]:
+    """Let one thread at a time into a cache's methods."""
+
+    @functools.wraps(method)
+    def call(self: PagedKVCache, *args: P.args, **kwargs: P.kwargs) -> R:
+        me = threading.get_ident()
+        if self._owner == me and self._lock.locked():  # to wait for it would be for ever
+            raise RuntimeError(
+                f"PagedKVCache.{method.__name__}: called in the middle of another call of this "
+                "thread on the same cache, by a finalizer or a signal handler; call it afterwards"
+            )
+        with self._lock:
+            self._owner = me
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._owner = None
+
+    return call
+
+
+class PagedKVCache:
+    """Keys and values of many sequences, in pages that are handed out, shared and taken back.
+
+    A step of generation is ``extend`` (room for the new tokens), ``write`` in each layer, and
+    :func:`cuattn.paged_attention` over ``pages(layer)`` with ``page_table(ids)`` and
+    ``seq_lens(ids)``. Sequences that begin with the same tokens share the pages that hold them
+    [1]_ [2]_; a page is copied when a sequence is about to write into one that others read (copy on
+    write). Bookkeeping is done on the host, in NumPy, and never waits for the device.
+    ``len(cache)`` is the number of sequences; iteration gives their ids.
+
+    Parameters
+    ----------
+    num_pages : int
+        Pages of each layer.
+    page_size : int
+        Tokens in a page: a power of two up to 256.
+    num_kv_heads, head_dim : int
+        Of the keys.
+    num_layers : int
+        Layers; a page has a part in each.
+    head_dim_v : int, optional
+        Of the values; default `head_dim`.
+    dtype : dtype
+        float16, bfloat16, float32 or float64.
+    quantization : None
+        Must be None for now.
+    max_seqlen : int, optional
+        The most tokens a sequence may have: the page table then has its full width from the start,
+        as a captured CUDA graph needs. Default: it is widened as sequences grow.
+    xp : module
+        ``numpy`` (the default) or ``cupy``: where the pages are. CuPy's current device.
+
+    Attributes
+    ----------
+    hit_pages, missed_pages : int
+        Of the full pages that ``add_sequence`` looked for, how many it found, and how many not.
+
+    Notes
+    -----
+    **Prefixes.** A page is found by all tokens up to its end, in a radix tree that compares every
+    one of them. It is found once it is full, its tokens are known, and every layer has been
+    written: a step that fails before its last ``write`` leaves nothing to be found; ``rollback``
+    takes back what it made room for. Pages that no sequence holds any
+    more are evicted when no page is free: the one released longest ago first, and of a sequence
+    its last page first.
+
+    **Failure.** A call that raises leaves the cache as it was. KeyboardInterrupt may come in the
+    middle of a call: it can lose pages, which ``reset`` brings back, but no page is ever given to
+    two sequences or found without having been written.
+
+    **Threads** may use a cache at the same time, each its own sequences; calls take turns. On a GPU
+    they must use the same stream, or order theirs, since pages pass from one to the other. The
+    arrays of ``page_table`` and ``seq_lens`` are those of the calling thread.
+
+    References
+    ----------
+    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+       PagedAttention", 2023.
+    .. [2] Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cache = cuattn.PagedKVCache(64, 16, num_kv_heads=2, head_dim=8, dtype=np.float32)
+    >>> a = cache.add_sequence()
+    >>> cache.extend([a], 20)
+    >>> new = np.random.default_rng(0).standard_normal((20, 2, 8), dtype=np.float32)
+    >>> cache.write(0, [a], new, new)
+    >>> q = np.ones((1, 4, 8), np.float32)
+    >>> out = cuattn.paged_attention(q, *cache.pages(0), cache.page_table([a]), cache.seq_lens([a]))
+    >>> cache  # doctest: +NORMALIZE_WHITESPACE
+    PagedKVCache(64 pages of 16 tokens: 2 in use, 0 kept for reuse, 62 free; 1 sequence; prefix hits
+    0 of 0 pages)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_layers: int = 1,
+        head_dim_v: int | None = None,
+        dtype: Any,
+        quantization: None = None,
+        max_seqlen: int | None = None,
+        xp: ModuleType | None = None,
+    ) -> None:
+        name = "PagedKVCache"
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = {}
+        for label, value, largest in (
+            ("num_pages", num_pages, 2**31 - 1),
+            ("page_size", page_size, MAX_PAGE_SIZE),
+            ("num_kv_heads", num_kv_heads, None),
+            ("head_dim", head_dim, MAX_HEAD_DIM),
+            ("head_dim_v", head_dim_v, MAX_HEAD_DIM),
+            ("num_layers", num_layers, None),
+            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, MAX_SEQLEN),
+        ):
+            sizes[label] = size = check_integer(name, label, value)
+            if size < 1 or (largest is not None and size > largest):
+                allowed = "at least 1" if largest is None else f"from 1 to {largest}"
+                raise ValueError(f"{name}: {label} is {size}, must be {allowed}")
+        self.num_pages, self.page_size = sizes["num_pages"], sizes["page_size"]
+        self.num_layers = sizes["num_layers"]
+        self.max_seqlen = None if max_seqlen is None else sizes["max_seqlen"]
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"{name}: page_size is {page_size}, must be a power of two")
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in FLOAT_DTYPES:
+            allowed = ", ".join(FLOAT_DTYPES.values())
+            raise TypeError(f"{name}: dtype is {self.dtype}, must be one of {allowed}")
+        if quantization is not None:
+            raise NotImplementedError(
+                f"{name}: quantization={quantization!r} is not implemented yet; use None"
+            )
+        xp = np if xp is None else xp
+        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+            raise TypeError(f"{name}: xp is {xp!r}, must be numpy or cupy")
+        self._store = PageStore(
+            xp,
+            (self.num_layers, self.num_pages, self.page_size, sizes["num_kv_heads"]),
+            (sizes["head_dim"], sizes["head_dim_v"]),
+            self.dtype,
+        )
+        self._manager = PageManager(
+            self.num_pages, self.page_size, self.num_layers, self.max_seqlen
+        )
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that has the lock
+
+    # ------------------------------------------------------------------------------------------
+    # sequences
+
+    @_exclusive
+    def add_sequence(self, tokens: Any = None) -> int:
+        """Start a sequence.
+
+        Parameters
+        ----------
+        tokens : sequence of int, optional
+            The tokens it will begin with. Full pages that some sequence has written for the same
+            beginning are taken over: the new sequence then has that many tokens already
+            (``seq_lens``), always fewer than `tokens`, since running the last one is what gives the
+            next. Without it nothing is shared, now or later.
+
+        Returns
+        -------
+        int
+            The sequence's id.
+        """
+        known = np.zeros(0, np.int64) if tokens is None else _tokens("add_sequence", tokens)
+        limit = MAX_SEQLEN if self.max_seqlen is None else self.max_seqlen
+        if known.size > limit:
+            what = limit if self.max_seqlen is None else f"max_seqlen={limit}"
+            raise ValueError(
+                f"PagedKVCache.add_sequence: tokens has {known.size} tokens, must be at most {what}"
+            )
+        return self._manager.add(known)
+
+    @_exclusive
+    def extend(self, ids: Sequence[int], n: Any, *, tokens: Any = None) -> None:
+        """Make room for `n` more tokens in each sequence, which ``write`` then fills.
+
+        Pages that others read too are copied before they are written into.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            Sequences, each once.
+        n : int or sequence of int
+            How many tokens, for all or for each.
+        tokens : sequence of int, optional
+            The new tokens, sequence by sequence, where ``add_sequence`` was not told of them: it
+            makes their pages findable, as long as all tokens before them are known. Those it was
+            told of must be the same.
+
+        Raises
+        ------
+        MemoryError
+            Not enough pages are free or kept for reuse; nothing has changed.
+        KeyError, ValueError
+            Unknown ids, or arguments that do not fit; nothing has changed.
+        """
+        rows = self._manager.rows("extend", ids)
+        counts = _counts("extend", n, rows.size)
+        if tokens is not None:
+            tokens = _tokens("extend", tokens)
+            if tokens.size != counts.sum():
+                raise ValueError(
+                    f"PagedKVCache.extend: tokens has {tokens.size} tokens, must be n's "
+                    f"{counts.sum()}"
+                )
+        growth = self._manager.plan_extend(rows, counts, tokens)
+        if growth.source.size:
+            self._store.copy_pages(growth.source, self._manager.targets(growth))
+        self._manager.extend(growth)
+
+    @_exclusive
+    def write(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        k: Any,
+        v: Any,
+        *,
+        rope: tuple[Any, Any] | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        """Put one layer's keys and values of the tokens that the last ``extend`` made room for into
+        their slots.
+
+        On a GPU this is one kernel, which finds the slots from the arrays that ``page_table(ids)``
+        and ``seq_lens(ids)`` return: captured in a CUDA graph, it writes wherever they point when
+        the graph runs. They must be up to date when it is captured: after an ``extend``, call
+        ``page_table(ids)`` first.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+        ids : sequence of int
+            The sequences, in the order of k's tokens.
+        k : array (total, num_kv_heads, head_dim) or (batch, n, num_kv_heads, head_dim)
+            Keys of the new tokens, sequence by sequence; the second form where each sequence has n.
+        v : array (total, num_kv_heads, head_dim_v) or (batch, n, num_kv_heads, head_dim_v)
+            Values.
+        rope : (cos, sin), optional
+            Tables (max_position, rotary_dim // 2), float32 (float64 for a float64 cache): pairs of
+            the first rotary_dim features of k are rotated by their token's position on the way
+            [1]_.
+        interleaved : bool
+            The pairs are neighbours (2i, 2i + 1) and not (i, i + rotary_dim // 2).
+
+        References
+        ----------
+        .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+        """
+        name = "PagedKVCache.write"
+        check_given(name, k=k, v=v)
+        layer = self._layer(name, layer)
+        rows = self._manager.rows("write", ids)
+        try:
+            cos, sin = (None, None) if rope is None else rope
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{name}: rope is {rope!r}, must be a pair (cos, sin) or None"
+            ) from None
+        interleaved = check_bool(name, "interleaved", interleaved)
+        xp, (k, v, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
+        if xp is not self._store.xp:
+            raise ValueError(
+                f"{name}: k is an array of {xp.__name__}, must be {self._store.xp.__name__}"
+            )
+        if xp is not np and k.device != self._store.k.device:
+            raise ValueError(
+                f"{name}: k is on GPU {k.device.id}, must be on the cache's "
+                f"{self._store.k.device.id}"
+            )
+        counts = self._manager.new[rows].tolist()
+        total = sum(counts)
+        for label, array, pages in (("k", k, self._store.k), ("v", v, self._store.v)):
+            shape, token = array.shape, pages.shape[3:]
+            if shape != (total, *token) and not (
+                shape[2:] == token and [shape[1]] * shape[0] == counts
+            ):
+                raise ValueError(
+                    f"{name}: {label} has shape {shape}, must hold the {total} new tokens of "
+                    f"{len(rows)} sequences: {(total, *token)}"
+                )
+            if array.dtype != self.dtype:
+                raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")
+        if rope is not None:
+            self._check_rope(name, cos, sin, rows)
+            rope = (contiguous(xp, cos), contiguous(xp, sin))
+        runs_now = not self._store.device.capturing()
+        if runs_now:
+            self._manager.check_rewritable(layer, rows)
+        if total:
+            k, v = (_flat(xp, array, total) for array in (k, v))
+            self._store.write(self._manager, layer, rows, k, v, rope=rope, interleaved=interleaved)
+        if runs_now:
+            self._manager.mark_written(layer, rows)
+
+    @_exclusive
+    def mark_written(self, ids: Sequence[int]) -> None:
+        """Say that the tokens which the last ``extend`` made room for have been written in every
+        layer, by something else than a call of ``write``: a CUDA graph, or a kernel of one's own.
+
+        Pages can be found by other sequences once all that is in them has been written. Calls of
+        ``write`` are counted; the cache does not see a captured graph run.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The sequences.
+        """
+        self._manager.mark_written(slice(None), self._manager.rows("mark_written", ids))
+
+    @_exclusive
+    def fork(self, id: int) -> int:
+        """Start a sequence that has what another has; they share pages until one of them writes.
+
+        Returns
+        -------
+        int
+            The new sequence's id.
+        """
+        return self._manager.fork(self._manager.row("fork", id))
+
+    @_exclusive
+    def truncate(self, id: int, n: int) -> None:
+        """Forget all but a sequence's first `n` tokens, and give back the pages they do not
+        need."""
+        name = "PagedKVCache.truncate"
+        row = self._manager.row("truncate", id)
+        n = check_integer(name, "n", n)
+        length = int(self._manager.length[row])
+        if not 0 <= n <= length:
+            raise ValueError(f"{name}: n is {n}, must be from 0 to the sequence's {length} tokens")
+        self._manager.truncate(row, n)
+
+    @_exclusive
+    def rollback(self, ids: Sequence[int]) -> None:
+        """Undo the last ``extend`` of each of some sequences, as after a step that failed: they
+        have the tokens, and the cache knows of those to come, what it was before.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The sequences; those that were forked, truncated or rolled back since stay as they are.
+        """
+        self._manager.rollback(self._manager.rows("rollback", ids))
+
+    @_exclusive
+    def remove(self, id: int) -> None:
+        """End a sequence. Its pages are free again; full ones of known tokens are kept for reuse as
+        long as there is room.
+        """
+        self._manager.remove(id, self._manager.row("remove", id))
+
+    @_exclusive
+    def reset(self) -> None:
+        """End all sequences and forget all prefixes: every page is free. Ids are not given again,
+        and arrays that ``page_table`` and ``seq_lens`` returned stay the cache's."""
+        self._manager.reset()
+
+    # ------------------------------------------------------------------------------------------
+    # what the host knows: none of this waits for a device
+
+    @_exclusive
+    def num_tokens(self, id: int) -> int:
+        """How many tokens a sequence has, those included that the last ``extend`` made room for."""
+        return int(self._manager.length[self._manager.row("num_tokens", id)])
+
+    @property
+    def num_free_pages(self) -> int:
+        """How many pages can be had: free ones, and those kept for reuse."""
+        return self._manager.available
+
+    @_exclusive
+    def can_extend(self, ids: Sequence[int], n: Any) -> bool:
+        """Whether there is room for `n` more tokens in each sequence: whether ``extend`` would make
+        it, and not raise MemoryError or go beyond `max_seqlen`.
+
+        Parameters
+        ----------
+        ids, n
+            As in ``extend``.
+        """
+        rows = self._manager.rows("can_extend", ids)
+        counts = _counts("can_extend", n, rows.size)
+        try:
+            self._manager.plan_extend(rows, counts, None)
+        except (MemoryError, ValueError):
+            return False
+        return True
+
+    @_exclusive
+    def match_prefix(self, tokens: Any) -> int:
+        """How many leading tokens ``add_sequence(tokens)`` would find in the cache; nothing is
+        taken over, and the order in which pages are evicted stays as it is.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The tokens a sequence would begin with.
+        """
+        return len(self._manager.find(_tokens("match_prefix", tokens))) * self.page_size
+
+    @_exclusive
+    def __iter__(self) -> Iterator[int]:
+        """The ids of all sequences, oldest first."""
+        return iter(list(self._manager.row_of))
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._manager.row_of
+
+    def __len__(self) -> int:
+        return len(self._manager.row_of)
+
+    # ------------------------------------------------------------------------------------------
+    # what kernels read
+
+    @_exclusive
+    def page_table(self, ids: Sequence[int]) -> Any:
+        """The page table of some sequences.
+
+        Returns
+        -------
+        int32 array (len(ids), max_pages)
+            On the cache's device, and the cache's own: this thread's next call for as many
+            sequences, of this, of ``seq_lens`` or of ``write``, updates it in place, so that a
+            captured CUDA graph sees what has changed; once ``write`` was captured, any thread's
+            call. Hold on to it: as long as you do, it is a new array only after it had to be
+            widened, which `max_seqlen` prevents. The cache itself keeps the tables of the numbers
+            of sequences that were last asked for, 64 MB of them, and those of captured graphs.
+        """
+        return self._store.page_table(self._manager, self._manager.rows("page_table", ids))
+
+    @_exclusive
+    def seq_lens(self, ids: Sequence[int]) -> Any:
+        """How many tokens each of some sequences has: int32 array (len(ids),), updated in place as
+        ``page_table``'s.
+        """
+        return self._store.seq_lens(self._manager, self._manager.rows("seq_lens", ids))
+
+    def pages(self, layer: int) -> tuple[Any, Any]:
+        """One layer's pages of keys and of values: (num_pages, page_size, num_kv_heads, head_dim),
+        views.
+        """
+        return self._store.layers[self._layer("PagedKVCache.pages", layer)]
+
+    @property
+    def hit_pages(self) -> int:
+        """Of the full pages that ``add_sequence`` looked for, how many it found."""
+        return self._manager.hit_pages
+
+    @property
+    def missed_pages(self) -> int:
+        """Of the full pages that ``add_sequence`` looked for, how many it did not find."""
+        return self._manager.missed_pages
+
+    def __repr__(self) -> str:
+        manager = self._manager
+        kept = len(manager.kept)
+        used = self.num_pages - manager.num_free - kept
+        looked = self.hit_pages + self.missed_pages
+        sequences = f"{len(self)} sequence" + ("" if len(self) == 1 else "s")
+        return (
+            f"PagedKVCache({self.num_pages} pages of {self.page_size} tokens: {used} in use, "
+            f"{kept} kept for reuse, {manager.num_free} free; {sequences}; "
+            f"prefix hits {self.hit_pages} of {looked} pages)"
+        )
+
+    def _layer(self, function: str, layer: int) -> int:
+        layer = check_integer(function, "layer", layer)
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(
+                f"{function}: layer is {layer}, must be from 0 to {self.num_layers - 1}"
+            )
+        return layer
+
+    def _check_rope(self, name: str, cos: Any, sin: Any, rows: np.ndarray) -> None:
+        head_dim = self._store.k.shape[-1]
+        dtype = acc_dtype(self.dtype)
+        for label, table in (("rope[0]", cos), ("rope[1]", sin)):
+            if table is None or table.ndim != 2 or table.shape[1] > head_dim // 2:
+                got = "None" if table is None else f"shape {table.shape}"
+                raise ValueError(
+                    f"{name}: {label} has {got}, must be (max_position, up to {head_dim // 2})"
+                )
+            if table.dtype != dtype:
+                raise TypeError(f"{name}: {label} has dtype {table.dtype}, must be {dtype}")
+        if sin.shape != cos.shape:
+            raise ValueError(
+                f"{name}: rope[1] has shape {sin.shape}, must be rope[0]'s {cos.shape}"
+            )
+        longest = int(self._manager.length[rows].max(initial=0))
+        if longest > cos.shape[0]:
+            raise ValueError(
+                f"{name}: rope has {cos.shape[0]} positions, must have the sequences' {longest}"
+            )
+
+
+def _counts(function: str, n: Any, sequences: int) -> np.ndarray:
+    """Numbers of new tokens, one for each sequence."""
+    check_unmasked(f"PagedKVCache.{function}", "n", n)
+    try:
+        given = np.asarray(n)
+    except ValueError:  # lists of different lengths
+        given = np.asarray(None)
+    if given.shape not in ((), (sequences,)) or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(
+            f"PagedKVCache.{function}: n is {n}, must be an integer or one for each of the "
+            f"{sequences} sequences"
+        )
+    if given.size and not (given.min() >= 0 and given.max() <= MAX_SEQLEN):
+        raise ValueError(f"PagedKVCache.{function}: n is {n}, must be from 0 to {MAX_SEQLEN}")
+    return np.broadcast_to(given.astype(np.int64), (sequences,))
+
+
+def _tokens(function: str, tokens: Any) -> np.ndarray:
+    check_unmasked(f"PagedKVCache.{function}", "tokens", tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"PagedKVCache.{function}: tokens has shape {array.shape} and dtype {array.dtype}, "
+            "must be integers in one axis"
+        )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"PagedKVCache.{function}: tokens has {array.max()}, must be below 2**63")
+    return array.astype(np.int64)
+
+
+def _flat(xp: ModuleType, array: Any, total: int) -> Any:
+    """New keys or values (total, heads, features) with contiguous features."""
+    array = contiguous_last_axis(xp, array)
+    return array if array.ndim == 3 else reshaped(xp, array, (total, *array.shape[2:]))

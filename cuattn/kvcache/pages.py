@@ -1,0 +1,587 @@
+"""Bookkeeping of a paged cache: which pages are free, which sequence holds which, how far each has
+been written, and which can be found by the tokens in them. Python and NumPy on the host; the keys
+and values themselves are in store.py.
+
+A page is free, in use (some sequence holds it), or kept for reuse: no sequence holds it, but it
+can still be found by its tokens. Pages kept for reuse are evicted when no page is free: the one
+released longest ago first. A sequence releases its last page first, so that a page goes before
+those it follows; where one goes whose followers another sequence holds, they can no longer be
+found either.
+
+Everything that can fail is done before anything is changed. An exception that may come anywhere
+(KeyboardInterrupt) is not rolled back, but statements are in such an order that it can only lose
+pages: none is ever given to two sequences, and none can be found that was not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_CHANGES = 1024  # of the page table, noted for batches that are not up to date
+MAX_SEQLEN = 2**31 - 1  # kernels count tokens in int32
+
+
+class Node:
+    """A full page in the prefix index. The path to it from the root holds all tokens before it."""
+
+    __slots__ = ("children", "key", "page", "parent")
+
+    def __init__(self, parent: Node | None, key: bytes, page: int) -> None:
+        self.parent = parent
+        self.key = key  # the page's tokens
+        self.page = page  # -1: no longer in the index
+        self.children: dict[bytes, Node] = {}
+
+
+class PrefixIndex:
+    """A radix tree of written pages: an edge is labelled with the tokens of a whole page, all of
+    which are compared, so that a look-up cannot mistake one prefix for another.
+
+    Attributes
+    ----------
+    contains : bool (num_pages,)
+        Which pages can be found.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.root = Node(None, b"", -1)
+        self.contains = np.zeros(num_pages, bool)
+        self._node_of: dict[int, Node] = {}
+
+    def find(self, tokens: np.ndarray, page_size: int) -> list[Node]:
+        """The pages that hold the longest prefix of `tokens`, as far as whole pages are found."""
+        key, size = tokens.tobytes(), page_size * tokens.itemsize
+        node, path = self.root, []
+        for start in range(0, len(key) - size + 1, size):
+            child = node.children.get(key[start : start + size])
+            if child is None:
+                break
+            path.append(node := child)
+        return path
+
+    def insert(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
+        """Let a page be found behind another, or return the one that is found there already."""
+        key = tokens.tobytes()
+        node = parent.children.get(key)
+        if node is None:
+            node = Node(parent, key, page)
+            self.contains[page] = True
+            self._node_of[page] = node
+            parent.children[key] = node
+        return node
+
+    def replace(self, node: Node, page: int) -> int:
+        """Let another page with the same tokens be found in a node's place; returns the former."""
+        former = node.page
+        self.contains[page] = True
+        self._node_of[page] = node
+        node.page = page
+        self._node_of.pop(former, None)
+        self.contains[former] = False
+        return former
+
+    def remove(self, page: int) -> list[int]:
+        """Let a page, and all that are found behind it, be found no more; returns them."""
+        removed = []
+        node = self._node_of.get(page)
+        if node is None or node.page != page:
+            self._node_of.pop(page, None)
+            self.contains[page] = False
+            return [page]
+        if node.parent is not None:
+            node.parent.children.pop(node.key, None)
+        behind = [node]
+        while behind:
+            node = behind.pop()
+            behind += node.children.values()
+            self._node_of.pop(node.page, None)
+            self.contains[node.page] = False
+            removed.append(node.page)
+            node.page = -1
+        return removed
+
+
+class Growth(NamedTuple):
+    """What an extend is about to do."""
+
+    rows: np.ndarray
+    counts: np.ndarray  # new tokens of each row
+    stop: np.ndarray  # tokens of each row afterwards
+    grown: np.ndarray  # how many pages each row gets
+    copies: tuple[np.ndarray, np.ndarray]  # rows and columns of pages that others read too
+    source: np.ndarray  # those pages
+    overwritten: np.ndarray  # pages that nobody else holds, but that can be found
+    learned: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # rows, positions and new tokens
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.grown.sum()) + self.source.size
+
+
+class PageManager:
+    """Pages and sequences of a cache. A sequence is a row of the arrays below.
+
+    Attributes
+    ----------
+    table : int32 (rows, width)
+        The page table.
+    length : int64 (rows,)
+        Tokens there is room for.
+    written : int64 (rows,)
+        Leading tokens that have been written in every layer. A step that was never completed
+        leaves a gap, which this does not pass.
+    known, known_before : int64 (rows,)
+        Leading tokens whose identity is known, and was before the last extend.
+    held : int64 (rows,)
+        Pages.
+    new : int64 (rows,)
+        Tokens of the last extend.
+    indexed : int64 (rows,)
+        Leading pages that have a place in the prefix index.
+    layers_written : bool (num_layers, rows)
+        Which layers' part of the new tokens has been written.
+    references : int32 (num_pages,)
+        How many sequences hold a page.
+    """
+
+    COUNTS = ("length", "written", "known", "known_before", "held", "new", "indexed")
+
+    def __init__(
+        self, num_pages: int, page_size: int, num_layers: int, max_seqlen: int | None
+    ) -> None:
+        self.num_pages, self.page_size, self.max_seqlen = num_pages, page_size, max_seqlen
+        self.hit_pages = self.missed_pages = 0
+        self._shift = page_size.bit_length() - 1
+
+        self.references = np.zeros(num_pages, np.int32)
+        self.free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack, its top last
+        self.num_free = num_pages
+        self.kept: dict[int, None] = {}  # released longest ago first
+        self.index = PrefixIndex(num_pages)
+
+        width = 16 if max_seqlen is None else -(-max_seqlen // page_size)
+        self.table = np.zeros((8, width), np.int32)
+        self.tokens = np.zeros((8, 0), np.int64)
+        self.length, self.written, self.known, self.known_before = np.zeros((4, 8), np.int64)
+        self.held, self.new, self.indexed = np.zeros((3, 8), np.int64)
+        self.layers_written = np.zeros((num_layers, 8), bool)
+        # Each row's pages in the prefix index; where others hold the same tokens, theirs. Those may
+        # be evicted, and then the row's own are found.
+        self.paths: dict[int, list[Node]] = {}
+        self._paths_may_end = False
+        self.row_of: dict[int, int] = {}
+        self.next_id = 0
+        self._last_ids: list[int] | None = None  # that rows were asked for, until one is removed
+        self._last_rows = np.zeros(0, np.intp)
+        self._spare_rows = list(range(7, -1, -1))
+
+        self.version = 0  # rises with every change of a length or of the table
+        self._changes: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns of the table
+        self._forgotten = 0  # how many changes before those are no longer noted
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: free ones, and those kept for reuse."""
+        return self.num_free + len(self.kept)
+
+    def rows(self, function: str, ids: Sequence[int]) -> np.ndarray:
+        """The rows of these sequences: not to be changed, since a step asks for the same ones again
+        and again."""
+        try:
+            ids = list(ids)
+            if ids == self._last_ids:
+                return self._last_rows
+        except (TypeError, ValueError):  # no sequence, or of arrays
+            raise TypeError(
+                f"PagedKVCache.{function}: ids is {ids!r}, must be a sequence of ids"
+            ) from None
+        rows = [self.row(function, id) for id in ids]
+        if len(set(rows)) != len(rows):
+            raise ValueError(f"PagedKVCache.{function}: ids has a sequence more than once")
+        self._last_ids = None  # while the two do not belong together
+        self._last_rows = np.array(rows, np.intp)
+        self._last_ids = ids
+        return self._last_rows
+
+    def row(self, function: str, id: int) -> int:
+        """The row of a sequence."""
+        if isinstance(id, (int, np.integer)) and not isinstance(id, bool):
+            row = self.row_of.get(id)
+            if row is not None:
+                return row
+        raise KeyError(f"PagedKVCache.{function}: {id!r} is not the id of a sequence in the cache")
+
+    # ------------------------------------------------------------------------------------------
+    # sequences
+
+    def find(self, tokens: np.ndarray) -> list[Node]:
+        """The pages that a sequence of these tokens can take over: they hold fewer tokens than it
+        has, since the last one has to be run to know what comes next."""
+        self._publish()
+        usable = max(tokens.size - 1, 0) >> self._shift
+        return self.index.find(tokens[: usable << self._shift], self.page_size)
+
+    def add(self, tokens: np.ndarray) -> int:
+        """Start a sequence; returns its id."""
+        path = self.find(tokens)
+        pages = np.array([node.page for node in path], np.int32)
+        count = pages.size
+        row = self._new_row()
+        self._widen(count, tokens.size)
+        for page in pages.tolist():
+            self.kept.pop(page, None)
+        self.references[pages] += 1
+        self.table[row, :count] = pages
+        self.paths[row] = path
+        self.held[row] = self.indexed[row] = count
+        self.length[row] = self.written[row] = count << self._shift
+        self.tokens[row, : tokens.size] = tokens
+        self.known[row] = tokens.size
+        self._changed(np.full(count, row), np.arange(count))
+        self.hit_pages += count
+        self.missed_pages += (max(tokens.size - 1, 0) >> self._shift) - count
+        return self._add_id(row)
+
+    def plan_extend(
+        self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray | None
+    ) -> Growth:
+        """What an extend has to do; raises what stands against it."""
+        start = self.length[rows]
+        stop = start + counts
+        limit = MAX_SEQLEN if self.max_seqlen is None else self.max_seqlen
+        if stop.size and stop.max() > limit:
+            what = limit if self.max_seqlen is None else f"max_seqlen={limit}"
+            raise ValueError(
+                f"PagedKVCache.extend: a sequence would have {stop.max()} tokens, must be at most "
+                f"{what}"
+            )
+        learned = None if tokens is None else self._learned(rows, start, counts, tokens)
+        grown = np.maximum(((stop + self.page_size - 1) >> self._shift) - self.held[rows], 0)
+        partial = np.flatnonzero((start & (self.page_size - 1) != 0) & (counts > 0))
+        columns = start[partial] >> self._shift
+        pages = self.table[rows[partial], columns]
+        findable = self.index.contains[pages]
+        copied = (self.references[pages] > 1) | findable
+        copied[copied] = _all_but_the_last_owner(pages[copied], self.references)
+        growth = Growth(
+            rows=rows,
+            counts=counts,
+            stop=stop,
+            grown=grown,
+            copies=(rows[partial][copied], columns[copied]),
+            source=pages[copied],
+            overwritten=pages[findable & ~copied],
+            learned=learned,
+        )
+        if growth.num_pages > self.available:
+            raise MemoryError(
+                f"PagedKVCache.extend: {growth.num_pages} more pages are needed, and "
+                f"{self.num_free} are free and {len(self.kept)} kept for reuse, of {self.num_pages}"
+            )
+        return growth
+
+    def targets(self, growth: Growth) -> np.ndarray:
+        """Where the pages that others read too are to be copied, before :meth:`extend`."""
+        self._evict(growth.num_pages)
+        return self._next_free(growth.source.size)
+
+    def extend(self, growth: Growth) -> None:
+        """Make room for new tokens, as planned."""
+        rows, counts, grown = growth.rows, growth.counts, growth.grown
+        learned = growth.learned
+        self._widen(
+            int((self.held[rows] + grown).max(initial=0)),
+            0 if learned is None else int(learned[1].max(initial=-1)) + 1,
+        )
+        self._settle(rows)
+        pages = self._take(growth.num_pages)
+        for page in growth.overwritten.tolist():
+            self._unpublish(page)
+        own, pages = pages[: growth.source.size], pages[growth.source.size :]
+        if own.size:
+            self.table[growth.copies] = own
+            np.subtract.at(self.references, growth.source, 1)
+            self._changed(*growth.copies)
+        if pages.size:
+            new_rows = np.repeat(rows, grown)
+            first = np.repeat(np.cumsum(grown) - grown, grown)
+            new_columns = np.repeat(self.held[rows], grown) + np.arange(pages.size) - first
+            self.table[new_rows, new_columns] = pages
+            self.held[rows] += grown
+            self._changed(new_rows, new_columns)
+        start = self.length[rows]
+        self.layers_written[:, rows] = False
+        self.new[rows] = counts
+        self.length[rows] = growth.stop
+        self.known_before[rows] = self.known[rows]
+        self.version += 1
+        if learned is not None:
+            self.tokens[learned[0], learned[1]] = learned[2]
+            follows = self.known[rows] >= start
+            self.known[rows[follows]] = np.maximum(self.known[rows], growth.stop)[follows]
+
+    def fork(self, old: int) -> int:
+        """Start a sequence that holds what another does; returns its id."""
+        self._publish()
+        row = self._new_row()
+        held = int(self.held[old])
+        self.references[self.table[old, :held]] += 1
+        self.table[row], self.tokens[row] = self.table[old], self.tokens[old]
+        self.paths[row] = list(self.paths[old])
+        for array in (self.length, self.written, self.known, self.held, self.indexed):
+            array[row] = array[old]
+        self._changed(np.full(held, row), np.arange(held))
+        return self._add_id(row)
+
+    def truncate(self, row: int, n: int) -> None:
+        """Forget all but a sequence's first `n` tokens."""
+        self._publish()
+        del self.paths[row][n >> self._shift :]
+        self.indexed[row] = len(self.paths[row])
+        self.new[row] = 0
+        for array in (self.known, self.written, self.length):
+            array[row] = min(array[row], n)
+        self.version += 1
+        self._release(row, -(-n // self.page_size))
+
+    def rollback(self, rows: np.ndarray) -> None:
+        """Undo each sequence's last extend."""
+        for row in rows[self.new[rows] > 0].tolist():
+            known = self.known_before[row]
+            self.truncate(row, int(self.length[row] - self.new[row]))
+            self.known[row] = known
+
+    def remove(self, id: int, row: int) -> None:
+        """End a sequence."""
+        self._publish()
+        self._last_ids = None
+        del self.row_of[id]
+        self.version += 1
+        self._release(row, 0)
+        for name in self.COUNTS:
+            getattr(self, name)[row] = 0
+        del self.paths[row]
+        self._spare_rows.append(row)
+
+    def reset(self) -> None:
+        """End all sequences and forget all prefixes; ids are not given again."""
+        new = PageManager(self.num_pages, self.page_size, len(self.layers_written), self.max_seqlen)
+        new.table = np.zeros((8, self.table.shape[1]), np.int32)
+        new.next_id, new.version = self.next_id, self.version + 1
+        new._forgotten = self.num_changes + 1
+        self.__dict__ = new.__dict__
+
+    # ------------------------------------------------------------------------------------------
+    # what has been written
+
+    def mark_written(self, layers: int | slice, rows: np.ndarray) -> None:
+        """Note that some layers' part of the new tokens has been written."""
+        self.layers_written[layers, rows] = True
+
+    def check_rewritable(self, layer: int, rows: np.ndarray) -> None:
+        """Check that new tokens which a layer has written before are in pages of their sequence
+        alone."""
+        for row in rows[self.layers_written[layer, rows]].tolist():
+            first = int(self.length[row] - self.new[row]) >> self._shift
+            pages = self.table[row, first : int(self.held[row])]
+            if self.new[row] and (self.index.contains[pages] | (self.references[pages] > 1)).any():
+                raise ValueError(
+                    f"PagedKVCache.write: layer {layer} has been written for these tokens before, "
+                    "and other sequences may share them since; truncate and extend to replace them"
+                )
+
+    def _settle(self, rows: np.ndarray | slice) -> None:
+        """Let `written` include the new tokens that every layer has written."""
+        length, written = self.length[rows], self.written[rows]
+        done = self.layers_written[:, rows].all(axis=0) & (written == length - self.new[rows])
+        self.written[rows] = np.where(done, length, written)
+
+    def _publish(self) -> None:
+        """Let full pages of known tokens be found, as far as they have been written."""
+        self._settle(slice(None))
+        if self._paths_may_end:
+            for row, path in self.paths.items():
+                while path and path[-1].page < 0:
+                    path.pop()
+                self.indexed[row] = len(path)
+            self._paths_may_end = False
+        full = np.minimum(self.written, self.known) >> self._shift
+        for row in np.flatnonzero(full > self.indexed).tolist():
+            path = self.paths[row]
+            for i in range(len(path), int(full[row])):
+                tokens = self.tokens[row, i << self._shift : (i + 1) << self._shift]
+                parent = path[-1] if path else self.index.root
+                page = int(self.table[row, i])
+                node = self.index.insert(parent, tokens, page)
+                path.append(node)
+                if node.page in self.kept:  # the same tokens in a page that nobody holds
+                    former = self.index.replace(node, page)
+                    del self.kept[former]
+                    self._add_free(np.array([former], np.int32))
+            self.indexed[row] = len(path)
+
+    def _unpublish(self, page: int) -> None:
+        """Let a page be found no more; what was found behind it and nobody holds is free."""
+        self._paths_may_end = True
+        for removed in self.index.remove(page):
+            if removed in self.kept:
+                del self.kept[removed]
+                self._add_free(np.array([removed], np.int32))
+
+    def _learned(
+        self, rows: np.ndarray, start: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What new tokens say of sequences whose tokens before them are known: rows, positions and
+        tokens. Checks that they are those that add_sequence was told of."""
+        known = self.known[rows]
+        each = np.repeat(np.arange(rows.size), counts)
+        position = (
+            start[each] + np.arange(tokens.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        )
+        told = np.flatnonzero(position < known[each])
+        if told.size:
+            before = self.tokens[rows[each[told]], position[told]]
+            different = np.flatnonzero(before != tokens[told])
+            if different.size:
+                i = told[different[0]]
+                raise ValueError(
+                    f"PagedKVCache.extend: tokens has {tokens[i]} at position {position[i]} of a "
+                    f"sequence that was added with {before[different[0]]} there, which must be the "
+                    "same; truncate(id, num_tokens(id)) forgets what it was added with"
+                )
+        chosen = (known >= start)[each]
+        return rows[each[chosen]], position[chosen], tokens[chosen]
+
+    # ------------------------------------------------------------------------------------------
+    # pages
+
+    def _evict(self, count: int) -> None:
+        """Let so many pages be free, of those that are available."""
+        while self.num_free < count:
+            self._unpublish(next(iter(self.kept)))
+
+    def _next_free(self, count: int) -> np.ndarray:
+        """The pages that :meth:`_take` takes next."""
+        return self.free[self.num_free - count : self.num_free][::-1].copy()
+
+    def _take(self, count: int) -> np.ndarray:
+        """Take pages that are available: they have one reference."""
+        self._evict(count)
+        pages = self._next_free(count)
+        self.num_free -= count
+        self.references[pages] = 1
+        return pages
+
+    def _add_free(self, pages: np.ndarray) -> None:
+        self.free[self.num_free : self.num_free + pages.size] = pages
+        self.num_free += pages.size
+
+    def _release(self, row: int, keep: int) -> None:
+        """Drop a sequence's references to its pages from number `keep` on: the last first, since a
+        page is found only behind those before it."""
+        held = int(self.held[row])
+        if keep >= held:
+            return
+        self.held[row] = keep
+        pages = self.table[row, keep:held][::-1]
+        self.references[pages] -= 1
+        unused = pages[self.references[pages] == 0]
+        findable = self.index.contains[unused]
+        self.kept.update(dict.fromkeys(unused[findable].tolist()))
+        self._add_free(unused[~findable])
+
+    # ------------------------------------------------------------------------------------------
+    # rows, and what batches read
+
+    def _new_row(self) -> int:
+        if not self._spare_rows:
+            names = (*self.COUNTS, "table", "tokens")
+            arrays = {name: getattr(self, name) for name in names}
+            grown = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in arrays.items()}
+            layers = self.layers_written
+            grown["layers_written"] = np.concatenate([layers, np.zeros_like(layers)], axis=1)
+            rows = self.length.size
+            self.__dict__.update(grown, _spare_rows=list(range(2 * rows - 1, rows - 1, -1)))
+        return self._spare_rows.pop()
+
+    def _add_id(self, row: int) -> int:
+        id = self.next_id
+        self.next_id += 1
+        self.version += 1
+        self.row_of[id] = row
+        return id
+
+    def _widen(self, pages: int, tokens: int = 0) -> None:
+        """Let the table hold so many pages a sequence, and so many tokens' identities."""
+        if pages > self.table.shape[1]:
+            self.table = _widened(self.table, pages)
+        if tokens > self.tokens.shape[1]:
+            self.tokens = _widened(self.tokens, tokens)
+
+    @property
+    def num_changes(self) -> int:
+        """How many changes of the table there have been."""
+        return self._forgotten + len(self._changes)
+
+    def _changed(self, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Note entries of the table that batches must learn of."""
+        self._changes.append((rows, columns))
+        if len(self._changes) > MAX_CHANGES:
+            old = MAX_CHANGES // 2
+            self._forgotten += old
+            del self._changes[:old]
+
+    def changed_entries(
+        self, rows: np.ndarray, before: np.ndarray | None, seen: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What a batch of `rows` has to learn.
+
+        Parameters
+        ----------
+        rows : intp (batch,)
+            The sequences it shall have.
+        before : intp (batch,) or None
+            Those it had after the first `seen` changes; None if none of its entries are right.
+
+        Returns
+        -------
+        positions, columns : integers (entries,)
+            Places in the batch, and columns of the table.
+        """
+        if before is None or seen < self._forgotten:
+            before = np.full(rows.size, -1, np.intp)
+            seen = self.num_changes
+        moved = np.flatnonzero(before != rows)
+        held = self.held[rows[moved]]
+        positions = [np.repeat(moved, held)]
+        columns = [np.arange(held.sum()) - np.repeat(np.cumsum(held) - held, held)]
+        position_of = np.full(self.length.size, -1, np.intp)
+        position_of[rows] = np.arange(rows.size)
+        position_of[rows[moved]] = -1
+        for changed_rows, changed_columns in self._changes[seen - self._forgotten :]:
+            position = position_of[changed_rows]
+            positions.append(position[position >= 0])
+            columns.append(changed_columns[position >= 0])
+        return np.concatenate(positions), np.concatenate(columns)
+
+
+def _widened(array: np.ndarray, width: int) -> np.ndarray:
+    wider = np.zeros((array.shape[0], max(width, 2 * array.shape[1])), array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider
+
+
+def _all_but_the_last_owner(pages: np.ndarray, references: np.ndarray) -> np.ndarray:
+    """Which of these owners of pages must copy: where all owners of a page are here, the last one
+    may keep it.
+    """
+    to_copy = np.ones(pages.size, bool)
+    left: dict[int, int] = {}
+    for i, page in enumerate(pages.tolist()):
+        owners = left.get(page, int(references[page]))
+        to_copy[i] = owners > 1
+        left[page] = owners - 1
+    return to_copy

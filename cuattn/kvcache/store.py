@@ -1,0 +1,151 @@
+"""The arrays of a paged cache: keys and values in pages, and the page tables that kernels read."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import weakref
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuattn._backend import backend
+from cuattn.kvcache.pages import PageManager
+
+MAX_TABLE_BYTES = 64 << 20  # of page tables that nobody but the cache holds
+
+
+@dataclasses.dataclass
+class _Table:
+    """The page table and lengths of so many sequences, and how far they have kept up."""
+
+    batch: Any
+    rows: np.ndarray | None = None  # None: no entry is right
+    version: int = -1
+    seen: int = 0  # changes
+    # What the cache's user was given, as long as it is held: views, so that the cache's own arrays
+    # do not count.
+    page_table: Any = lambda: None
+    seq_lens: Any = lambda: None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.batch.page_table.nbytes
+
+    @property
+    def is_held(self) -> bool:
+        return self.page_table() is not None or self.seq_lens() is not None
+
+
+class PageStore:
+    """Pages of all layers, and a page table for each number of sequences that was asked for.
+
+    A thread has tables of its own, since it reads them after the call that returned them. A table
+    that a CUDA graph was captured with is every thread's, since its replays read no other; it stays
+    for good. Of the others the least recently used go where they take more than MAX_TABLE_BYTES,
+    but none that the caller still holds.
+
+    Attributes
+    ----------
+    k : array (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+    v : array (num_layers, num_pages, page_size, num_kv_heads, head_dim_v)
+    layers : list of (array, array)
+        Each layer's views of `k` and `v`.
+    """
+
+    def __init__(
+        self,
+        xp: ModuleType,
+        layout: tuple[int, int, int, int],
+        head_dims: tuple[int, int],
+        dtype: np.dtype,
+    ) -> None:
+        self.xp = xp
+        self.device = backend(xp, "kvcache")
+        self.k, self.v = (xp.empty((*layout, head_dim), dtype) for head_dim in head_dims)
+        self.layers = list(zip(self.k, self.v, strict=True))
+        self._tables: collections.OrderedDict[tuple[int | None, int], _Table] = (
+            collections.OrderedDict()
+        )
+
+    def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy pages of every layer."""
+        self.device.copy_pages(self.k, self.v, source.tolist(), target.tolist())
+
+    def page_table(self, manager: PageManager, rows: np.ndarray) -> Any:
+        """The page table of some sequences, up to date."""
+        table = self._table(manager, rows)
+        array = table.page_table()
+        if array is None:
+            array = table.batch.page_table.view()
+            table.page_table = weakref.ref(array)
+        return array
+
+    def seq_lens(self, manager: PageManager, rows: np.ndarray) -> Any:
+        """The lengths of some sequences, up to date."""
+        table = self._table(manager, rows)
+        array = table.seq_lens()
+        if array is None:
+            array = table.batch.seq_lens.view()
+            table.seq_lens = weakref.ref(array)
+        return array
+
+    def write(
+        self,
+        manager: PageManager,
+        layer: int,
+        rows: np.ndarray,
+        k: Any,
+        v: Any,
+        *,
+        rope: tuple[Any, Any] | None,
+        interleaved: bool,
+    ) -> None:
+        """Put one layer's new keys and values into their slots."""
+        batch = self._table(manager, rows).batch
+        self.device.write(k, v, *self.layers[layer], batch, rope=rope, interleaved=interleaved)
+
+    def _table(self, manager: PageManager, rows: np.ndarray) -> _Table:
+        """The up-to-date table of these sequences, in this order."""
+        width = manager.table.shape[1]
+        keys = (None, rows.size), (threading.get_ident(), rows.size)
+        key = keys[keys[0] not in self._tables]
+        table = self._tables.get(key)
+        if table is None or table.batch.page_table.shape[1] != width:
+            table = _Table(self.device.Batch(self.k, rows.size, width))
+            self._tables[key] = table
+            self._tables.move_to_end(key)
+            self._drop_tables(key)
+        else:
+            self._tables.move_to_end(key)
+        if table.version != manager.version or not (
+            table.rows is rows or (table.rows is not None and (table.rows == rows).all())
+        ):
+            cu_new = np.zeros(rows.size + 1, np.int64)
+            np.cumsum(manager.new[rows], out=cu_new[1:])
+            positions, columns = manager.changed_entries(rows, table.rows, table.seen)
+            table.rows = None  # as long as the entries are being set
+            table.batch.update(
+                positions,
+                columns,
+                manager.table[rows[positions], columns],
+                manager.length[rows],
+                cu_new,
+            )
+            table.rows, table.version, table.seen = rows, manager.version, manager.num_changes
+        if key[0] is not None and self.device.capturing():
+            self._tables[keys[0]] = self._tables.pop(key)
+        return table
+
+    def _drop_tables(self, needed: tuple[int | None, int]) -> None:
+        """Drop what is least recently used of the tables that nobody holds."""
+        unheld = [
+            key for key, table in self._tables.items() if key[0] is not None and not table.is_held
+        ]
+        size = sum(self._tables[key].num_bytes for key in unheld)
+        for key in unheld:
+            if size <= MAX_TABLE_BYTES or key == needed:
+                break
+            size -= self._tables.pop(key).num_bytes
