@@ -12,6 +12,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests import watchdog
+
 # A first example may compile a kernel or load a library: time is no sign of a fault.
 hypothesis.settings.register_profile("cuattn", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("cuattn")
@@ -38,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         # In the environment, which pytest-xdist's workers share.
         default=int(os.environ.setdefault("CUATTN_RANDOM_SEED", str(secrets.randbits(32)))),
         help="seed of the rng fixture: repeats the inputs of an earlier run (default: new ones)",
+    )
+    parser.addoption(
+        "--time-limit",
+        type=float,
+        default=watchdog.LIMIT_S,
+        help="seconds without a launch after which the process of a GPU test is killed; 0: never",
     )
 
 

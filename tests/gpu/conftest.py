@@ -1,4 +1,5 @@
-"""Every result in GPU tests starts as NaN, and kernels can be tried tier by tier."""
+"""Every result in GPU tests starts as NaN, kernels can be tried tier by tier, and what hangs is
+killed and named."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ import numpy as np
 import pytest
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn.gpu import dispatch
+from cuattn.gpu import compiler, dispatch
+from tests.watchdog import limited, recording, watchdog  # noqa: F401, two of them fixtures
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launches_are_told(watchdog):  # noqa: F811
+    """The watchdog is told of each launch."""
+    compiler.kernel = recording(compiler.kernel, watchdog.launch)
 
 
 @pytest.fixture(autouse=True)
