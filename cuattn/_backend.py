@@ -55,6 +55,17 @@ def contiguous_last_axis(xp: ModuleType, array: Any, dtype: Any = None) -> Any:
     return array if is_contiguous_last_axis(array, dtype) else contiguous(xp, array, dtype)
 
 
+def indices(xp: ModuleType, array: Any) -> Any:
+    """Integers as int32, the last axis contiguous: `array`, or a copy as of :func:`contiguous` in
+    which integers that do not fit are the nearest that do."""
+    if is_contiguous_last_axis(array, np.int32):
+        return array
+    if xp is np:
+        limits = np.iinfo(np.int32)
+        return np.clip(array, limits.min, limits.max).astype(np.int32)
+    return backend(xp, "memory").contiguous_int32(array)
+
+
 def reshaped(xp: ModuleType, array: Any, shape: tuple[int, ...]) -> Any:
     """View `array` in another shape, or a copy as of :func:`contiguous` where no view has it."""
     return array.reshape(shape) if xp is np else backend(xp, "memory").reshaped(array, shape)

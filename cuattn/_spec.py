@@ -238,6 +238,31 @@ def check_cu_seqlens(function: str, name: str, array: Any) -> None:
     check_index_dtype(function, name, array)
 
 
+def check_rising(function: str, name: str, array: Any, total: int) -> None:
+    """Check that cumulative lengths on the host rise from 0 to at most `total`. Those on a GPU are
+    not read: a kernel clamps them."""
+    if not isinstance(array, np.ndarray):
+        return
+    if array[0] != 0 or array[-1] > total or (array[1:] < array[:-1]).any():
+        raise ValueError(
+            f"{function}: {name} is {array}, must start at 0, never fall, and end at {total} at "
+            "most"
+        )
+
+
+def check_fits(function: str, name: str, array: Any) -> None:
+    """Check that integers on the host are what they are as int32, too. Those on a GPU are not read:
+    where they become int32, the largest stands for all that are larger."""
+    if not isinstance(array, np.ndarray) or array.itemsize <= 4 or not array.size:
+        return
+    limits = np.iinfo(np.int32)
+    for value in (array.min(), array.max()):
+        if not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"{function}: {name} has {value}, must be from {limits.min} to {limits.max}"
+            )
+
+
 def _check_shapes(
     function: str, names: tuple[str, ...], q: tuple, k: tuple, v: tuple, *, ragged: bool
 ) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_given
-from cuattn._backend import backend, contiguous_last_axis, reshaped
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
+from cuattn._backend import backend, contiguous_last_axis, indices, reshaped
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
     broadcasts,
     check_cu_seqlens,
+    check_rising,
     check_score_array,
     check_shared,
 )
@@ -126,7 +127,7 @@ def flash_attention(
         q.dtype,
         k.dtype,
         v.dtype,
-        causal=bool(causal),
+        causal=check_bool(name, "causal", causal),
         window=window,
         scale=scale,
         softcap=softcap,
@@ -244,13 +245,15 @@ def flash_attention_varlen(
         q.dtype,
         k.dtype,
         v.dtype,
-        causal=bool(causal),
+        causal=check_bool(name, "causal", causal),
         window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
         sequences=cu_seqlens_q.shape[0] - 1,
     )
+    check_rising(name, "cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
+    check_rising(name, "cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
     result, lse = _forward(
         name,
         xp,
@@ -260,8 +263,8 @@ def flash_attention_varlen(
         spec,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        cu_seqlens_q=contiguous_last_axis(xp, cu_seqlens_q, np.int32),
-        cu_seqlens_k=contiguous_last_axis(xp, cu_seqlens_k, np.int32),
+        cu_seqlens_q=indices(xp, cu_seqlens_q),
+        cu_seqlens_k=indices(xp, cu_seqlens_k),
         out=out,
         return_lse=return_lse,
     )
@@ -322,6 +325,8 @@ def scaled_dot_product_attention(
     xp, (query, key, value, attn_mask) = as_arrays(
         name, query=query, key=key, value=value, attn_mask=attn_mask
     )
+    is_causal = check_bool(name, "is_causal", is_causal)
+    enable_gqa = check_bool(name, "enable_gqa", enable_gqa)
     for label, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 2:
             raise ValueError(f"{name}: {label} has shape {array.shape}, must be (..., heads, L, E)")
@@ -346,7 +351,7 @@ def scaled_dot_product_attention(
         q.dtype,
         k.dtype,
         v.dtype,
-        causal=bool(is_causal),
+        causal=is_causal,
         top_left=True,
         scale=scale,
         dropout=dropout_p,
@@ -394,6 +399,7 @@ def _forward(
 ) -> tuple[Any, Any]:
     """Check what the functions share and hand the call to the side the arrays live on."""
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
+    return_lse = check_bool(function, "return_lse", return_lse)
     return backend(xp, "attention").forward(
         contiguous_last_axis(xp, q),
         contiguous_last_axis(xp, k),

@@ -7,9 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, acc_dtype, as_arrays, check_given, check_index_dtype
-from cuattn._backend import backend, contiguous_last_axis
-from cuattn._spec import attention_spec, check_cu_seqlens, check_shared
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    acc_dtype,
+    as_arrays,
+    check_bool,
+    check_given,
+    check_index_dtype,
+)
+from cuattn._backend import backend, contiguous_last_axis, indices
+from cuattn._spec import (
+    attention_spec,
+    check_cu_seqlens,
+    check_fits,
+    check_rising,
+    check_shared,
+)
 
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
 
@@ -51,6 +64,8 @@ def flash_decode(
         Values, of q's dtype.
     seq_lens : int32 array (batch,)
         How many keys of each sequence are valid; values beyond the capacity mean the capacity.
+        int64 is taken too: on a GPU values beyond int32 mean the capacity likewise, and on the
+        host they are an error.
     causal, window, scale, softcap, alibi_slopes, sinks
         As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k. Keys outside the
         window are not read.
@@ -120,13 +135,14 @@ def flash_decode(
         q.dtype,
         k_cache.dtype,
         v_cache.dtype,
-        causal=bool(causal),
+        causal=check_bool(name, "causal", causal),
         window=window,
         scale=scale,
         softcap=softcap,
         keys="cached",
         names=("q", "k_cache", "v_cache"),
     )
+    _check_seq_lens(name, seq_lens, spec.batch)
     result, lse = _decode(
         name,
         xp,
@@ -206,8 +222,10 @@ def paged_attention(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message names it.
+    TypeError, ValueError, IndexError
+        An argument does not fit; the message names it, and nothing has been written. Of NumPy
+        arrays what they hold is checked too: `cu_seqlens_q`, the pages that are used, and that
+        `prefix` is shared.
 
     References
     ----------
@@ -264,7 +282,6 @@ def paged_attention(
                 f"{name}: cu_seqlens_q has shape {cu_seqlens_q.shape}, must be page_table's "
                 f"{batch} sequences + 1"
             )
-        cu_seqlens_q = contiguous_last_axis(xp, cu_seqlens_q, np.int32)
     else:
         capacity, capacity_v = (batch, *capacity), (batch, *capacity_v)
     if single:
@@ -280,7 +297,7 @@ def paged_attention(
         q.dtype,
         k_pages.dtype,
         v_pages.dtype,
-        causal=bool(causal),
+        causal=check_bool(name, "causal", causal),
         window=window,
         scale=scale,
         softcap=softcap,
@@ -294,7 +311,7 @@ def paged_attention(
         prefix = contiguous_last_axis(xp, prefix_k), contiguous_last_axis(xp, prefix_v)
         prefix = None if prefix_k.shape[0] == 0 else prefix
     elif prefix is not None:
-        if not isinstance(prefix, numbers.Integral):
+        if not isinstance(prefix, numbers.Integral) or isinstance(prefix, bool):
             raise TypeError(
                 f"{name}: prefix must be an integer or a pair (k, v), got "
                 f"{type(prefix).__qualname__}"
@@ -306,6 +323,15 @@ def paged_attention(
                 f"{max_pages * page_size}"
             )
         prefix = int(prefix) or None
+    if ragged:
+        check_rising(name, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    _check_seq_lens(name, seq_lens, batch)
+    if xp is np:
+        lens = np.clip(seq_lens, 0, max_pages * page_size)
+        _check_used_pages(name, page_table, lens, k_pages.shape[0], page_size)
+        if isinstance(prefix, int):
+            counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
+            _check_shared_pages(name, page_table, lens - counts, prefix, page_size)
     result, lse = _decode(
         name,
         xp,
@@ -314,8 +340,8 @@ def paged_attention(
         v_pages,
         spec,
         seq_lens=seq_lens,
-        page_table=contiguous_last_axis(xp, page_table, np.int32),
-        cu_seqlens_q=cu_seqlens_q,
+        page_table=indices(xp, page_table),
+        cu_seqlens_q=indices(xp, cu_seqlens_q) if ragged else None,
         prefix=prefix,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -419,19 +445,15 @@ def _decode(
     sinks: Any,
     num_splits: int | str | None,
     out: Any,
+    return_lse: bool,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Check what both kinds of cache have, and hand the call to the side the arrays live on."""
-    if seq_lens.shape != (spec.batch,):
-        raise ValueError(
-            f"{function}: seq_lens has shape {seq_lens.shape}, must be ({spec.batch},)"
-        )
-    check_index_dtype(function, "seq_lens", seq_lens)
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     if isinstance(num_splits, str) and num_splits != "fixed":
         raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
     if num_splits is not None and not isinstance(num_splits, str):
-        if not isinstance(num_splits, numbers.Integral):
+        if not isinstance(num_splits, numbers.Integral) or isinstance(num_splits, bool):
             raise TypeError(
                 f'{function}: num_splits must be an integer or "fixed", got '
                 f"{type(num_splits).__qualname__}"
@@ -444,13 +466,56 @@ def _decode(
         contiguous_last_axis(xp, k),
         contiguous_last_axis(xp, v),
         spec,
-        seq_lens=contiguous_last_axis(xp, seq_lens, np.int32),
+        seq_lens=indices(xp, seq_lens),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         num_splits=num_splits,
         out=out,
+        return_lse=check_bool(function, "return_lse", return_lse),
         **options,
     )
+
+
+def _check_seq_lens(function: str, seq_lens: Any, batch: int) -> None:
+    if seq_lens.shape != (batch,):
+        raise ValueError(f"{function}: seq_lens has shape {seq_lens.shape}, must be ({batch},)")
+    check_index_dtype(function, "seq_lens", seq_lens)
+    check_fits(function, "seq_lens", seq_lens)
+
+
+def _check_used_pages(
+    function: str, page_table: np.ndarray, lens: np.ndarray, num_pages: int, page_size: int
+) -> None:
+    """Check, on the host, that each page with a valid key is one of those there are."""
+    used = np.arange(page_table.shape[1]) < -(-lens[:, None] // page_size)
+    wrong = used & ((page_table < 0) | (page_table >= num_pages))
+    if wrong.any():
+        b = int(wrong.any(axis=1).argmax())
+        raise IndexError(
+            f"{function}: page_table has {page_table[b, used[b]]} for sequence {b}, must be below "
+            f"{num_pages}"
+        )
+
+
+def _check_shared_pages(
+    function: str, page_table: np.ndarray, before: np.ndarray, prefix: int, page_size: int
+) -> None:
+    """Check, on the host, what an integer `prefix` promises; `before` are the keys that come before
+    each sequence's queries."""
+    pages = page_table[:, : prefix // page_size]
+    different = (pages != pages[:1]).any(axis=1)
+    if different.any():
+        b = int(different.argmax())
+        raise ValueError(
+            f"{function}: prefix is {prefix}, and page_table has {pages[b]} there for sequence "
+            f"{b}, must have the first sequence's {pages[0]}"
+        )
+    if (before < prefix).any():
+        b = int((before < prefix).argmax())
+        raise ValueError(
+            f"{function}: prefix is {prefix}, and sequence {b} has {max(before[b], 0)} keys before "
+            "its queries, must have at least as many"
+        )
 
 
 def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> None:

@@ -230,6 +230,18 @@ VARLEN_CASES = [
         "alibi_slopes has shape (3, 8), must be (8,) or (2, 8)",
     ),
     ({"out": zeros(9, 8, 16)}, ValueError, "out has shape (9, 8, 16), must be (9, 8, 24)"),
+    # 2**32 + 16 is 16 in the lower half of its bits.
+    (
+        {"cu_seqlens_q": np.int64([0, 4, 2**32 + 9])},
+        ValueError,
+        f"cu_seqlens_q is {np.int64([0, 4, 2**32 + 9])}, {RISE} 9 at most",
+    ),
+    (
+        {"cu_seqlens_k": np.int64([0, -(2**32), 12])},
+        ValueError,
+        f"cu_seqlens_k is {np.int64([0, -(2**32), 12])}, {RISE} 12 at most",
+    ),
+    ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
 ]
 
 DECODE = {
@@ -251,11 +263,78 @@ DECODE_CASES = [
         "seq_lens has dtype float32, must be int32 or int64",
     ),
     ({"sinks": zeros(2, 8)}, ValueError, "sinks has shape (2, 8), must be (8,)"),
+    *(
+        (
+            {"seq_lens": np.int64([7, length])},
+            ValueError,
+            f"seq_lens has {length}, must be from -2147483648 to 2147483647",
+        )
+        for length in (2**31, 2**32 + 3, -(2**31) - 1)
+    ),
+    ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
+    ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
+    ({"num_splits": True}, TypeError, 'num_splits must be an integer or "fixed", got bool'),
+]
+
+PAGED = {
+    "q": zeros(5, 8, 16),
+    "k_pages": zeros(6, 4, 4, 16),
+    "v_pages": zeros(6, 4, 4, 24),
+    "page_table": np.int32([[5, 0, 1], [5, 2, 9]]),  # page 9 is not used
+    "seq_lens": np.int32([12, 7]),
+    "cu_seqlens_q": np.int32([0, 3, 5]),
+}
+
+PAGED_CASES = [
+    *(
+        ({"cu_seqlens_q": cu}, ValueError, f"cu_seqlens_q is {cu}, {RISE} 5 at most")
+        for cu in np.int32([[0, 3, 6], [0, 4, 3], [1, 3, 5]])
+    ),
+    (
+        {"cu_seqlens_q": np.int64([0, 3, 2**32 + 5])},
+        ValueError,
+        f"cu_seqlens_q is {np.int64([0, 3, 2**32 + 5])}, {RISE} 5 at most",
+    ),
+    (
+        {"seq_lens": np.int64([12, 2**31])},
+        ValueError,
+        "seq_lens has 2147483648, must be from -2147483648 to 2147483647",
+    ),
+    (
+        {"seq_lens": np.int32([12, 9])},
+        IndexError,
+        "page_table has [5 2 9] for sequence 1, must be below 6",
+    ),
+    (
+        {"page_table": np.int64([[5, 0, 1], [2**32, 2, 0]])},
+        IndexError,
+        "page_table has [4294967296          2] for sequence 1, must be below 6",
+    ),
+    (
+        {"page_table": np.int64([[5, 0, -1], [5, 2, 0]])},
+        IndexError,
+        "page_table has [ 5  0 -1] for sequence 0, must be below 6",
+    ),
+    (
+        {"prefix": 8},
+        ValueError,
+        "prefix is 8, and page_table has [5 2] there for sequence 1, must have the first "
+        "sequence's [5 0]",
+    ),
+    (
+        {"prefix": 4, "seq_lens": np.int32([12, 5])},
+        ValueError,
+        "prefix is 4, and sequence 1 has 3 keys before its queries, must have at least as many",
+    ),
+    ({"prefix": True}, TypeError, "prefix must be an integer or a pair (k, v), got bool"),
+    ({"causal": 0}, TypeError, "causal must be True or False, got 0"),
 ]
 
 SDPA = {"query": zeros(2, 8, 5, 16), "key": zeros(2, 8, 7, 16), "value": zeros(2, 8, 7, 24)}
 
 SDPA_CASES = [
+    ({"is_causal": "no"}, TypeError, "is_causal must be True or False, got 'no'"),
+    ({"enable_gqa": 1}, TypeError, "enable_gqa must be True or False, got 1"),
     ({"query": 1.0}, TypeError, f"query {ARRAY} builtins.float"),
     ({"query": zeros(16)}, ValueError, "query has shape (16,), must be (..., heads, L, E)"),
     (
@@ -321,6 +400,7 @@ def cases(function: str, right: dict[str, Any], different: list) -> list:
         *cases("flash_attention", FLASH_ATTENTION, FLASH_ATTENTION_CASES),
         *cases("flash_attention_varlen", VARLEN, VARLEN_CASES),
         *cases("flash_decode", DECODE, DECODE_CASES),
+        *cases("paged_attention", PAGED, PAGED_CASES),
         *cases("scaled_dot_product_attention", SDPA, SDPA_CASES),
     ],
 )
@@ -335,6 +415,7 @@ def test_message(function, arguments, error, words):
         ("flash_attention", FLASH_ATTENTION),
         ("flash_attention_varlen", VARLEN),
         ("flash_decode", DECODE),
+        ("paged_attention", PAGED),
         ("scaled_dot_product_attention", SDPA),
     ],
 )
@@ -347,3 +428,57 @@ def test_no_result_is_written_where_an_argument_is_wrong():
     with pytest.raises(ValueError, match="sinks"):
         cuattn.flash_attention(**FLASH_ATTENTION, out=out, sinks=zeros(3))
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "different"),
+    [
+        ("flash_attention_varlen", VARLEN, VARLEN_CASES),
+        ("flash_decode", DECODE, DECODE_CASES),
+        ("paged_attention", PAGED, PAGED_CASES),
+    ],
+)
+def test_nothing_is_written_where_anything_is_wrong(function, right, different):
+    q, v = right["q"], right.get("v", right.get("v_cache", right.get("v_pages")))
+    for options, error, _ in different:
+        out = np.full((*q.shape[:-1], v.shape[-1]), 7, np.float32)
+        with pytest.raises(error):
+            getattr(cuattn, function)(**{**right, "out": out, **options})
+        assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "right"),
+    [
+        ("flash_attention", FLASH_ATTENTION),
+        ("flash_attention_varlen", VARLEN),
+        ("flash_decode", DECODE),
+        ("paged_attention", PAGED),
+        ("scaled_dot_product_attention", SDPA),
+    ],
+)
+def test_masked_arrays_are_refused(function, right):
+    for name in right:
+        masked = np.ma.masked_array(right[name], mask=True)
+        with pytest.raises(TypeError, match=rf"^{function}: {name} is a masked array, whose mask"):
+            getattr(cuattn, function)(**{**right, name: masked})
+
+
+def test_masked_arrays_are_refused_in_parts():
+    outs, lses = zeros(2, 1, 3, 4, 8), zeros(2, 1, 4, 3)
+    for given in ((np.ma.array(outs), lses), (outs, np.ma.array(lses))):
+        with pytest.raises(TypeError, match=r"merge_attention: (outs|lses)\[0\] is a masked array"):
+            cuattn.merge_attention(*given)
+
+
+def test_int64_lengths_that_fit_are_right():
+    for function, right in (("paged_attention", PAGED), ("flash_attention_varlen", VARLEN)):
+        wide = {
+            name: array.astype(np.int64) if array.dtype == np.int32 else array
+            for name, array in right.items()
+        }
+        call = getattr(cuattn, function)
+        assert np.array_equal(call(**wide), call(**right))
+    # What is not used may be anything.
+    table = np.int64([[5, 0, 1], [5, 2, 2**40]])
+    assert cuattn.paged_attention(**{**PAGED, "page_table": table}).shape == (5, 8, 24)

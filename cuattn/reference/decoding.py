@@ -60,7 +60,7 @@ def decode(
             keys, values = k[b, :length], v[b, :length]
         else:
             pages = page_table[b, : -(-length // k.shape[1])]
-            if _follow(pages, len(k)):
+            if (pages[1:] == pages[:-1] + 1).all():  # they need not be copied together
                 first = pages[0] if length else 0
                 parts = [array[first : first + pages.size] for array in (k, v)]
             else:
@@ -110,13 +110,6 @@ def _of_one(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> AttentionSpec:
         keys="batched",
         page_size=0,
     )
-
-
-def _follow(pages: np.ndarray, num_pages: int) -> bool:
-    """Whether each page is the one after that before it: they need not be copied together."""
-    if pages.size and not (0 <= pages.min() and pages.max() < num_pages):
-        raise IndexError(f"paged_attention: page_table has {pages}, must be below {num_pages}")
-    return bool((pages[1:] == pages[:-1] + 1).all())
 
 
 def _room(k: np.ndarray, v: np.ndarray, count: int) -> list[np.ndarray]:
