@@ -158,7 +158,7 @@ def test_tiers_are_chosen_by_context():
         with dispatch.use_tiers("forward_simt"):
             assert source() == "attention/forward_simt.cu"
         assert source() == "attention/forward_sm80.cu"
-        with dispatch.use_tiers("decode_simt"), pytest.raises(LookupError, match="decode_simt"):
+        with dispatch.use_tiers("prefix_sm90"), pytest.raises(LookupError, match="prefix_sm90"):
             source()
     assert source() == "attention/forward_sm90.cu"
 

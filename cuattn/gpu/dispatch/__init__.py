@@ -1,8 +1,9 @@
 """Which kernel serves a call, in which variant: pure functions, tested without a GPU.
 
 A kernel of attention is a tier: an object that gives the launch for a :class:`Call`, or None for
-one that it leaves to the tiers after it, and that enumerates every variant it can choose, so that
-`variants` knows all that may ever be compiled.
+one that it leaves to other tiers, and that enumerates every variant it can choose, so that
+`variants` knows all that may ever be compiled. :func:`choose` is the one way in, whichever public
+function was called.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
+from cuattn.gpu.dispatch.routing import prefers_decoding
 from cuattn.gpu.dispatch.sampling import (
     MAX_RANKED,
     amend,
@@ -79,6 +81,7 @@ __all__ = [
     "merge",
     "penalize",
     "penalty_bytes",
+    "prefers_decoding",
     "products_of_tiles",
     "sample",
     "sampling_variants",
@@ -92,7 +95,7 @@ __all__ = [
     "variants",
 ]
 
-#: The kernels of attention; a call goes to the first that serves it.
+#: The kernels of attention, among those that decode and among those that do not the fastest first.
 TIERS: tuple[Tier, ...] = (
     Sm90Prefix(),
     Sm90Decode(),
@@ -126,14 +129,16 @@ def use_tiers(*names: str) -> Iterator[None]:
 
 
 def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
-    """Choose the kernel of an attention call: the first of `tiers` that serves it.
+    """Choose the kernel of an attention call: of the tiers that decode or of those that do not,
+    whichever are faster for it, the first that serves it, else of the others.
 
     Raises
     ------
     LookupError
         None does, which all of them together never leave.
     """
-    for tier in tiers:
+    decoding = prefers_decoding(call)
+    for tier in sorted(tiers, key=lambda tier: tier.decodes is not decoding):
         launch = tier.serves(call)
         if launch is not None:
             return launch

@@ -50,6 +50,7 @@ class SimtForward:
     """Every call of whole sequences."""
 
     name = "forward_simt"
+    decodes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""
@@ -141,6 +142,7 @@ class Sm80Forward:
     """16-bit calls of whole sequences, of any kind."""
 
     name = "forward_sm80"
+    decodes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""

@@ -12,11 +12,11 @@ from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS, decode_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-UNIT_KEYS = 1024  # of num_splits="fixed"
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
@@ -153,11 +153,24 @@ def _part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
 # ------------------------------------------------------------------------------------------ tiers
 
 
-def _decodes(call: Call) -> bool:
-    """Whether a call is for the decoding kernels: they read caches, and have neither bias nor
-    mask."""
-    over_a_cache = call.spec.keys in ("cached", "paged")
-    return (over_a_cache or call.partial is not None) and not call.elementwise
+def _as_decoding(call: Call) -> Call | None:
+    """A call as the decoding kernels take it; None if they cannot.
+
+    They have neither bias nor mask. Plain arrays of keys they read as caches that are full, in
+    splits that do not depend on the batch. An infinite or NaN value that only some rows of a tile
+    see would reach the others, so all rows have to see the same keys: in caches that is what
+    :func:`cuattn.flash_decode` says, in plain arrays it must not be.
+    """
+    spec = call.spec
+    if call.elementwise or spec.keys == "ragged":
+        return None
+    if spec.keys in ("cached", "paged") or call.partial is not None:
+        return call
+    unbounded = spec.window_left is None and spec.window_right is None
+    last = spec.seqlen_q == 1 and (spec.window_right is None or spec.window_right >= 0)
+    if spec.rows == "ragged" or not (unbounded or last) or spec.seqlen_k >= 1 << 30:
+        return None
+    return dataclasses.replace(call, num_splits="fixed")
 
 
 class Sm90Decode:
@@ -165,13 +178,16 @@ class Sm90Decode:
     several, and these little to read."""
 
     name = "decode_sm90"
+    decodes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is (blocks of all clusters of a pair, key heads,
         batch)."""
-        spec, multiprocessors = call.spec, call.multiprocessors
+        if (taken := _as_decoding(call)) is None:
+            return None
+        call, spec, multiprocessors = taken, taken.spec, taken.multiprocessors
         rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
-        if not _decodes(call) or capability(call.arch) != 90 or spec.dtype.itemsize != 2:
+        if capability(call.arch) != 90 or spec.dtype.itemsize != 2:
             return None
         if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
             return None
@@ -219,13 +235,16 @@ class Sm80Decode:
     """16-bit calls of any number of sequences."""
 
     name = "decode_sm80"
+    decodes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is (blocks that share out the key heads, groups
         of them)."""
-        spec = call.spec
+        if (taken := _as_decoding(call)) is None:
+            return None
+        call, spec = taken, taken.spec
         dims = spec.head_dim, spec.head_dim_v
-        if not _decodes(call) or capability(call.arch) < 80 or spec.dtype.itemsize != 2:
+        if capability(call.arch) < 80 or spec.dtype.itemsize != 2:
             return None
         if not call.vectors or any(d % 8 for d in dims):
             return None
@@ -251,12 +270,13 @@ class SimtDecode:
     """Every call that decoding kernels are for."""
 
     name = "decode_simt"
+    decodes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is that of `Sm80Decode`."""
-        if not _decodes(call):
+        if (taken := _as_decoding(call)) is None:
             return None
-        spec = call.spec
+        call, spec = taken, taken.spec
         small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
         return _shared_out(call, _simt_variant(spec.dtype.name, 128 if small else 256))
 
@@ -265,14 +285,6 @@ class SimtDecode:
         for dtype in FLOAT_DTYPES.values():
             yield _simt_variant(dtype, 256)
         yield _simt_variant("float32", 128)
-
-
-def rows_of_sequence(spec: AttentionSpec) -> int:
-    """Rows of queries that meet a key head in a sequence; of ragged rows the mean, rounded up."""
-    tokens = spec.seqlen_q
-    if spec.rows == "ragged":
-        tokens = -(-tokens // max(spec.batch, 1))
-    return tokens * (spec.heads_q // spec.heads_kv)
 
 
 def _shared_out(call: Call, variant: Variant) -> Launch:

@@ -152,6 +152,7 @@ class Tier(Protocol):
     """A kernel for some calls: faster tiers come before slower ones that serve more."""
 
     name: str
+    decodes: bool  # as in `cuattn.gpu.dispatch.routing`
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None for one that is left to other tiers."""

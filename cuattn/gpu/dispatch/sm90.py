@@ -124,6 +124,7 @@ class Sm90Forward:
     """16-bit calls that TMA can address, with scores that scaling keeps in order."""
 
     name = "forward_sm90"
+    decodes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""
@@ -419,6 +420,7 @@ class Sm90Prefix:
     """
 
     name = "prefix_sm90"
+    decodes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""

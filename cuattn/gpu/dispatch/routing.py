@@ -1,0 +1,110 @@
+"""Whether a call goes to the decoding kernels or to the forward kernels.
+
+Decoding kernels split the keys of a sequence over the device, and read them once for all rows of a
+tile: they are bound by memory, and their tensor core rate is a fifth of the forward kernels'. A
+forward kernel gives each tile of queries a thread block, which goes over all keys: few tiles leave
+the device idle.
+
+The estimates below need only be right where the choice is in doubt. For keys in caches and pages
+the faster kernel is taken. Keys in plain arrays go to the forward kernel unless decoding takes half
+its time, and that for one sequence as well as for many: the choice must not depend on the batch,
+because :func:`cuattn.flash_attention` gives a sequence the same result, bit for bit, whatever the
+batch. For the same reason decoding then splits keys every `UNIT_KEYS` (num_splits="fixed").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.dispatch.launch import Call, capability
+
+UNIT_KEYS = 1024  # of num_splits="fixed"
+LEAST_SPLITS = 4  # of the keys of plain arrays
+FORWARD_ROWS = 128  # of a tile
+START_US = 6.0  # what decoding takes longer to begin, and to merge its splits
+BLOCK_BYTES = 90e3  # that one thread block reads in a microsecond, where memory has no other work
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one multiprocessor does in a microsecond, and the rows of a tile of decoding."""
+
+    forward_flops: float
+    decoding_flops: float
+    bytes: float
+    decoding_rows: tuple[int, ...]
+
+
+#: On an H200: forward 620 TFLOP/s, decoding at most 140 (docs/notes/decoding.md), 4.2 TB/s.
+HOPPER = Rates(4.7e6, 0.9e6, 32e3, (8, 32, 64))
+#: By the data sheet of an A100, as far as forward_sm80.cu and memory reach it.
+AMPERE = Rates(1.7e6, 0.9e6, 14e3, (8, 32, 64))
+#: Without tensor cores, by the size of an element.
+SIMT = {2: Rates(0.2e6, 0.1e6, 14e3, (4,))}
+SIMT[4] = SIMT[2]
+SIMT[8] = Rates(0.1e6, 0.05e6, 14e3, (2,))
+
+
+def prefers_decoding(call: Call) -> bool:
+    """Whether a call goes to the decoding kernels before the forward kernels, if both serve it."""
+    spec, rates = call.spec, _rates(call)
+    if call.partial is not None or call.num_splits is not None:
+        return True
+    if spec.keys in ("cached", "paged"):
+        forward = forward_us(spec, rates, spec.batch, call.multiprocessors)
+        return decoding_us(spec, rates, spec.batch, call.multiprocessors) <= forward
+    if spec.seqlen_k < LEAST_SPLITS * UNIT_KEYS or rows_of_sequence(spec) > rates.decoding_rows[-1]:
+        return False  # keys of several tiles of rows are not split at all
+    whole = call.vectors and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
+    if rates is not SIMT[spec.dtype.itemsize] and not whole:
+        return False  # only the decoding kernel without tensor cores would take it
+    unit_us = UNIT_KEYS * key_bytes(spec) / BLOCK_BYTES
+    alone = START_US + max(unit_us, decoding_us(spec, rates, 1, call.multiprocessors))
+    many = 1 << 20  # sequences: no multiprocessor is idle
+    return 2 * alone <= forward_us(spec, rates, 1, call.multiprocessors) and decoding_us(
+        spec, rates, many, call.multiprocessors
+    ) <= forward_us(spec, rates, many, call.multiprocessors)
+
+
+def forward_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
+    """About what a forward kernel takes: tiles in waves over the device."""
+    tiles = batch * spec.heads_q * -(-tokens_of_sequence(spec) // FORWARD_ROWS)
+    waves = -(-tiles // multiprocessors)
+    return waves * _flops(spec, FORWARD_ROWS) / rates.forward_flops
+
+
+def decoding_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
+    """About what a decoding kernel takes: its products or its bytes, evenly over the device."""
+    rows = rows_of_sequence(spec)
+    tile = next((n for n in rates.decoding_rows if rows <= n), rates.decoding_rows[-1])
+    tiles = batch * spec.heads_kv * -(-rows // tile)
+    products = tiles * _flops(spec, tile) / rates.decoding_flops
+    reading = batch * spec.heads_kv * spec.seqlen_k * key_bytes(spec) / rates.bytes
+    return max(products, reading) / multiprocessors
+
+
+def tokens_of_sequence(spec: AttentionSpec) -> int:
+    """Queries of a sequence; the mean, rounded up, where rows are ragged."""
+    return -(-spec.seqlen_q // max(spec.batch, 1)) if spec.rows == "ragged" else spec.seqlen_q
+
+
+def rows_of_sequence(spec: AttentionSpec) -> int:
+    """Rows of queries that meet a key head in a sequence; the mean where they are ragged."""
+    return tokens_of_sequence(spec) * (spec.heads_q // spec.heads_kv)
+
+
+def key_bytes(spec: AttentionSpec) -> int:
+    """Bytes of a key and its value."""
+    return (spec.head_dim + spec.head_dim_v) * spec.kv_dtype.itemsize
+
+
+def _flops(spec: AttentionSpec, rows: int) -> float:
+    """Floating-point operations of some rows over all keys."""
+    return 2.0 * rows * spec.seqlen_k * (spec.head_dim + spec.head_dim_v)
+
+
+def _rates(call: Call) -> Rates:
+    if call.spec.dtype.itemsize != 2 or capability(call.arch) < 80:
+        return SIMT[call.spec.dtype.itemsize]
+    return HOPPER if call.arch == "sm_90a" else AMPERE

@@ -1,0 +1,145 @@
+"""Whether calls go to decoding kernels or to forward kernels: by rows, keys and predicted cost."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn._spec import attention_spec
+from cuattn.gpu import dispatch
+from cuattn.gpu.dispatch import Call, Layout
+from tests.test_dispatch_decoding import decode_params
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def attend(
+    tokens=1, keys=100_000, *, batch=1, heads=(8, 2), dims=(128, 128), dtype=BFLOAT16, **options
+):
+    """A call of :func:`cuattn.flash_attention` on contiguous arrays."""
+    described = {name: options.pop(name) for name in ("arch", "aligned", "mask") if name in options}
+    spec = attention_spec(
+        "flash_attention",
+        (batch, tokens, heads[0], dims[0]),
+        (batch, keys, heads[1], dims[0]),
+        (batch, keys, heads[1], dims[1]),
+        *[np.dtype(dtype)] * 3,
+        **options,
+    )
+    arch = described.pop("arch", "sm_90a")
+    return dispatch.choose(Call.contiguous(spec, arch, **described))
+
+
+def is_decoding(launch):
+    return launch.variant.source.startswith("decoding/")
+
+
+MASK = Layout((1, 1, 1, 100_000), (0, 0, 0, 1), np.dtype(bool))
+
+
+@pytest.mark.parametrize(
+    ("call", "decodes"),
+    [
+        ({}, True),
+        ({"causal": True}, True),  # the one query sees every key
+        ({"window": (5000, 0)}, True),
+        ({"softcap": 30.0}, True),
+        ({"arch": "sm_80"}, True),
+        ({"arch": "sm_120"}, True),
+        ({"dtype": np.float32}, True),
+        ({"dtype": np.float64, "heads": (4, 2)}, True),
+        ({"dims": (192, 128)}, True),
+        ({"batch": 64, "heads": (32, 8)}, True),  # forward would take four times as long
+        ({"tokens": 16}, True),
+        ({"tokens": 4, "keys": 4096}, True),
+        ({"keys": 4095}, False),  # three splits
+        ({"keys": 512}, False),
+        ({"keys": 0}, False),
+        ({"tokens": 16, "causal": True}, False),  # rows see different keys
+        ({"tokens": 16, "window": (1000, None)}, False),
+        ({"tokens": 17}, False),  # two tiles of rows: their keys would not be split
+        ({"tokens": 64, "heads": (8, 8)}, False),  # a full device is faster by forward
+        ({"tokens": 2048}, False),
+        ({"mask": MASK}, False),
+        ({"aligned": False}, False),  # decode_simt.cu beside forward_sm80.cu
+        ({"aligned": False, "dtype": np.float32}, True),
+        ({"dims": (100, 100)}, False),
+        ({"dtype": np.float32, "heads": (16, 2)}, False),  # 8 rows: two tiles of decode_simt.cu
+    ],
+)
+def test_few_queries_over_long_keys_are_split(call, decodes):
+    assert is_decoding(attend(**call)) == decodes
+
+
+def test_top_left_causal_masks_are_for_forward():
+    """torch's: the one query sees the first key alone."""
+    assert not is_decoding(attend(causal=True, top_left=True))
+
+
+@given(
+    tokens=st.integers(1, 64),
+    keys=st.integers(1, 1 << 18),
+    batch=st.integers(2, 300),
+    heads=st.sampled_from([(1, 1), (8, 8), (32, 8), (48, 1)]),
+    head_dim=st.sampled_from([64, 80, 128, 256]),
+    dtype=st.sampled_from([np.dtype(np.float16), np.dtype(np.float32)]),
+)
+def test_the_batch_has_no_say_for_plain_arrays(tokens, keys, batch, heads, head_dim, dtype):
+    """So that a sequence's result does not depend on the batch: neither the kernel nor how it
+    splits keys."""
+    alone, together = (
+        attend(tokens, keys, batch=n, heads=heads, dims=(head_dim, head_dim), dtype=dtype)
+        for n in (1, batch)
+    )
+    assert is_decoding(alone) == is_decoding(together)
+    if is_decoding(alone):
+        assert alone.variant == together.variant
+        for launch in (alone, together):
+            fields = decode_params(launch)
+            assert (fields["split_units"], fields["num_splits"]) == (1, 0)
+            assert 1 << fields["unit_shift"] == 1024
+            assert fields["capacity"] == keys
+            assert fields["page_shift"] == 30
+
+
+def paged(tokens, keys=16384, *, batch=1, ragged=False, heads=(32, 8), num_splits=None):
+    """Whether :func:`cuattn.paged_attention` would go to a forward kernel that reads pages."""
+    shape = (batch * tokens,) if ragged else (batch, tokens)
+    cache = (keys,) if ragged else (batch, keys)
+    spec = attention_spec(
+        "paged_attention",
+        (*shape, heads[0], 128),
+        *[(*cache, heads[1], 128)] * 2,
+        *[BFLOAT16] * 3,
+        causal=True,
+        sequences=batch if ragged else None,
+        keys="paged",
+        page_size=64,
+    )
+    pages = batch * keys // 64
+    call = Call.contiguous(spec, "sm_90a", num_pages=pages, num_splits=num_splits)
+    return not dispatch.prefers_decoding(call)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_prompts_over_pages_go_forward(batch, ragged):
+    assert not paged(1, batch=batch, ragged=ragged)
+    assert not paged(4, batch=batch, ragged=ragged)
+    assert paged(256, batch=batch, ragged=ragged)
+    assert paged(2000, batch=batch, ragged=ragged)
+
+
+def test_tokens_over_pages_go_forward_once_tiles_fill_the_device():
+    """64 tokens are half a tile: 32 thread blocks for one sequence."""
+    assert not paged(64)
+    assert paged(64, batch=8)
+
+
+def test_how_to_split_is_what_decoding_does():
+    assert paged(2000)
+    assert not paged(2000, num_splits="fixed")
+    assert not paged(2000, num_splits=3)
