@@ -112,7 +112,7 @@ def test_where_a_cascade_pays(batch, length, hopper, elsewhere):
 
 @given(
     tokens=st.integers(1, 3000),
-    length=st.integers(1, 1 << 20),
+    length=st.integers(1, 1 << 17),
     heads=st.integers(1, 130),
     group=st.integers(1, 64),
     dims=st.tuples(st.integers(1, 256), st.integers(1, 32).map(lambda n: 8 * n)),
