@@ -1,6 +1,12 @@
-"""Writing many texts at once: continuous batching, sampling, and drafts by prompt lookup."""
+"""Writing many texts at once: continuous batching, sampling, and drafts by prompt lookup.
+
+A module of generate.py.
+"""
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit(f"{__doc__}\nRun generate.py instead; --help lists its options.")
 
 import collections
 import dataclasses

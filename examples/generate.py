@@ -181,7 +181,16 @@ def write(
     texts: list[Text],
     show_ids: bool = False,
 ) -> None:
-    """Print one text as it comes, or several, each under its prompt, as they end."""
+    """Print one text as it comes, or several, each under its prompt, as they end, behind a bar."""
+    from tqdm import tqdm
+
+    bar = tqdm(
+        total=sum(text.limit for text in texts),
+        desc="Writing",
+        unit=" tokens",
+        leave=False,
+        disable=len(texts) == 1 or None,  # None: where stderr is no terminal
+    )
     for text in texts:
         engine.add(text)
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
@@ -195,7 +204,11 @@ def write(
                 print(utf8.decode(tokenizer.utf8(new)), end="", flush=True)
             elif text not in engine.running:
                 reply = tokenizer.utf8(text.reply).decode(errors="replace")
-                print(f"> {prompts[texts.index(text)]}\n{reply}\n", flush=True)
+                bar.update(text.limit - len(text.reply))  # it ended before its limit
+                bar.write(f"> {prompts[texts.index(text)]}\n{reply}\n", file=sys.stdout)
+                sys.stdout.flush()
+            bar.update(len(new))
+    bar.close()
     if len(texts) == 1:
         print(utf8.decode(b"", final=True))
     if show_ids:

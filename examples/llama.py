@@ -2,9 +2,14 @@
 
 From top to bottom: a checkpoint, its tokenizer, the model. The same code runs on NumPy and on CuPy:
 `xp` is the one or the other.
+
+A module of generate.py.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit(f"{__doc__}\nRun generate.py instead; --help lists its options.")
 
 import json
 from pathlib import Path

@@ -69,6 +69,21 @@ def test_quickstart():
     assert "(2, 512, 8, 64)" in run.stdout
 
 
+@pytest.mark.parametrize("program", ["quickstart", "generate"])
+def test_programs_have_help(program):
+    run = run_example(f"examples/{program}.py", "--help")
+    assert run.returncode == 0, run.stderr
+    assert "usage:" in run.stdout
+
+
+@pytest.mark.parametrize("module", ["llama", "engine", "graphs"])
+def test_modules_say_what_to_run(module):
+    run = run_example(f"examples/{module}.py")
+    assert run.returncode == 1
+    assert "Run generate.py instead" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 # ---------------------------------------------------------------------- a small random model
 
 
