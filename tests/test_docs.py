@@ -44,10 +44,11 @@ def snippets(page: str) -> list[tuple[str, str | None, str | None, int]]:
     return found
 
 
-def run(page: pathlib.Path, notes: set[str | None]) -> None:
+def run(page: pathlib.Path, notes: set[str | None], xp: str = "numpy") -> None:
     """Run a page's snippets whose note is one of these, in one namespace; compile all others."""
     namespace: dict = {"__name__": "snippet"}
-    for code, printed, note, line in snippets(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8").replace("import numpy as np", f"import {xp} as np")
+    for code, printed, note, line in snippets(text):
         # Blank lines in front, so that a traceback shows the line of the page.
         compiled = compile("\n" * (line - 1) + code, str(page), "exec")
         if note not in notes:
@@ -68,6 +69,12 @@ def test_snippets_run_and_print_what_the_page_says(page):
 def test_snippets_that_need_a_gpu():
     for page in PAGES:
         run(page, {"needs a GPU"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial.md"])
+def test_pages_run_on_a_gpu_as_they_say(page):
+    run(ROOT / page, {None}, "cupy")
 
 
 def test_there_are_snippets():
