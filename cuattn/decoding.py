@@ -195,7 +195,8 @@ def paged_attention(
     v_pages : array (num_pages, page_size, heads_kv, head_dim_v)
         Values, of q's dtype.
     page_table : int32 array (batch, max_pages)
-        Entries past a sequence's last page may be anything.
+        Entries past a sequence's last page may be anything. One before it that names no page is an
+        error on the CPU; on a GPU the sequence's results are undefined.
     seq_lens : int32 array (batch,)
         How many keys each sequence has, the queries' own included.
     cu_seqlens_q : int32 array (batch + 1,), optional

@@ -177,19 +177,41 @@ def test_there_is_a_slot_for_every_partial_result(spec, splits):
         tiles_of_rows = -(
             -spec.seqlen_q * spec.heads_q // spec.heads_kv // launch.variant.config.rows
         )
-        units = -(-spec.seqlen_k // 1024) if splits == "fixed" else splits
-        parts = tiles_of_rows if tiles_of_rows > 1 else units
-        assert slots >= spec.batch * spec.heads_kv * parts
+        of_a_tile = -(-spec.seqlen_k // 1024) if splits == "fixed" else splits
+        of_a_sequence = tiles_of_rows if tiles_of_rows > 1 else of_a_tile
+        assert slots >= spec.batch * spec.heads_kv * of_a_sequence
 
 
 @given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
-def test_one_item_is_one_for_each_block(spec, splits):
+def test_a_single_tile_is_one_for_each_block(spec, splits):
     launch = choose(spec, num_splits=splits)
     rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
-    items = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
-    one = bool(decode_params(launch)["one_item"])
+    work_tiles = spec.batch * spec.heads_kv * -(-rows // launch.variant.config.rows)
+    one = bool(decode_params(launch)["single_tile"])
     lanes = launch.grid[0] if "sm90" not in launch.variant.source else 0
-    assert one == (items == lanes and splits is None and spec.rows == "batched")
+    assert one == (work_tiles == lanes and splits is None and spec.rows == "batched")
+
+
+@given(
+    spec=specs(),
+    batch=st.integers(1, 1 << 20),
+    seqlen_q=st.integers(1, 1 << 22),
+    capacity=st.integers(1, 1 << 29),
+)
+def test_the_partition_of_the_work_can_be_counted(spec, batch, seqlen_q, capacity):
+    """Steps of decoding/schedule.cuh are counted in int."""
+    spec = dataclasses.replace(spec, batch=batch, seqlen_q=seqlen_q, seqlen_k=capacity)
+    launch = dispatch.choose(Call.contiguous(spec, "sm_90a", num_pages=1000))
+    if "sm90" in launch.variant.source:
+        return
+    fields, config = decode_params(launch), launch.variant.config
+    tiles = -(-seqlen_q * spec.heads_q // spec.heads_kv // config.rows)
+    tiles = tiles + batch if spec.rows == "ragged" else tiles * batch
+    blocks = -(-capacity >> fields["kv_block_shift"]) + 2
+    steps = tiles * fields["heads_per_block"] * blocks
+    assert steps < 1 << 31 or fields["kv_block_shift"] == 29
+    if steps < 1 << 29:
+        assert 1 << fields["kv_block_shift"] == config.tile_keys
 
 
 @given(group=st.integers(1, 1 << 16), n=st.integers(0, 2**31 - 1))

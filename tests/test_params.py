@@ -176,6 +176,7 @@ def test_cache_write_arguments():
         (7, 11),
         itemsize=4,
         page_size=16,
+        num_pages=90,
         uniform=5,
         vec_bytes=16,
         lanes_shift=6,
@@ -188,7 +189,8 @@ def test_cache_write_arguments():
     strides = {"k_token": 120, "k_head": 40, "v_token": 240, "v_head": 80, "table_stride": 11}
     strides |= {"k_page": (2000, 125, 25), "v_page": (1200, 75, 15)}
     sizes = {"total": 50, "batch": 7, "heads": 3, "head_dim": 40, "head_dim_v": 24}
-    sizes |= {"page_shift": 4, "uniform": 5, "lanes_shift": 6, "pairs": 12, "interleaved": 1}
+    sizes |= {"page_shift": 4, "num_pages": 90, "capacity": 176, "uniform": 5}
+    sizes |= {"lanes_shift": 6, "pairs": 12, "interleaved": 1}
     divisors = {"by_uniform": 5, "by_k_vecs": 10, "by_v_vecs": 6}
     divisors = {name: params.divisor(d) for name, d in divisors.items()}
     assert dict(list(p.items())[9:]) == strides | sizes | divisors

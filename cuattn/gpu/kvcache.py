@@ -111,6 +111,7 @@ def write(
             batch.page_table.shape,
             batch.uniform,
             k_pages.shape[1],
+            k_pages.shape[0],
             0 if cos is None else cos.shape[1],
             interleaved,
             (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
@@ -140,6 +141,7 @@ def _plan(
     table_shape: tuple[int, int],
     uniform: int,
     page_size: int,
+    num_pages: int,
     pairs: int,
     interleaved: bool,
     aligned: bool,
@@ -156,8 +158,8 @@ def _plan(
         and all(n % 16 == 0 for n in (*bytes_between, *(d * itemsize for d in dims))),
     )
     config = variant.config
-    pieces = heads * max(dims) * itemsize // config.vec_bytes
-    lanes_shift = min((pieces - 1).bit_length(), config.threads.bit_length() - 1)
+    vectors = heads * max(dims) * itemsize // config.vec_bytes
+    lanes_shift = min((vectors - 1).bit_length(), config.threads.bit_length() - 1)
     tokens = config.threads >> lanes_shift
     arguments = cache_write_arguments(
         shape,
@@ -165,13 +167,14 @@ def _plan(
         table_shape,
         itemsize=itemsize,
         page_size=page_size,
+        num_pages=num_pages,
         uniform=uniform,
         vec_bytes=config.vec_bytes,
         lanes_shift=lanes_shift,
         pairs=pairs,
         interleaved=interleaved,
     )
-    grid = (-(-total // tokens), -(-pieces >> lanes_shift))
+    grid = (-(-total // tokens), -(-vectors >> lanes_shift))
     return Plan(dispatch.Launch(variant, grid, (arguments,)), device)
 
 

@@ -49,19 +49,18 @@ DECODE_PARAMS = Struct(
     ("void*", "out lse"),
     ("const void*", "alibi_slopes sinks"),
     ("const int*", "page_table seq_lens cu_seqlens_q"),
-    ("void*", "partials"),
-    ("unsigned long long", "ticket"),
+    ("void*", "workspace"),
+    ("unsigned long long", "launch_id"),
     ("Strides", "q_stride out_stride"),
     ("PageStrides", "k_stride v_stride"),
     ("long long", "table_stride alibi_batch_stride lse_batch_stride lse_head_stride"),
     ("double", "scale softcap"),
     ("int", "batch seqlen_q capacity heads_q heads_kv head_dim head_dim_v"),
-    ("int", "window_left window_right page_shift first_key split_units unit_shift num_splits"),
-    ("int", "heads_of_block group group_shift"),
+    ("int", "window_left window_right page_shift num_pages first_key fixed_splits"),
+    ("int", "kv_block_shift num_splits heads_per_block group group_shift"),
     ("unsigned", "group_magic"),
-    ("int", "out_is_acc one_item"),
-    partials="workspace",
-    ticket="launch_id",
+    ("int", "out_is_acc single_tile"),
+    launch_id="launch_id",
 )
 
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
@@ -85,8 +84,8 @@ CACHE_WRITE_PARAMS = Struct(
     ("long long", "k_token k_head v_token v_head"),
     ("PageStrides", "k_page v_page"),
     ("long long", "table_stride"),
-    ("int", "total batch heads head_dim head_dim_v page_shift uniform lanes_shift pairs"),
-    ("int", "interleaved"),
+    ("int", "total batch heads head_dim head_dim_v page_shift num_pages capacity uniform"),
+    ("int", "lanes_shift pairs interleaved"),
     ("Divisor", "by_uniform by_k_vecs by_v_vecs"),
 )
 
@@ -220,6 +219,7 @@ def cache_write_arguments(
     *,
     itemsize: int,
     page_size: int,
+    num_pages: int,
     uniform: int,
     vec_bytes: int,
     lanes_shift: int,
@@ -237,9 +237,9 @@ def cache_write_arguments(
     table_shape : (int, int)
         Sequences, and pages of each.
     itemsize, vec_bytes : int
-        Bytes of an element, and of a piece that a thread copies.
-    page_size : int
-        A power of two.
+        Bytes of an element, and of a vector that a thread copies.
+    page_size, num_pages : int
+        page_size is a power of two.
     uniform, lanes_shift, pairs, interleaved
         As in WriteParams.
     """
@@ -260,6 +260,8 @@ def cache_write_arguments(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         page_shift=page_size.bit_length() - 1,
+        num_pages=num_pages,
+        capacity=width * page_size,
         uniform=uniform,
         lanes_shift=lanes_shift,
         pairs=pairs,
@@ -279,10 +281,11 @@ def decode_arguments(
     table_stride: int,
     lse_strides: tuple[int, int],
     first_key: int,
-    unit_keys: int,
+    num_pages: int,
+    kv_block_shift: int,
     num_splits: int | str | None,
     head_lanes: int,
-    one_item: bool,
+    single_tile: bool,
 ) -> Arguments:
     """Pack DECODE_PARAMS but for what each launch fills in.
 
@@ -300,13 +303,15 @@ def decode_arguments(
         In elements: of the page table's rows; of lse's batch and heads.
     first_key : int
         As in DecodeParams.
-    unit_keys : int
-        Of num_splits="fixed": a power of two.
+    num_pages : int
+        Of paged keys.
+    kv_block_shift : int
+        As in DecodeParams.
     num_splits
         As in :func:`cuattn.flash_decode`.
     head_lanes : int
         Blocks that share out the key heads.
-    one_item : bool
+    single_tile : bool
         As in DecodeParams.
     """
     q, k, v, out = strides
@@ -329,7 +334,7 @@ def decode_arguments(
         softcap=spec.softcap,
         batch=spec.batch,
         seqlen_q=spec.seqlen_q,
-        capacity=spec.seqlen_k,
+        capacity=spec.seqlen_k if num_pages or spec.keys != "paged" else 0,
         heads_q=spec.heads_q,
         heads_kv=spec.heads_kv,
         head_dim=spec.head_dim,
@@ -337,16 +342,17 @@ def decode_arguments(
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
         page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
+        num_pages=num_pages if spec.page_size else spec.batch,
         first_key=first_key,
-        split_units=num_splits is not None,
-        unit_shift=unit_keys.bit_length() - 1,
+        fixed_splits=num_splits is not None,
+        kv_block_shift=kv_block_shift,
         num_splits=num_splits if isinstance(num_splits, int) else 0,
-        heads_of_block=spec.heads_kv // head_lanes,
+        heads_per_block=spec.heads_kv // head_lanes,
         group=group,
         group_shift=group_shift,
         group_magic=group_magic,
         out_is_acc=out_itemsize != itemsize,
-        one_item=one_item,
+        single_tile=single_tile,
     )
 
 

@@ -36,8 +36,8 @@ static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp has whole m16 blocks");
 static_assert(kTileN % 16 == 0, "whole k16 steps of P·V");
 static_assert(kDimV <= kDim, "a warp's O fits where its Q was");
 
-using TileQ = tile::Swizzled<T, kDim>;  // and K's
-using TileV = tile::Swizzled<T, kDimV>;
+using TileQ = tile::Swizzled<kDim / 8>;  // and K's
+using TileV = tile::Swizzled<kDimV / 8>;
 constexpr int kBytesQ = kTileM * TileQ::kRowBytes, kBytesK = kTileN * TileQ::kRowBytes;
 constexpr int kBytesV = kTileN * TileV::kRowBytes;
 static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes, "a tile of each");
@@ -250,13 +250,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   const auto is_aligned = [](const void* matrix, const Strides& stride, int cols) {
     return !Config::general || aligned(matrix, stride, cols);
   };
-  const tile::TileLoader<TileQ, kTileM, kThreads> load_q(
+  const tile::TileLoader<T, TileQ, kTileM, kThreads> load_q(
       q, params.q_stride.seq, params.head_dim,
       is_aligned(params.q, params.q_stride, params.head_dim));
-  const tile::TileLoader<TileQ, kTileN, kThreads> load_k(
+  const tile::TileLoader<T, TileQ, kTileN, kThreads> load_k(
       k, params.k_stride.seq, params.head_dim,
       is_aligned(params.k, params.k_stride, params.head_dim));
-  const tile::TileLoader<TileV, kTileN, kThreads> load_v(
+  const tile::TileLoader<T, TileV, kTileN, kThreads> load_v(
       v, params.v_stride.seq, params.head_dim_v,
       is_aligned(params.v, params.v_stride, params.head_dim_v));
 

@@ -1,21 +1,17 @@
-// Slabs of attention/forward_simt.cu: parts of Q, K and V, brought from global to shared memory.
+// Copies slabs of Q, K and V for attention/forward_simt.cu from global to shared memory.
 #pragma once
 
 #include "attention/params.cuh"
 #include "tile/accumulator.cuh"
+#include "tile/vec.cuh"
 
 using T = Config::dtype;
 using Acc = tile::Accumulator<T>;
 
 constexpr int kVec = 16 / sizeof(Acc);  // shared memory is read and written 16 bytes at a time
 
-struct alignas(16) Vec {
-  Acc x[kVec];
-};
-
-struct alignas(kVec * sizeof(T)) Packed {  // kVec elements as they are in global memory
-  T x[kVec];
-};
+using Vec = tile::Vec<Acc, kVec>;
+using Packed = tile::Vec<T, kVec>;  // as they are in global memory
 
 // Rows of one head of one sequence in global memory.
 struct Matrix {

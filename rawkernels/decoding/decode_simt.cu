@@ -7,19 +7,20 @@
 //   kRows pairs of a query token and one of the query heads that share a key head. The warps of a
 //   block take keys in turn, kBatch at a time, a row of K and V spread over a warp's lanes; each
 //   warp keeps the running maximum, sum and O of every row (online softmax), and the block merges
-//   its warps' when a piece (schedule.cuh) is done.
+//   its warps' results at the end of a split (schedule.cuh).
 #include "decoding/combine.cuh"
+#include "tile/operands.cuh"
 
 using T = Config::dtype;
 using Acc = tile::Accumulator<T>;
 constexpr int kHeadDim = Config::head_dim;
 constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;
-constexpr int kTileKeys = 64;                                  // of a unit of work
+constexpr int kTileKeys = 64;                                  // the fewest of a block of keys
 constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 ? 4 : 2;  // keys on their way at a time
 constexpr int kLaneDims = kHeadDim / 32;                       // lane l has columns l, l + 32, …
 
-using Work = decoding::Schedule<kRows, kTileKeys>;
+using Schedule = decoding::Schedule<kRows, kTileKeys>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, false, 1>;
 
 static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
@@ -27,11 +28,12 @@ static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
 struct Smem {
   alignas(16) Acc o[kWarps][kRows][kHeadDim];
   Acc max_sum[kWarps][kRows][2];
-  decoding::Piece last_piece;  // of an item that other blocks began: to be merged at the end
-  decoding::Parts last_parts;
+  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
+  decoding::SplitPlace last_place;
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
 
+// A warp's share of a split.
 struct Slice {
   Acc q[kRows][kLaneDims];
   Acc o[kRows][kLaneDims] = {};
@@ -39,33 +41,33 @@ struct Slice {
   tile::Range visible[kRows];
   tile::ScoreRow<Acc> score_row[kRows];
 
-  __device__ __forceinline__ Slice(const DecodeParams& params, const decoding::Piece& piece) {
+  __device__ __forceinline__ Slice(const DecodeParams& params, const decoding::Split& split) {
     const ScoreMod<T, false, false> score_mod = {score_inputs(params)};
     const int group = params.group, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       // Rows that do not exist do as the last one does.
-      const int index = min(piece.tile * kRows + r, piece.seq.seqlen_q * group - 1);
+      const int index = min(split.row_tile * kRows + r, split.seq.seqlen_q * group - 1);
       const int token = divided_by_group(params, index);
-      const int head = piece.head * group + index - token * group;
-      const T* source = static_cast<const T*>(params.q) + piece.seq.index * params.q_stride.batch +
-                        (piece.seq.begin_q + token) * params.q_stride.seq +
+      const int head = split.head * group + index - token * group;
+      const T* source = static_cast<const T*>(params.q) + split.seq.index * params.q_stride.batch +
+                        (split.seq.begin_q + token) * params.q_stride.seq +
                         head * params.q_stride.head;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i)
         q[r][i] = lane + 32 * i < params.head_dim ? static_cast<Acc>(source[lane + 32 * i]) : 0;
-      visible[r] = visible_keys(params, piece.seq, token);
-      const int position = piece.seq.length - piece.seq.seqlen_q + token;
-      score_row[r] = {piece.seq.index, head, token, position,
-                      score_mod.slope(piece.seq.index, head)};
+      visible[r] = visible_keys(params, split.seq, token);
+      const int position = split.seq.seqlen_k - split.seq.seqlen_q + token;
+      score_row[r] = {split.seq.index, head, token, position,
+                      score_mod.slope(split.seq.index, head)};
       row_max[r] = tile::negative_infinity<Acc>();
     }
   }
 
-  // Keys first … first + kBatch - 1, as far as they come before `end`.
-  __device__ __forceinline__ void see(const DecodeParams& params, int first, int end,
-                                      const Acc (&k)[kBatch][kLaneDims],
-                                      const Acc (&v)[kBatch][kLaneDims]) {
+  // Adds keys first … first + kBatch - 1, as far as they come before `end`.
+  __device__ __forceinline__ void attend(const DecodeParams& params, int first, int end,
+                                         const Acc (&k)[kBatch][kLaneDims],
+                                         const Acc (&v)[kBatch][kLaneDims]) {
     const ScoreMod<T, false, false> score_mod = {score_inputs(params)};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -90,7 +92,7 @@ struct Slice {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const Acc weight = decoding::weight(s[j], shift);
-        if (weight == 0) continue;  // a key that is not seen may hold anything
+        if (weight == 0) continue;  // a hidden key's value may be NaN
         sum += weight;
 #pragma unroll
         for (int i = 0; i < kLaneDims; ++i) weighted[i] = fma(weight, v[j][i], weighted[i]);
@@ -104,15 +106,11 @@ struct Slice {
 };
 
 // A row of K or V, spread over the warp.
-__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const void* pages,
-                                         const PageStrides& strides, int page, int slot, int head,
-                                         int dims) {
-  const T* source =
-      static_cast<const T*>(pages) + page * strides.page + slot * strides.seq + head * strides.head;
+__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const T* source, int dims) {
 #pragma unroll
   for (int i = 0; i < kLaneDims; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
-    row[i] = column < dims ? static_cast<Acc>(source[column]) : 0;
+    row[i] = column < dims ? tile::to_operand<Acc>(source[column]) : 0;
   }
 }
 
@@ -120,30 +118,29 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     decode_simt(const __grid_constant__ DecodeParams params) {
   __shared__ Smem smem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Work work;
-  if (!work.start(params)) return;
-  decoding::Piece piece;
-  if (threadIdx.x == 0) smem.last_parts.merges = false;
-  while (work.next(params, piece)) {
-    const decoding::Parts parts = work.place_of(params, piece);
-    Slice slice(params, piece);
-    for (int first = piece.begin + warp * kBatch; first < piece.end; first += kWarps * kBatch) {
+  const kvcache::PageTable table = page_table(params);
+  const kvcache::Pages<const T> k_pages = {static_cast<const T*>(params.k), params.k_stride};
+  const kvcache::Pages<const T> v_pages = {static_cast<const T*>(params.v), params.v_stride};
+  Schedule schedule;
+  if (!schedule.start(params)) return;
+  decoding::Split split;
+  if (threadIdx.x == 0) smem.last_place.merges = false;
+  while (schedule.next(params, split)) {
+    const decoding::SplitPlace place = schedule.place_of(params, split);
+    Slice slice(params, split);
+    for (int first = split.begin + warp * kBatch; first < split.end; first += kWarps * kBatch) {
       Acc k[kBatch][kLaneDims], v[kBatch][kLaneDims];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int key = min(first + i, piece.end - 1);
-        const int page = params.page_table == nullptr
-                             ? piece.seq.index
-                             : params.page_table[piece.seq.index * params.table_stride +
-                                                 (key >> params.page_shift)];
-        const int slot = key & ((1 << params.page_shift) - 1);
-        load_row(k[i], params.k, params.k_stride, page, slot, piece.head, params.head_dim);
-        load_row(v[i], params.v, params.v_stride, page, slot, piece.head, params.head_dim_v);
+        const int key = min(first + i, split.end - 1);
+        const int page = table.page(split.seq.index, key), slot = table.slot(key);
+        load_row(k[i], k_pages.row(page, slot, split.head), params.head_dim);
+        load_row(v[i], v_pages.row(page, slot, split.head), params.head_dim_v);
       }
-      slice.see(params, first, piece.end, k, v);
+      slice.attend(params, first, split.end, k, v);
     }
 
-    __syncthreads();  // the piece before has been combined
+    __syncthreads();  // the split before has been merged
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -154,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       }
     }
     __syncthreads();
-    const Writer writer = {params, piece, parts};
+    const Writer writer = {params, split, place};
     for (int i = threadIdx.x; i < writer.rows() * Writer::kVecs; i += Config::threads) {
       const int row = i / Writer::kVecs, column = i % Writer::kVecs * 4;
       if (column >= params.head_dim_v) continue;
@@ -163,17 +160,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w)
-        whole.add(reinterpret_cast<const decoding::Vec<Acc>&>(smem.o[w][row][column]),
+        whole.add(reinterpret_cast<const decoding::FourColumns<Acc>&>(smem.o[w][row][column]),
                   smem.max_sum[w][row][0], smem.max_sum[w][row][1]);
       writer.put(row, column, whole);
     }
-    if (parts.merges && parts.alone) {
-      writer.merge_parts();
-    } else if (parts.merges && threadIdx.x == 0) {
-      smem.last_piece = piece;
-      smem.last_parts = parts;
+    if (place.merges && place.alone) {
+      writer.merge_partials();
+    } else if (place.merges && threadIdx.x == 0) {
+      smem.last_split = split;
+      smem.last_place = place;
     }
   }
   __syncthreads();
-  if (smem.last_parts.merges) Writer{params, smem.last_piece, smem.last_parts}.merge_parts();
+  if (smem.last_place.merges) Writer{params, smem.last_split, smem.last_place}.merge_partials();
 }

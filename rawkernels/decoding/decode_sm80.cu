@@ -1,16 +1,16 @@
-// Decoding on tensor cores (mma.sync), for Ampere and later: a few query tokens a sequence over a
-// long cache, at the speed the cache can be read.
+// Decoding on tensor cores (mma.sync), for Ampere and newer: attention of a few query tokens of
+// each sequence over a long cache, at the speed that the cache can be read.
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or
 //   in pages; float16 or bfloat16, head_dims multiples of 8 up to kHeadDim, everything 16-byte
 //   aligned. DecodeParams has the rest. A tile's rows are query tokens times the query heads that
-//   share a key head, so that K and V are read once for all. A & B are swapped: keys fill the 16
-//   rows of an mma, 8 query rows its columns, so few queries waste little:
+//   share a key head, so that K and V are read once for all of them. The operands are swapped: keys
+//   fill the 16 rows of an mma and query rows its 8 columns, so that few queries waste little:
 //     Sᵀ (keys × rows) = K Qᵀ,   Oᵀ (head_dim × rows) += Vᵀ Pᵀ.
 //   kWarpsK slices of a tile's keys each have their own softmax and O, and their own ring of
 //   kStages stages of K and V, so nothing in the main loop waits for the block; kWarpsQ warps share
-//   a slice and have kWarpRows rows each. The rings run ahead over the ends of pieces
-//   (schedule.cuh): while a piece is finished the next one's keys arrive.
+//   a slice and have kWarpRows rows each. The rings run ahead over the ends of splits
+//   (schedule.cuh): the next split's keys arrive during the epilogue of the one before.
 #include "decoding/combine.cuh"
 #include "decoding/ring.cuh"
 #include "decoding/slice.cuh"
@@ -30,13 +30,13 @@ constexpr int kSliceThreads = 32 * kWarpsQ;
 constexpr int kRowBlocks = kWarpRows / 8;
 constexpr int kMergeBatch = kHeadDim == 256 ? 1 : kRows == 8 ? 4 : 2;  // that registers hold
 static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK,
-              "a warp for each part, a thread for each row");
+              "warps share slices and rows evenly, and each row has a thread to locate it");
 
 using Tile = decoding::SwizzledRows<kHeadDim>;
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
 using Slice = decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>;
-using Work = decoding::Schedule<kRows, kTileKeys>;
-using Loader = decoding::Loader<T, Work, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
+using Schedule = decoding::Schedule<kRows, kTileKeys>;
+using Loader = decoding::Loader<T, Schedule, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
                                 Config::query_buffers, Config::table>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch>;
 
@@ -47,16 +47,16 @@ struct Smem {
   float o[kWarpsK][4 * kWarpsQ][kHeadDim];
   float2 max_sum[kWarpsK][4 * kWarpsQ];
   int pages[kStages][Config::threads / 32]
-           [kWarpKeys];  // of the tile that each warp loads into a stage next
+           [kWarpKeys];  // page numbers of the tile that each warp loads into a stage next
   Loader::Table table;
   decoding::Rows<T, kRows> rows;
-  Work ahead[Config::threads / 32];  // where the rings' loads are
-  Work work;                         // one piece after the one that is computed
-  decoding::Piece pieces[2];         // that is computed, and the next, in turn
-  bool more[2];                      // whether there is that piece
-  decoding::Parts parts;             // of the piece that is computed
-  decoding::Piece last_piece;        // of an item that other blocks began: to be merged at the end
-  decoding::Parts last_parts;
+  Schedule ahead[Config::threads / 32];  // where the rings' loads are
+  Schedule schedule;                     // one split after the one that is computed
+  decoding::Split splits[2];             // the one that is computed, and the next, in turn
+  bool exists[2];                        // whether there is that split
+  decoding::SplitPlace place;            // of the split that is computed
+  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
+  decoding::SplitPlace last_place;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void sync_slice() {
     ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);
 }
 
-// Merges the slices' four rows of each row warp, from `first` on, and puts them where they belong.
+// Merges four rows of each row warp, from `first` on, over the slices, and writes them.
 __device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int first) {
   for (int i = threadIdx.x; i < 4 * kWarpsQ * Writer::kVecs; i += Config::threads) {
     const int from = i / Writer::kVecs, column = i % Writer::kVecs * 4;
@@ -83,34 +83,35 @@ __device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& s
     }
 #pragma unroll
     for (int slice = 0; slice < kWarpsK; ++slice)
-      whole.add(reinterpret_cast<const decoding::Vec<float>&>(
+      whole.add(reinterpret_cast<const decoding::FourColumns<float>&>(
                     smem.o[slice][from][decoding::permuted_column(from, column)]),
                 max_sum[slice].x, max_sum[slice].y);
     writer.put(row, column, whole);
   }
 }
 
-// Opens the block's piece `number`, unless there are no more.
-__device__ __forceinline__ bool open_piece(const DecodeParams& params, Smem& smem, Loader& loader,
-                                           int number) {
+// Begins the block's split `number`, unless there are no more.
+__device__ __forceinline__ bool begin_split(const DecodeParams& params, Smem& smem, Loader& loader,
+                                            int number) {
   const int turn = number % 2, next = 1 - turn;
-  if (smem.more[turn]) {
-    smem.rows.locate(params, smem.pieces[turn]);
-    loader.wait_for_queries(smem.pieces[turn], number);
+  if (smem.exists[turn]) {
+    smem.rows.locate(params, smem.splits[turn]);
+    loader.wait_for_queries(smem.splits[turn], number);
   }
-  __syncthreads();  // also: the piece before is done with
-  if (!smem.more[turn]) return false;
+  __syncthreads();  // also: nobody reads the split before any more
+  if (!smem.exists[turn]) return false;
   if (threadIdx.x == 0) {  // read after other barriers
-    smem.parts = smem.work.place_of(params, smem.pieces[turn]);
-    smem.more[next] = smem.work.next(params, smem.pieces[next]);
+    smem.place = smem.schedule.place_of(params, smem.splits[turn]);
+    smem.exists[next] = smem.schedule.next(params, smem.splits[next]);
   }
   return true;
 }
 
-// Whether the item is to be merged right away.
-__device__ __forceinline__ bool close_piece(const Writer& writer, Smem& smem, Slice& acc, int slice,
-                                            int row_warp, int number) {
-  acc.add_up();
+// Epilogue of a split: merges the slices and writes the rows. Whether partial results are to be
+// merged right away.
+__device__ __forceinline__ bool end_split(const Writer& writer, Smem& smem, Slice& acc, int slice,
+                                          int row_warp, int number) {
+  acc.sum_over_lanes();
 #pragma unroll
   for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll 1
@@ -120,11 +121,11 @@ __device__ __forceinline__ bool close_piece(const Writer& writer, Smem& smem, Sl
       __syncthreads();
       combine_rows(writer, smem, 8 * r + 4 * half);
     }
-  if (!writer.parts.merges) return false;
-  if (writer.parts.alone || !smem.more[1 - number % 2]) return true;
+  if (!writer.place.merges) return false;
+  if (writer.place.alone || !smem.exists[1 - number % 2]) return true;
   if (threadIdx.x == 0) {
-    smem.last_piece = writer.piece;
-    smem.last_parts = writer.parts;
+    smem.last_split = writer.split;
+    smem.last_place = writer.place;
   }
   return false;
 }
@@ -138,16 +139,16 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 
   const bool has_table = Loader::has_table(params);
   if (has_table) Loader::fetch_table(params, smem.table);
-  Work work;
-  decoding::Piece first;
-  if (!work.start(params) || !work.here(params, first)) return ptx::cp_async_wait_all();
+  Schedule schedule;
+  decoding::Split first;
+  if (!schedule.start(params) || !schedule.here(params, first)) return ptx::cp_async_wait_all();
   Loader loader(params, smem.ahead[warp], smem.queries, smem.table, first, smem.pages);
-  if (threadIdx.x % 32 == 0) smem.ahead[warp] = work;
+  if (threadIdx.x % 32 == 0) smem.ahead[warp] = schedule;
   if (threadIdx.x == 0) {
-    smem.work = work;
-    smem.pieces[0] = first;
-    smem.more[0] = true;
-    smem.last_parts.merges = false;
+    smem.schedule = schedule;
+    smem.splits[0] = first;
+    smem.exists[0] = true;
+    smem.last_place.merges = false;
   }
   if (has_table) {
     ptx::cp_async_wait_all();
@@ -155,51 +156,50 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   }
   __syncwarp();
   Slice acc;
-  bool open = false;
-  int number = -1;                  // of the piece that is computed
-  tile::Range all_see;              // of it: from the last row's first key to the first row's last
+  bool computing = false;
+  int number = -1;                  // of the split that is computed
+  tile::Range common_keys;          // of it: all rows see these
   int key = 0, end = 0, stage = 0;  // keys of this slice's share of it
   int filling = loader.depth;       // tiles are looked up and loaded before the first is computed
 #pragma unroll 1
   while (true) {
     const Stage& current = smem.ring[slice][stage];
     if (filling > 0) {
-      if (--filling == 0) __syncthreads();  // the first piece is known to all
+      if (--filling == 0) __syncthreads();  // all threads know the first split
     } else {
 #pragma unroll 1
       while (key >= end) {
-        const decoding::Piece* piece = &smem.pieces[number & 1];
-        const decoding::Parts* parts = &smem.parts;
+        const decoding::Split* split = &smem.splits[number & 1];
+        const decoding::SplitPlace* place = &smem.place;
         const bool merges =
-            open && close_piece({params, *piece, *parts}, smem, acc, slice, row_warp, number);
-        open = !merges && open_piece(params, smem, loader, number + 1);
-        if (open) {
-          piece = &smem.pieces[++number & 1];
-          key = piece->origin + slice * kWarpKeys;
-          end = piece->end;
-          all_see = {smem.rows.keys(params, *piece, kRows - 1).begin,
-                     smem.rows.keys(params, *piece, 0).end};
+            computing && end_split({params, *split, *place}, smem, acc, slice, row_warp, number);
+        computing = !merges && begin_split(params, smem, loader, number + 1);
+        if (computing) {
+          split = &smem.splits[++number & 1];
+          key = split->origin + slice * kWarpKeys;
+          end = split->end;
+          common_keys = {smem.rows.keys(params, *split, kRows - 1).begin,
+                         smem.rows.keys(params, *split, 0).end};
         } else {
           if (!merges) {  // nothing else is left
-            if (!smem.last_parts.merges) return;
-            piece = &smem.last_piece;
-            parts = &smem.last_parts;
+            if (!smem.last_place.merges) return;
+            split = &smem.last_split;
+            place = &smem.last_place;
           }
-          Writer{params, *piece, *parts}.merge_parts();
+          Writer{params, *split, *place}.merge_partials();
           if (!merges) return;
         }
-        acc.clear();  // also where nothing follows: what is not kept needs no registers while parts
-                      // are merged
+        acc.clear();  // also where nothing follows: so O needs no registers during the merge
       }
-      const decoding::Piece& piece = smem.pieces[number & 1];
+      const decoding::Split& split = smem.splits[number & 1];
       ptx::cp_async_wait<kStages - 1>();
       sync_slice();
       Slice::Scores s;
       Slice::multiply_scores(s, ptx::shared_address(current.k),
                              ptx::shared_address(smem.queries[number % Config::query_buffers]) +
                                  first_row * Tile::kRowBytes);
-      const bool masked = key < all_see.begin || key + kWarpKeys > all_see.end;
-      Slice::finish_scores(s, params, smem.rows, piece, key, first_row, masked);
+      const bool masked = !common_keys.contains(key, kWarpKeys);
+      Slice::finish_scores(s, params, smem.rows, split, key, first_row, masked);
       acc.update_softmax(s);
       acc.multiply_values(s, ptx::shared_address(current.v));
       key += kTileKeys;

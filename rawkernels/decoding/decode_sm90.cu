@@ -1,13 +1,18 @@
-// Decoding for few sequences on Hopper, where latency is what a call takes: a cluster of blocks for
-// each sequence and key head, which share out its keys and merge through each other's shared
-// memory. Where there are fewer of these than clusters can run, each has several, the last of which
-// merges what they leave in global memory.
+// Decoding for few sequences on Hopper, where latency decides: a cluster of blocks for each
+// sequence and key head, whose blocks share the keys and merge through distributed shared memory.
+// Where there are fewer such pairs than clusters can run, each pair has several clusters, the last
+// of which merges the partial results that they leave in global memory.
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim), at most kRows rows, 8 or 16 (query heads that
 //   share a key head, times query tokens); caches contiguous or in pages of at least kWarpKeys;
 //   float16 or bfloat16, head_dims of exactly kHeadDim, everything 16-byte aligned. DecodeParams
-//   has the rest. The copy engine brings tiles of kWarpKeys keys, a ring of kStages for each warp;
-//   a warp's products are decode_sm80.cu's. Grid: (kCluster times clusters, key heads, batch).
+//   has the rest. TMA loads tiles of kWarpKeys keys into a ring of kStages for each warp; a warp's
+//   products are decode_sm80.cu's. Grid: (kCluster times clusters, key heads, batch).
+//
+//   No deadlock: the blocks of a cluster are resident together, and every thread of each arrives at
+//   both cluster barriers. The last cluster of a pair waits for the partial results of the pair's
+//   other clusters, which come before it in the grid, wait for nobody, and are resident or have
+//   ended.
 #include "decoding/combine.cuh"
 #include "decoding/slice.cuh"
 #include "ptx/cluster.cuh"
@@ -21,25 +26,27 @@ constexpr int kStages = Config::stages;
 constexpr int kCluster = Config::cluster;
 constexpr int kRows = Config::rows;
 constexpr int kChunks = kHeadDim / 8;
-constexpr int kOwnColumns = kHeadDim / kCluster;  // of O, which a block merges for the cluster
+constexpr int kOwnColumns = kHeadDim / kCluster;  // of O: a block merges these for the cluster
 // Rows that the threads merge at a time, four columns each.
 constexpr int kPassRows = Config::threads * 4 / kHeadDim;
 constexpr int kPasses = kRows > kPassRows ? kRows / kPassRows : 1;
-static_assert(kPasses <= kCluster, "a lane for each");
+static_assert(kPasses <= kCluster, "each pass of the merge is written by a lane of its own");
 
 using QTile = decoding::SwizzledRows<kHeadDim>;
-using Tile = decoding::Panels<8, kWarpKeys * 128>;  // as the copy engine writes them
+using Tile = tile::Swizzled<8, kWarpKeys * 128>;  // as TMA writes them
 using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
 using Slice = decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys, 2>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, 1>;
-using Vec = decoding::Vec<float>;
+using Vec = decoding::FourColumns<float>;
 
 struct Staged {  // a warp's O
   float o[kRows][kHeadDim];
 };
-static_assert(sizeof(Staged) <= kStages * sizeof(Stage), "it takes the place of the ring");
-static_assert(kOwnColumns % 4 == 0 && 32 % kCluster == 0, "whole vectors; parts are lanes");
-static_assert(kPassRows * kPasses == kRows || kPassRows > kRows, "whole warps merge");
+static_assert(sizeof(Staged) <= kStages * sizeof(Stage), "a warp's O takes the place of its ring");
+static_assert(kOwnColumns % 4 == 0 && 32 % kCluster == 0,
+              "columns are shared in whole vectors, and the cluster's blocks are lanes");
+static_assert(kPassRows * kPasses == kRows || kPassRows > kRows,
+              "the rows of a tile take a whole number of passes, or less than one");
 
 struct Smem {
   union {
@@ -47,8 +54,8 @@ struct Smem {
     Staged staged;
   } of_warp[kWarps];
   alignas(128) T q[kRows * kHeadDim];
-  Vec parts[kCluster][kRows][kOwnColumns / 4];  // written by the cluster's blocks
-  float2 part_max_sum[kCluster][kRows];
+  Vec partials[kCluster][kRows][kOwnColumns / 4];  // written by the cluster's blocks
+  float2 partial_max_sum[kCluster][kRows];
   float2 max_sum[kWarps][kRows];
   ptx::Mbarrier full[kWarps][kStages];
   decoding::Rows<T, kRows> rows;
@@ -84,9 +91,9 @@ __device__ __forceinline__ void clear_values(T* v, int key, int begin, int end) 
   __syncwarp();
 }
 
-// The block's warps' parts of a row's four columns, and those of its maximum and sum.
-__device__ __forceinline__ decoding::Partial<T> part_of_block(const Smem& smem, int row,
-                                                              int column) {
+// Four columns of a row, merged over this block's warps.
+__device__ __forceinline__ decoding::Partial<T> merged_over_warps(const Smem& smem, int row,
+                                                                  int column) {
   decoding::Partial<T> whole;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) whole.max = fmaxf(whole.max, smem.max_sum[warp][row].x);
@@ -100,17 +107,17 @@ __device__ __forceinline__ decoding::Partial<T> part_of_block(const Smem& smem, 
   return whole;
 }
 
-// Four of this block's columns of a row, merged from the cluster's parts, of which each of kCluster
-// lanes has one.
-__device__ __forceinline__ decoding::Partial<T> part_of_cluster(const Smem& smem, int row, int vec,
-                                                                int part) {
-  const float2 max_sum = smem.part_max_sum[part][row];
+// Four of this block's columns of a row, merged over the cluster's blocks: each of kCluster lanes
+// has one block's partial result, and all get the whole.
+__device__ __forceinline__ decoding::Partial<T> merged_over_blocks(const Smem& smem, int row,
+                                                                   int vec, int peer) {
+  const float2 max_sum = smem.partial_max_sum[peer][row];
   decoding::Partial<T> whole;
   whole.max = max_sum.x;
 #pragma unroll
   for (int distance = 1; distance < kCluster; distance *= 2)
     whole.max = fmaxf(whole.max, __shfl_xor_sync(~0u, whole.max, distance));
-  whole.add(smem.parts[part][row][vec], max_sum.x, max_sum.y);
+  whole.add(smem.partials[peer][row][vec], max_sum.x, max_sum.y);
 #pragma unroll
   for (int distance = 1; distance < kCluster; distance *= 2) {
     whole.sum += __shfl_xor_sync(~0u, whole.sum, distance);
@@ -120,56 +127,57 @@ __device__ __forceinline__ decoding::Partial<T> part_of_cluster(const Smem& smem
   return whole;
 }
 
-// What a block of one of several clusters leaves of its columns of a row, in units of 16 bytes that
-// each hold the launch's ticket, as combine.cuh's do.
-struct Part {
+// What a block of one of several clusters leaves of its columns of a row, in packets of 16 bytes
+// that each hold the launch's id, as combine.cuh's do.
+struct ClusterPartial {
   ptx::B128 max_sum;
   ptx::B128 o[kOwnColumns / 4][2];
 };
-static_assert(sizeof(Part) * kCluster == 16 * (kHeadDim / 2 + kCluster),
-              "as part_bytes of Config's");
+static_assert(sizeof(ClusterPartial) * kCluster == 16 * (kHeadDim / 2 + kCluster),
+              "part_bytes of the Config must have room for it");
 
-__device__ __forceinline__ Part& part_at(const DecodeParams& params, int cluster, int row) {
+__device__ __forceinline__ ClusterPartial& partial_at(const DecodeParams& params, int cluster,
+                                                      int row) {
   const unsigned pair = blockIdx.z * gridDim.y + blockIdx.y;
   const unsigned block = pair * gridDim.x + cluster * kCluster + blockIdx.x % kCluster;
-  return static_cast<Part*>(params.partials)[block * kRows + row];
+  return static_cast<ClusterPartial*>(params.workspace)[block * kRows + row];
 }
 
-// By kCluster lanes, which all have the whole.
-__device__ __forceinline__ void put_part(const DecodeParams& params, int row, int vec, int lane,
-                                         const decoding::Partial<T>& whole) {
-  Part& part = part_at(params, blockIdx.x / kCluster, row);
-  const auto put = [&](ptx::B128& unit, float x, float y) {
+// Leaves a result that kCluster lanes have; each writes a packet.
+__device__ __forceinline__ void put_partial(const DecodeParams& params, int row, int vec, int lane,
+                                            const decoding::Partial<T>& whole) {
+  ClusterPartial& partial = partial_at(params, blockIdx.x / kCluster, row);
+  const auto put = [&](ptx::B128& packet, float x, float y) {
     const float2 numbers = {x, y};
-    ptx::store_relaxed(&unit,
-                       {reinterpret_cast<const unsigned long long&>(numbers), params.ticket});
+    ptx::store_relaxed(&packet,
+                       {reinterpret_cast<const unsigned long long&>(numbers), params.launch_id});
   };
-  if (lane == 0) put(part.o[vec][0], whole.o.x[0], whole.o.x[1]);
-  if (lane == 1) put(part.o[vec][1], whole.o.x[2], whole.o.x[3]);
-  if (lane == 2 && vec == 0) put(part.max_sum, whole.max, whole.sum);
+  if (lane == 0) put(partial.o[vec][0], whole.o.x[0], whole.o.x[1]);
+  if (lane == 1) put(partial.o[vec][1], whole.o.x[2], whole.o.x[3]);
+  if (lane == 2 && vec == 0) put(partial.max_sum, whole.max, whole.sum);
 }
 
-// The clusters' parts of four columns of a row, of which each of kCluster lanes takes every
-// kCluster-th. All of them run, or have run, as in combine.cuh.
-__device__ __forceinline__ decoding::Partial<T> merge_parts(const DecodeParams& params, int row,
-                                                            int vec, int lane) {
-  const int parts = gridDim.x / kCluster;
+// Four columns of a row, merged over the pair's clusters, of which each of kCluster lanes takes
+// every kCluster-th. Waits for their partial results.
+__device__ __forceinline__ decoding::Partial<T> merge_partials(const DecodeParams& params, int row,
+                                                               int vec, int lane) {
+  const int clusters = gridDim.x / kCluster;
   decoding::Partial<T> whole;
 #pragma unroll 1
-  for (int first = 0; first < parts; first += kCluster) {
-    Part& part = part_at(params, min(first + lane, parts - 1), row);
+  for (int first = 0; first < clusters; first += kCluster) {
+    ClusterPartial& partial = partial_at(params, min(first + lane, clusters - 1), row);
     ptx::B128 max_sum, o[2];
     do {
-      max_sum = ptx::load_relaxed(&part.max_sum);
-      o[0] = ptx::load_relaxed(&part.o[vec][0]);
-      o[1] = ptx::load_relaxed(&part.o[vec][1]);
-    } while (__any_sync(~0u, max_sum.high != params.ticket || o[0].high != params.ticket ||
-                                 o[1].high != params.ticket));
-    part.o[vec][0].high = part.o[vec][1].high = 0;
-    if (vec == 0) part.max_sum.high = 0;  // which all lanes have read
-    if (first + lane < parts) {
+      max_sum = ptx::load_relaxed(&partial.max_sum);
+      o[0] = ptx::load_relaxed(&partial.o[vec][0]);
+      o[1] = ptx::load_relaxed(&partial.o[vec][1]);
+    } while (__any_sync(~0u, max_sum.high != params.launch_id || o[0].high != params.launch_id ||
+                                 o[1].high != params.launch_id));
+    partial.o[vec][0].high = partial.o[vec][1].high = 0;
+    if (vec == 0) partial.max_sum.high = 0;  // all lanes have read it
+    if (first + lane < clusters) {
       const float2 x = reinterpret_cast<const float2&>(max_sum.low);
-      whole.raise(fmaxf(whole.max, x.x));
+      whole.rescale(fmaxf(whole.max, x.x));
       const float2 columns[2] = {reinterpret_cast<const float2&>(o[0].low),
                                  reinterpret_cast<const float2&>(o[1].low)};
       whole.add({columns[0].x, columns[0].y, columns[1].x, columns[1].y}, x.x, x.y);
@@ -189,23 +197,26 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   const int rows = params.seqlen_q * params.group;
   ptx::cluster_arrive();  // awaited before others' shared memory is written
 
-  // What takes long to come is asked for first. Tiles are dealt out in turn to the warps of all
-  // blocks, so that where a warp begins, unless a window says, is known before the length is.
-  decoding::Piece piece = {decoding::sequence_at(params, blockIdx.z), head, 0};
-  piece.origin = params.window_left == kUnbounded
+  // Reads with long latency are requested first. The warps of all blocks take tiles in turn, so
+  // that where a warp begins, unless a window says, is known before the length is.
+  const int index = blockIdx.z;
+  decoding::Split split = {
+      {index, 0, params.seqlen_q, decoding::count_keys(params, index)}, head, 0};
+  split.origin = params.window_left == kUnbounded
                      ? params.first_key
-                     : decoding::visible_keys(params, piece.seq, 0).begin;
-  piece.origin &= -kWarpKeys;
+                     : decoding::visible_keys(params, split.seq, 0).begin;
+  split.origin &= -kWarpKeys;
   const int round = kWarpKeys * kWarps * gridDim.x;
-  int key = piece.origin + (blockIdx.x * kWarps + warp) * kWarpKeys;
-  // Pages of this warp's next 32 tiles, a lane each, and of the 32 after them.
-  const int* table = nullptr;
-  if (params.page_table != nullptr)
-    table = params.page_table + piece.seq.index * params.table_stride;
+  int key = split.origin + (blockIdx.x * kWarps + warp) * kWarpKeys;
+  // Pages of this warp's next 32 tiles, a lane each, and of the 32 after them. TMA gives zeros for
+  // a page that does not exist.
+  const kvcache::PageTable table = page_table(params);
+  const int* const row_of_table = table.entry(index, 0);
   const auto look_up = [&](int first) {
-    const int mine = first + lane * round;
-    return table != nullptr && mine < params.capacity ? table[mine >> params.page_shift]
-                                                      : piece.seq.index;
+    const int own_key = first + lane * round;
+    return table.entries != nullptr && own_key < params.capacity
+               ? row_of_table[own_key >> table.page_shift]
+               : index;
   };
   int pages = look_up(key), later_pages = look_up(key + 32 * round);
   if (threadIdx.x == 0) {
@@ -217,20 +228,20 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   if (lane < kStages) ptx::mbarrier_init(full[lane], 1);
   ptx::fence_mbarrier_init();
 
-  piece.begin = decoding::visible_keys(params, piece.seq, 0).begin;
-  piece.end =
-      max(piece.begin, decoding::visible_keys(params, piece.seq, piece.seq.seqlen_q - 1).end);
-  int place = 0;  // in `pages`, of the next tile to be asked for
+  split.begin = decoding::visible_keys(params, split.seq, 0).begin;
+  split.end =
+      max(split.begin, decoding::visible_keys(params, split.seq, split.seq.seqlen_q - 1).end);
+  int next_page = 0;  // in `pages`: the next tile's to be loaded
   const auto load = [&](Stage& stage, ptx::Mbarrier& barrier, int first) {
-    const int page = __shfl_sync(~0u, pages, place);
+    const int page = __shfl_sync(~0u, pages, next_page);
     if (lane == 0) {
-      const int slot = first & ((1 << params.page_shift) - 1);
+      const int slot = table.slot(first);
       ptx::mbarrier_arrive_expect_tx(barrier, sizeof(Stage));
       ptx::tma_load(stage.k, maps.k, barrier, 0, slot, 0, head, page, ptx::kEvictFirst);
       ptx::tma_load(stage.v, maps.v, barrier, 0, slot, 0, head, page, ptx::kEvictFirst);
     }
-    if (++place == 32) {
-      place = 0;
+    if (++next_page == 32) {
+      next_page = 0;
       pages = later_pages;
       later_pages = look_up(first + 33 * round);
     }
@@ -239,36 +250,36 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kStages; ++i)
-    if (key + i * round < piece.end) load(ring[i], full[i], key + i * round);
+    if (key + i * round < split.end) load(ring[i], full[i], key + i * round);
 
-  smem.rows.locate(params, piece);
+  smem.rows.locate(params, split);
   ptx::cp_async_wait_all();
   __syncthreads();
-  const tile::Range all_see = {smem.rows.keys(params, piece, kRows - 1).begin,
-                               smem.rows.keys(params, piece, 0).end};
+  const tile::Range common_keys = {smem.rows.keys(params, split, kRows - 1).begin,
+                                   smem.rows.keys(params, split, 0).end};
   Slice acc;
   acc.clear();
   int stage = 0, phase = 0;
 #pragma unroll 1
-  for (; key < piece.end; key += round) {
+  for (; key < split.end; key += round) {
     Stage& current = ring[stage];
     ptx::mbarrier_wait(full[stage], phase);
     Slice::Scores s;
     Slice::multiply_scores(s, ptx::shared_address(current.k), ptx::shared_address(smem.q));
-    const bool masked = key < all_see.begin || key + kWarpKeys > all_see.end;
-    Slice::finish_scores(s, params, smem.rows, piece, key, 0, masked);
+    const bool masked = !common_keys.contains(key, kWarpKeys);
+    Slice::finish_scores(s, params, smem.rows, split, key, 0, masked);
     acc.update_softmax(s);
-    if (masked) clear_values(current.v, key, piece.begin, piece.end);
+    if (masked) clear_values(current.v, key, split.begin, split.end);
     acc.multiply_values(s, ptx::shared_address(current.v));
     __syncwarp();
-    if (key + kStages * round < piece.end) load(current, full[stage], key + kStages * round);
+    if (key + kStages * round < split.end) load(current, full[stage], key + kStages * round);
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
     }
   }
 
-  acc.add_up();
+  acc.sum_over_lanes();
   acc.put_all_rows(smem.of_warp[warp].staged.o, smem.max_sum[warp]);
   __syncthreads();
   ptx::cluster_wait();
@@ -280,41 +291,41 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
     const int column_vec = threadIdx.x % kVecs, owner = column_vec / (kOwnColumns / 4);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
-      whole[i] = part_of_block(smem, row + i * kPassRows, column_vec * 4);
+      whole[i] = merged_over_warps(smem, row + i * kPassRows, column_vec * 4);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int its_row = row + i * kPassRows;
-      *ptx::mapa(&smem.parts[rank][its_row][column_vec % (kOwnColumns / 4)], owner) = whole[i].o;
+      *ptx::mapa(&smem.partials[rank][its_row][column_vec % (kOwnColumns / 4)], owner) = whole[i].o;
       if (column_vec < kCluster)
-        *ptx::mapa(&smem.part_max_sum[rank][its_row], column_vec) =
+        *ptx::mapa(&smem.partial_max_sum[rank][its_row], column_vec) =
             make_float2(whole[i].max, whole[i].sum);
     }
   }
   ptx::cluster_barrier();
   if (row >= kRows) return;
 
-  // This block's columns, with the cluster's parts in the lanes.
-  const int vec = threadIdx.x / kCluster % (kOwnColumns / 4), part = threadIdx.x % kCluster;
+  // This block's columns; a lane has a block's partial result.
+  const int vec = threadIdx.x / kCluster % (kOwnColumns / 4), peer = threadIdx.x % kCluster;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i)
-    whole[i] = part_of_cluster(smem, row + i * kPassRows, vec, part);
+    whole[i] = merged_over_blocks(smem, row + i * kPassRows, vec, peer);
   if (gridDim.x > kCluster) {
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) put_part(params, row + i * kPassRows, vec, part, whole[i]);
+    for (int i = 0; i < kPasses; ++i) put_partial(params, row + i * kPassRows, vec, peer, whole[i]);
     if (blockIdx.x + kCluster < gridDim.x) return;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
-      whole[i] = merge_parts(params, row + i * kPassRows, vec, part);
+      whole[i] = merge_partials(params, row + i * kPassRows, vec, peer);
   }
-  // All of them have the results: each writes one.
+  // All lanes have the results of all passes: each writes those of one.
   int its_row = row;
 #pragma unroll
   for (int i = 1; i < kPasses; ++i)
-    if (part == i) {
+    if (peer == i) {
       whole[0] = whole[i];
       its_row += i * kPassRows;
     }
-  const decoding::Parts alone = {0, 1, false, false, false, 0};
-  const Writer writer = {params, piece, alone};
-  if (part < kPasses && its_row < rows) writer.put(its_row, rank * kOwnColumns + vec * 4, whole[0]);
+  const decoding::SplitPlace alone = {0, 1, false, false, false, 0};
+  const Writer writer = {params, split, alone};
+  if (peer < kPasses && its_row < rows) writer.put(its_row, rank * kOwnColumns + vec * 4, whole[0]);
 }

@@ -1,5 +1,5 @@
-// Merges partial attention results over disjoint sets of keys. Bound by memory: each part is read
-// once.
+// Merges partial attention results over disjoint sets of keys into the result over all of them,
+// each weighted by its log-sum-exp. Memory-bound: each partial result is read once.
 //
 //   outs: `parts` arrays (outer, middle, inner, head_dim_v) of the same strides; lses float (double
 //   for float64), of the same strides over the first three axes, as the lse that is written; out
@@ -11,7 +11,7 @@ using Acc = tile::Accumulator<T>;
 using Out = Config::out_dtype;
 
 constexpr int kMaxParts = 32;
-constexpr int kBatch = 8;  // parts on their way at a time
+constexpr int kBatch = 8;  // parts that a thread loads at a time
 
 struct MergeParams {
   const void* outs[kMaxParts];
@@ -25,17 +25,12 @@ struct MergeParams {
   int packed;  // four columns may be read and written at once
 };
 
-template <class Number>
-struct alignas(4 * sizeof(Number) < 16 ? 4 * sizeof(Number) : 16) Pack {
-  Number x[4];
-};
-
 // Columns from `column` on of a part's row.
-__device__ __forceinline__ Pack<T> load(const MergeParams& params, int part, long long from,
-                                        int column) {
+__device__ __forceinline__ decoding::FourColumns<T> load(const MergeParams& params, int part,
+                                                         long long from, int column) {
   const T* source = static_cast<const T*>(params.outs[part]) + from;
-  if (params.packed) return *reinterpret_cast<const Pack<T>*>(source);
-  Pack<T> values = {};
+  if (params.packed) return *reinterpret_cast<const decoding::FourColumns<T>*>(source);
+  decoding::FourColumns<T> values = {};
 #pragma unroll
   for (int e = 0; e < 4; ++e)
     if (column + e < params.head_dim_v) values.x[e] = source[e];
@@ -68,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     Acc sum = 0, o[4] = {};
     for (int first = 0; first < params.parts; first += kBatch) {
       Acc weight[kBatch];
-      Pack<T> values[kBatch];
+      decoding::FourColumns<T> values[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         weight[i] = lse_of(first + i);
@@ -80,19 +75,19 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         sum += weight[i];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          // A part that has seen nothing may hold anything.
+          // A part that has seen no key may hold anything, NaN included.
           const Acc value = weight[i] == 0 ? 0 : static_cast<Acc>(values[i].x[e]);
           o[e] = fma(weight[i], value, o[e]);
         }
       }
     }
     const Acc inverse = sum == 0 ? 0 : 1 / sum;
-    Pack<Out> result;
+    decoding::FourColumns<Out> result;
 #pragma unroll
     for (int e = 0; e < 4; ++e) result.x[e] = static_cast<Out>(o[e] * inverse);
     Out* target = static_cast<Out*>(params.out) + row * params.head_dim_v + column;
     if (params.packed) {
-      *reinterpret_cast<Pack<Out>*>(target) = result;
+      *reinterpret_cast<decoding::FourColumns<Out>*>(target) = result;
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e)

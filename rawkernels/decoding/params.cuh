@@ -1,11 +1,11 @@
-// What the decoding kernels are told about one call. Mirrored field by field in
-// cuattn/gpu/params.py; the order keeps every field at its natural alignment, so both sides agree
-// on the bytes.
+// What the decoding kernels are told about one call. Declared as DECODE_PARAMS in
+// cuattn/gpu/params.py too; the order keeps every field at its natural alignment, so both sides
+// agree on the bytes.
 //
 // q and out are (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total, heads_q,
 // head_dim): batch strides are then 0 and seqlen_q is the total. k and v are pages (num_pages,
 // page_size, heads_kv, head_dim), or without a page table contiguous caches (batch, capacity,
-// heads_kv, head_dim), which are read as one page a sequence. Strides are in elements.
+// heads_kv, head_dim), which are read as one page for each sequence. Strides are in elements.
 #pragma once
 
 #include "attention/params.cuh"
@@ -17,13 +17,13 @@ struct DecodeParams {
   const void* v;
   void* out;  // of the inputs' type, or of the accumulators' where out_is_acc
   void* lse;  // float (double for float64), strides over batch and heads below; null: not wanted
-  const void* alibi_slopes;   // float (double for float64); null: none
-  const void* sinks;          // float (double for float64) (heads_q,); null: none
-  const int* page_table;      // null: contiguous
-  const int* seq_lens;        // null: every sequence has `capacity` keys
-  const int* cu_seqlens_q;    // null: seqlen_q queries a sequence
-  void* partials;             // units of partial results (slots, tile rows, units of a row)
-  unsigned long long ticket;  // a random number of this launch's own
+  const void* alibi_slopes;      // float (double for float64); null: none
+  const void* sinks;             // float (double for float64) (heads_q,); null: none
+  const int* page_table;         // null: contiguous
+  const int* seq_lens;           // null: every sequence has `capacity` keys
+  const int* cu_seqlens_q;       // null: seqlen_q queries for each sequence
+  void* workspace;               // for partial results
+  unsigned long long launch_id;  // a random number of this launch's own
 
   Strides q_stride, out_stride;
   PageStrides k_stride, v_stride;
@@ -37,16 +37,17 @@ struct DecodeParams {
   int batch, seqlen_q, capacity, heads_q, heads_kv, head_dim, head_dim_v;
   int window_left, window_right;  // as in ForwardParams, with a sequence's length as its seqlen_k
   int page_shift;                 // log2 of the page size; 30 for contiguous caches
+  int num_pages;                  // of a contiguous cache: batch
   int first_key;                  // keys before it are not read: they are merged in from elsewhere
-  int split_units;  // nonzero: every unit of work is a partial result; else a block's consecutive
-                    // ones are one
-  int unit_shift;   // log2 of the keys of such a unit, unless num_splits is given
-  int num_splits;   // 0: not given
-  int heads_of_block;      // gridDim.x blocks share out heads_kv heads
+  int fixed_splits;     // nonzero: every block of keys is a split; else a thread block's are one
+  int kv_block_shift;   // log2 of the keys of a block: with fixed_splits, unless num_splits says;
+                        // else at least
+  int num_splits;       // 0: not given
+  int heads_per_block;  // gridDim.x thread blocks share heads_kv heads
   int group, group_shift;  // heads_q / heads_kv; n / group = n * group_magic >> group_shift
   unsigned group_magic;
   int out_is_acc;
-  int one_item;  // for each block's head: nothing is to be searched for
+  int single_tile;  // a thread block's heads have one work tile: nothing is to be searched for
 };
 
 // A decoding call has neither bias nor mask.
@@ -57,6 +58,10 @@ __device__ __forceinline__ tile::ScoreInputs score_inputs(const DecodeParams& pa
   inputs.alibi_slopes = params.alibi_slopes;
   inputs.alibi_batch_stride = params.alibi_batch_stride;
   return inputs;
+}
+
+__device__ __forceinline__ kvcache::PageTable page_table(const DecodeParams& params) {
+  return {params.page_table, params.table_stride, params.page_shift, params.num_pages};
 }
 
 __device__ __forceinline__ int divided_by_group(const DecodeParams& params, int n) {

@@ -1,34 +1,46 @@
-// Who computes what, worked out by every block for itself from the lengths as they are when the
-// kernel runs.
+// Work partition of the decoding kernels, computed by every thread block from the sequence lengths
+// in device memory, so that no host-side plan is needed.
 //
-// An item is one tile of rows (query heads that share a key head, and their query tokens) of one
-// sequence over all keys it may see. Items are cut into units of keys; all units of a key head, in
-// the order sequence, row tile, key, are dealt out to groups of blocks in consecutive runs of equal
-// cost. The blocks of a group do the same for different heads, at the same time: what they read
-// lies side by side in memory. (Where there are too many heads for that a block takes several in
-// turn.) What a block has of one item is a piece. An item in one piece is written out; of the
-// others each piece leaves a partial result in a slot of its own, and the block with the last piece
-// merges them: at its end, where they are not all its own. Nobody waits for a block behind it,
-// which might never run.
+// A work tile is one tile of rows (the query heads that share a key head, and their query tokens)
+// of one sequence over all keys that it may see. Its keys are cut into blocks. All blocks of a key
+// head, in the order sequence, row tile, key, are shared by groups of thread blocks in contiguous
+// ranges of equal cost. The thread blocks of a group do the same for different heads, at the same
+// time: what they read lies side by side in memory. (Where there are too many heads for that, a
+// thread block takes several in turn.) What a thread block has of one work tile is a split. A work
+// tile of one split is written out at once; of others each split leaves a partial result in a slot
+// of its own, and the thread block with the last split merges them: at its end, where they are not
+// all its own.
+//
+// No deadlock: a thread block waits only for partial results of thread blocks of its head with
+// lower blockIdx.y, and only after all its own are written. Those before it in the grid are
+// resident or have ended, and the first waits for nobody.
 #pragma once
 
 #include "decoding/params.cuh"
 
 namespace decoding {
 
-struct Sequence {
+// A sequence of a batch, whose keys lie in a cache.
+struct CachedSequence {
   int index;
   int begin_q;  // row of q of its first query
-  int seqlen_q, length;
+  int seqlen_q, seqlen_k;
 };
 
-__device__ __forceinline__ Sequence sequence_at(const DecodeParams& params, int index) {
-  Sequence seq = {index, 0, params.seqlen_q, params.capacity};
+// How many keys a sequence has. Lengths that are not what they must be, here and below, are moved
+// to the nearest that can be, so that no address is wrong.
+__device__ __forceinline__ int count_keys(const DecodeParams& params, int index) {
+  if (params.seq_lens == nullptr) return params.capacity;
+  return min(max(params.seq_lens[index], 0), params.capacity);
+}
+
+__device__ __forceinline__ CachedSequence sequence_at(const DecodeParams& params, int index) {
+  CachedSequence seq = {index, 0, params.seqlen_q, count_keys(params, index)};
   if (params.cu_seqlens_q != nullptr) {
-    seq.begin_q = params.cu_seqlens_q[index];
-    seq.seqlen_q = max(params.cu_seqlens_q[index + 1] - seq.begin_q, 0);
+    const int total = params.seqlen_q;
+    seq.begin_q = min(max(params.cu_seqlens_q[index], 0), total);
+    seq.seqlen_q = max(min(params.cu_seqlens_q[index + 1], total) - seq.begin_q, 0);
   }
-  if (params.seq_lens != nullptr) seq.length = min(max(params.seq_lens[index], 0), params.capacity);
   return seq;
 }
 
@@ -39,61 +51,67 @@ __device__ __forceinline__ tile::Visibility visibility(const DecodeParams& param
 }
 
 // The keys that a query token sees and that are to be read.
-__device__ __forceinline__ tile::Range visible_keys(const DecodeParams& params, const Sequence& seq,
-                                                    int token) {
-  const int position = seq.length - seq.seqlen_q + token;
-  const tile::Range keys = visibility(params, seq.length).keys(position);
-  const int begin = min(max(keys.begin, params.first_key), seq.length);
+__device__ __forceinline__ tile::Range visible_keys(const DecodeParams& params,
+                                                    const CachedSequence& seq, int token) {
+  const int position = seq.seqlen_k - seq.seqlen_q + token;
+  const tile::Range keys = visibility(params, seq.seqlen_k).keys(position);
+  const int begin = min(max(keys.begin, params.first_key), seq.seqlen_k);
   return {begin, max(begin, keys.end)};
 }
 
-// How the keys of an item are cut: unit i is [origin + (i << shift), origin + (i + 1 << shift)), of
-// it what lies in [begin, end).
-struct Cut {
+// How the keys of a work tile are cut: block i is [origin + (i << shift), origin + (i + 1 <<
+// shift)), as far as it lies in [begin, end).
+struct KvBlocks {
   int begin, end, origin, shift, count;
 };
 
 template <int kRows>
-__device__ __forceinline__ int tiles_of(const DecodeParams& params, const Sequence& seq) {
+__device__ __forceinline__ int count_row_tiles(const DecodeParams& params,
+                                               const CachedSequence& seq) {
   return (seq.seqlen_q * params.group + kRows - 1) / kRows;
 }
 
 __device__ constexpr int log2_of(int n) { return n == 1 ? 0 : 1 + log2_of(n / 2); }
 
 template <int kRows, int kTileKeys>
-__device__ __forceinline__ Cut cut_item(const DecodeParams& params, const Sequence& seq, int tile) {
+__device__ __forceinline__ KvBlocks cut_keys(const DecodeParams& params, const CachedSequence& seq,
+                                             int row_tile) {
   static_assert((kTileKeys & (kTileKeys - 1)) == 0, "keys are cut by shifts");
   const int rows = seq.seqlen_q * params.group;
-  const int first = divided_by_group(params, tile * kRows);
-  const int last = divided_by_group(params, max(min((tile + 1) * kRows, rows) - 1, 0));
-  Cut cut;
-  cut.begin = visible_keys(params, seq, first).begin;
-  cut.end = max(cut.begin, visible_keys(params, seq, last).end);
-  cut.shift = log2_of(kTileKeys);
-  cut.origin = cut.begin & -kTileKeys;
-  if (params.split_units != 0) {
-    if (rows > kRows) {  // prompts need no splitting, and would leave many rows behind
-      cut.shift = 30;
+  const int first = divided_by_group(params, row_tile * kRows);
+  const int last = divided_by_group(params, max(min((row_tile + 1) * kRows, rows) - 1, 0));
+  KvBlocks blocks;
+  blocks.begin = visible_keys(params, seq, first).begin;
+  blocks.end = max(blocks.begin, visible_keys(params, seq, last).end);
+  blocks.shift = log2_of(kTileKeys);
+  blocks.origin = blocks.begin & -kTileKeys;
+  if (params.fixed_splits != 0) {
+    if (rows > kRows) {  // prompts need no splitting, and would leave many rows to merge
+      blocks.shift = 30;
     } else if (params.num_splits > 0) {
-      while (cut.end - cut.origin > params.num_splits << cut.shift) ++cut.shift;
+      while (blocks.end - blocks.origin > params.num_splits << blocks.shift) ++blocks.shift;
     } else {
-      cut.shift = params.unit_shift;
-      cut.origin = cut.begin >> cut.shift << cut.shift;
+      blocks.shift = params.kv_block_shift;
+      blocks.origin = blocks.begin >> blocks.shift << blocks.shift;
     }
+  } else {
+    blocks.shift = max(blocks.shift, params.kv_block_shift);
   }
-  cut.count = (cut.end - cut.origin - 1 >> cut.shift) + 1;
-  cut.count = max(cut.count, 1);  // one even where there is no key: 0 must be written
-  return cut;
+  blocks.count = (blocks.end - blocks.origin - 1 >> blocks.shift) + 1;
+  blocks.count = max(blocks.count, 1);  // one even where there is no key: 0 must be written
+  return blocks;
 }
 
-struct Piece {
-  Sequence seq;
-  int head, tile;          // of keys; of rows
+// What one thread block computes at a time: some keys of a work tile.
+struct Split {
+  CachedSequence seq;
+  int head, row_tile;      // head of the keys
   int begin, end, origin;  // keys [begin, end), in tiles counted from origin
 };
 
-// Which partial results a block merges: `count`, the first few of them in slots that lie otherwise.
-struct Merge {
+// Which partial results a thread block merges: `count`, of which the first `few` are in slots of
+// another stride.
+struct MergeList {
   int count, few;
   unsigned few_slot, few_stride, slot, stride;
 
@@ -102,161 +120,165 @@ struct Merge {
   }
 };
 
-// A piece's place among those of its item. Where an item has many, they are merged in two steps:
-// of every so many, the last one's block merges all and leaves the result in its other slot, and
-// the item's last block merges these results and the parts behind them.
-struct Parts {
-  int part, parts;
-  bool merges;  // this block is to merge some
-  bool alone;   // and had them all itself
-  bool balanced;
+// A split's place among those of its work tile. Where there are many, they are merged in two steps:
+// of every 2^shift splits, the last one's thread block merges all and leaves the result in its
+// other slot, and the thread block of the work tile's last split merges these results and the
+// splits after them.
+struct SplitPlace {
+  int index, count;
+  bool merges;    // this thread block is to merge some
+  bool alone;     // and has computed them all itself
+  bool balanced;  // splits are of equal cost, one for each thread block
   int first_slot;
-  int shift;  // log2 of how many the first step merges
+  int shift;
 
-  __device__ __forceinline__ void arrange() {
-    shift = !balanced || parts <= 16 ? 30 : parts > 72 ? 4 : 3;
-    merges = leads() ? (part + 1 & (1 << shift) - 1) == 0 : parts > 1;
+  __device__ __forceinline__ void plan_merge() {
+    shift = !balanced || count <= 16 ? 30 : count > 72 ? 4 : 3;
+    merges = merges_for_later() ? (index + 1 & (1 << shift) - 1) == 0 : count > 1;
   }
 
-  // Whether what is merged here is still part of the item's result.
-  __device__ __forceinline__ bool leads() const { return part + 1 < parts; }
+  // Whether what is merged here is a part of the work tile's result, not yet the result.
+  __device__ __forceinline__ bool merges_for_later() const { return index + 1 < count; }
 
-  // Where part i's partial result lies. Balanced, a block has at most two incomplete pieces: one
-  // that came from the group before and one that begins here.
+  // Where split i's partial result lies. Balanced, a thread block has at most two incomplete work
+  // tiles: one that came from the group before, and one that begins here.
   __device__ __forceinline__ unsigned slot(int i) const {
     return first_slot + (balanced ? 2 * i + (i == 0) : i) * gridDim.x;
   }
-  // Where what part i's block has merged lies: no piece begins there.
+  // Where split i's thread block leaves what it has merged: no work tile begins there.
   __device__ __forceinline__ unsigned merged_slot(int i) const { return slot(i) + gridDim.x; }
 
-  __device__ __forceinline__ Merge merge() const {
+  __device__ __forceinline__ MergeList merge_list() const {
     const int radix = 1 << shift;
     const unsigned stride = (balanced ? 2 : 1) * gridDim.x;
-    const int merged = leads() ? 0 : parts - 1 >> shift;
-    const int first = leads() ? part + 1 - radix : merged * radix;  // of those not merged yet
-    const int count = leads() ? radix : merged + parts - first;
+    const int merged = merges_for_later() ? 0 : count - 1 >> shift;
+    const int first = merges_for_later() ? index + 1 - radix : merged * radix;  // not merged yet
+    const int length = merges_for_later() ? radix : merged + count - first;
     if (merged > 0)
-      return {count, merged, merged_slot(radix - 1), radix * stride, slot(first) - merged * stride,
+      return {length, merged, merged_slot(radix - 1), radix * stride, slot(first) - merged * stride,
               stride};
-    // Part 0 lies where pieces begin.
-    return {count, 1, slot(first), 0, slot(first + 1) - stride, stride};
+    // Split 0 lies where work tiles begin.
+    return {length, 1, slot(first), 0, slot(first + 1) - stride, stride};
   }
 };
 
+// The splits of this thread block, one after the other. A work tile's steps are kTileSteps, for its
+// queries and its epilogue, and one for each block of keys; groups get equal contiguous ranges of
+// steps. With fixed splits nothing is counted but the blocks.
 template <int kRows, int kTileKeys>
 struct Schedule {
-  // An item also costs as much as so many units: its queries, its end. Its steps are these and then
-  // its units; groups get equal runs of steps. Where every unit is a result of its own there is
-  // nothing to begin with.
-  static constexpr int kItemSteps = 1;
+  static constexpr int kTileSteps = 1;
 
-  Sequence seq;
-  Cut cut;
-  int head, tile, index;  // of the next step; head counts this block's heads
-  int step, end;          // the next step, and where this group's end
-  int share, larger;      // steps of a group; the first groups, `larger` of them, have one more
+  CachedSequence seq;
+  KvBlocks blocks;
+  int head, row_tile, index;  // of the next step; head counts this thread block's heads
+  int step, end;              // the next step, and where this group's end
+  int share, larger;          // steps of a group; the first groups, `larger` of them, have one more
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
-    return params.split_units != 0 || params.one_item ? 0 : kItemSteps;
+    return params.fixed_splits != 0 || params.single_tile ? 0 : kTileSteps;
   }
 
-  // Leaves the cut of the last tile in `cut`.
+  // Leaves the last row tile's blocks in `blocks`.
   __device__ __forceinline__ static int steps_per_head(const DecodeParams& params,
-                                                       const Sequence& seq, Cut& cut) {
-    const int tiles = tiles_of<kRows>(params, seq);
-    int steps = tiles * extra_steps(params);
+                                                       const CachedSequence& seq,
+                                                       KvBlocks& blocks) {
+    const int row_tiles = count_row_tiles<kRows>(params, seq);
+    int steps = row_tiles * extra_steps(params);
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      cut = cut_item<kRows, kTileKeys>(params, seq, tile);
-      steps += cut.count;
+    for (int row_tile = 0; row_tile < row_tiles; ++row_tile) {
+      blocks = cut_keys<kRows, kTileKeys>(params, seq, row_tile);
+      steps += blocks.count;
     }
     return steps;
   }
 
-  // Finds this block's first step; false where there is none. By all lanes of a warp.
+  // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
-    if (params.one_item) {
+    if (params.single_tile) {
       seq = sequence_at(params, 0);
-      cut = cut_item<kRows, kTileKeys>(params, seq, 0);
-      share_out(cut.count);
-      head = tile = 0;
+      blocks = cut_keys<kRows, kTileKeys>(params, seq, 0);
+      partition(blocks.count);
+      head = row_tile = 0;
       index = step;
       return step < end;
     }
     int low = 0;     // the sequence that holds it
     int before = 0;  // steps of the sequences before
     if (params.batch == 1)
-      share_out(steps_per_head(params, sequence_at(params, 0), cut) * params.heads_of_block);
+      partition(steps_per_head(params, sequence_at(params, 0), blocks) * params.heads_per_block);
     else
       search(params, low, before);
     if (step == end) return false;
     seq = sequence_at(params, low);
-    const int per_head = steps_per_head(params, seq, cut);
+    const int per_head = steps_per_head(params, seq, blocks);
     index = step - before;
     for (head = 0; index >= per_head; index -= per_head) ++head;
-    tile = 0;
-    if (tiles_of<kRows>(params, seq) == 1) return true;
+    row_tile = 0;
+    if (count_row_tiles<kRows>(params, seq) == 1) return true;
     while (true) {
-      cut = cut_item<kRows, kTileKeys>(params, seq, tile);
-      const int steps = cut.count + extra_steps(params);
+      blocks = cut_keys<kRows, kTileKeys>(params, seq, row_tile);
+      const int steps = blocks.count + extra_steps(params);
       if (index < steps) return true;
       index -= steps;
-      ++tile;
+      ++row_tile;
     }
   }
 
-  // The block's next piece; false where there is none.
-  __device__ __forceinline__ bool next(const DecodeParams& params, Piece& piece) {
+  // The next split; false where there is none.
+  __device__ __forceinline__ bool next(const DecodeParams& params, Split& split) {
     if (step == end) return false;
-    if (index == cut.count + extra_steps(params)) next_item(params);
-    return here(params, piece);
+    if (index == blocks.count + extra_steps(params)) next_work_tile(params);
+    return here(params, split);
   }
 
-  // The same, where an item has not been finished just before.
-  __device__ __forceinline__ bool here(const DecodeParams& params, Piece& piece) {
+  // The same, where no work tile has been finished just before.
+  __device__ __forceinline__ bool here(const DecodeParams& params, Split& split) {
     const int extra = extra_steps(params);
-    const int first = max(extra - index, 0);  // so many steps before the first unit
+    const int first = max(extra - index, 0);  // so many steps before the first block of keys
     if (step + first >= end) {
       step = end;
       return false;
     }
-    const int unit = max(index - extra, 0);
-    const int units = params.split_units != 0 ? 1 : min(cut.count - unit, end - step - first);
-    piece.seq = seq;
-    piece.head = blockIdx.x * params.heads_of_block + head;
-    piece.tile = tile;
-    piece.origin = cut.origin + (unit << cut.shift);
-    piece.begin = max(cut.begin, piece.origin);
-    piece.end = units == cut.count ? cut.end : min(cut.end, piece.origin + (units << cut.shift));
-    step += first + units;
-    index += first + units;
+    const int block = max(index - extra, 0);
+    const int count = params.fixed_splits != 0 ? 1 : min(blocks.count - block, end - step - first);
+    split.seq = seq;
+    split.head = blockIdx.x * params.heads_per_block + head;
+    split.row_tile = row_tile;
+    split.origin = blocks.origin + (block << blocks.shift);
+    split.begin = max(blocks.begin, split.origin);
+    split.end = count == blocks.count ? blocks.end
+                                      : min(blocks.end, split.origin + (count << blocks.shift));
+    step += first + count;
+    index += first + count;
     return true;
   }
 
-  // The place of the piece that next() gave last.
-  __device__ __forceinline__ Parts place_of(const DecodeParams& params, const Piece& piece) const {
-    if (params.one_item) {
-      const int group = blockIdx.y, parts = min(static_cast<int>(gridDim.y), cut.count);
-      Parts place = {group, parts, false, false, true, static_cast<int>(blockIdx.x)};
-      place.arrange();
+  // The place of the split that next() gave last.
+  __device__ __forceinline__ SplitPlace place_of(const DecodeParams& params,
+                                                 const Split& split) const {
+    if (params.single_tile) {
+      const int group = blockIdx.y, count = min(static_cast<int>(gridDim.y), blocks.count);
+      SplitPlace place = {group, count, false, false, true, static_cast<int>(blockIdx.x)};
+      place.plan_merge();
       return place;
     }
-    const int unit = piece.origin - cut.origin >> cut.shift;
-    const int units = index - extra_steps(params) - unit;
-    const int item = step - index;  // its first step
-    Parts place = {0, 1, false, item >= first_step(), params.split_units == 0, 0};
-    if (units == cut.count) return place;
+    const int block = split.origin - blocks.origin >> blocks.shift;
+    const int count = index - extra_steps(params) - block;
+    const int tile_step = step - index;  // the work tile's first
+    SplitPlace place = {0, 1, false, tile_step >= first_step(), params.fixed_splits == 0, 0};
+    if (count == blocks.count) return place;
     if (place.balanced) {
-      const int first_group = group_of(item + kItemSteps);
-      place.part = blockIdx.y - first_group;
-      place.parts = group_of(item + kItemSteps + cut.count - 1) - first_group + 1;
+      const int first_group = group_of(tile_step + kTileSteps);
+      place.index = blockIdx.y - first_group;
+      place.count = group_of(tile_step + kTileSteps + blocks.count - 1) - first_group + 1;
       place.first_slot = 2 * first_group;
     } else {
-      place.part = unit;
-      place.parts = cut.count;
-      place.first_slot = item;
+      place.index = block;
+      place.count = blocks.count;
+      place.first_slot = tile_step;
     }
-    place.arrange();
+    place.plan_merge();
     place.first_slot = place.first_slot * gridDim.x + blockIdx.x;
     return place;
   }
@@ -267,7 +289,7 @@ struct Schedule {
     return group * share + min(group, larger);
   }
 
-  __device__ __forceinline__ void share_out(int total) {
+  __device__ __forceinline__ void partition(int total) {
     const int group = blockIdx.y, groups = gridDim.y;
     share = static_cast<unsigned>(total) / groups;
     larger = total - share * groups;
@@ -275,20 +297,21 @@ struct Schedule {
     end = step + share + (group < larger ? 1 : 0);
   }
 
-  // Finds the sequence `low` that holds the first step, and the steps `before` it: 32 runs of
-  // sequences are summed at a time, and the run that holds the step is looked into, so that a
-  // thousand sequences take two rounds.
+  // Finds the sequence `low` that holds the first step, and the steps `before` it: the lanes sum a
+  // contiguous range of sequences each, and the range that holds the step is searched next, so that
+  // a thousand sequences take two rounds.
   __device__ __forceinline__ void search(const DecodeParams& params, int& low, int& before) {
     const int lane = threadIdx.x % 32;
     int count = params.batch;
     bool first = true;
 #pragma unroll 1
     do {
-      const int run = (count + 31) / 32;
+      const int range = (count + 31) / 32;
       int steps = 0;
 #pragma unroll 1
-      for (int i = lane * run; i < min((lane + 1) * run, count); ++i)
-        steps += steps_per_head(params, sequence_at(params, low + i), cut) * params.heads_of_block;
+      for (int i = lane * range; i < min((lane + 1) * range, count); ++i)
+        steps +=
+            steps_per_head(params, sequence_at(params, low + i), blocks) * params.heads_per_block;
       int inclusive = steps;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -296,14 +319,14 @@ struct Schedule {
         if (lane >= distance) inclusive += other;
       }
       if (first) {
-        share_out(__shfl_sync(~0u, inclusive, 31));
+        partition(__shfl_sync(~0u, inclusive, 31));
         if (step == end) return;
         first = false;
       }
       const int holder = __ffs(__ballot_sync(~0u, before + inclusive > step)) - 1;
       before += __shfl_sync(~0u, inclusive - steps, holder);
-      low += holder * run;
-      count = min(run, count - holder * run);
+      low += holder * range;
+      count = min(range, count - holder * range);
     } while (count > 1);
   }
 
@@ -314,17 +337,17 @@ struct Schedule {
     return static_cast<int>(offset / (within ? share + 1 : share)) + (within ? 0 : larger);
   }
 
-  __device__ __forceinline__ void next_item(const DecodeParams& params) {
+  __device__ __forceinline__ void next_work_tile(const DecodeParams& params) {
     index = 0;
-    if (++tile == tiles_of<kRows>(params, seq)) {
-      tile = 0;
-      if (++head == params.heads_of_block) {
+    if (++row_tile == count_row_tiles<kRows>(params, seq)) {
+      row_tile = 0;
+      if (++head == params.heads_per_block) {
         head = 0;
         do seq = sequence_at(params, seq.index + 1);
         while (seq.seqlen_q == 0);
       }
     }
-    cut = cut_item<kRows, kTileKeys>(params, seq, tile);
+    blocks = cut_keys<kRows, kTileKeys>(params, seq, row_tile);
   }
 };
 

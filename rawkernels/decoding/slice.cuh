@@ -1,10 +1,11 @@
-// One warp's attention over a slice of the keys, on tensor cores.
+// Attention of one warp over a slice of the keys, on tensor cores (mma.sync).
 #pragma once
 
 #include "decoding/ring.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/movmatrix.cuh"
+#include "tile/operands.cuh"
 #include "tile/score_mod.cuh"
 #include "tile/visibility.cuh"
 
@@ -24,15 +25,15 @@ struct Rows {
   float slope[kRows];  // as ScoreRow's
 
   // By the first kRows threads. Rows that do not exist do as the last one does.
-  __device__ __forceinline__ void locate(const DecodeParams& params, const Piece& piece) {
+  __device__ __forceinline__ void locate(const DecodeParams& params, const Split& split) {
     if (threadIdx.x >= kRows) return;
-    const int index = min(piece.tile * kRows + static_cast<int>(threadIdx.x),
-                          piece.seq.seqlen_q * params.group - 1);
+    const int index = min(split.row_tile * kRows + static_cast<int>(threadIdx.x),
+                          split.seq.seqlen_q * params.group - 1);
     const int token = divided_by_group(params, index);
-    position[threadIdx.x] = piece.seq.length - piece.seq.seqlen_q + token;
+    position[threadIdx.x] = split.seq.seqlen_k - split.seq.seqlen_q + token;
     if (params.alibi_slopes != nullptr)
       slope[threadIdx.x] = score_mod(params).slope(
-          piece.seq.index, piece.head * params.group + index - token * params.group);
+          split.seq.index, split.head * params.group + index - token * params.group);
   }
 
   __device__ __forceinline__ static ScoreMod<T, true, true> score_mod(const DecodeParams& params) {
@@ -40,24 +41,24 @@ struct Rows {
   }
 
   __device__ __forceinline__ tile::ScoreRow<float> score_row(const DecodeParams& params,
-                                                             const Piece& piece, int row) const {
-    const int index = piece.tile * kRows + row, token = divided_by_group(params, index);
-    return {piece.seq.index, piece.head * params.group + index - token * params.group, token,
+                                                             const Split& split, int row) const {
+    const int index = split.row_tile * kRows + row, token = divided_by_group(params, index);
+    return {split.seq.index, split.head * params.group + index - token * params.group, token,
             position[row], slope[row]};
   }
 
-  // What a row sees of a piece.
-  __device__ __forceinline__ tile::Range keys(const DecodeParams& params, const Piece& piece,
+  // What a row sees of a split.
+  __device__ __forceinline__ tile::Range keys(const DecodeParams& params, const Split& split,
                                               int row) const {
-    const tile::Range keys = visibility(params, piece.end).keys(position[row]);
-    return {max(keys.begin, piece.begin), keys.end};
+    const tile::Range keys = visibility(params, split.end).keys(position[row]);
+    return {max(keys.begin, split.begin), keys.end};
   }
 };
 
-// One slice's share of a piece, for this warp's rows; Tile is how K and V lie in shared memory.
+// A slice's share of a split, for this warp's rows; Tile is how K and V lie in shared memory.
 // With g = lane / 4, t = lane % 4, scores s[j][r] are of keys 16 j + g (and + 8 in the last two)
 // and rows 8 r + 2 t (and + 1 in every second). Sᵀ is summed up in kChains chains of dependent
-// products: one alone would wait for the tensor cores each time.
+// products: with one chain each product would wait for the one before.
 template <class T, class Tile, int kHeadDim, int kWarpRows, int kWarpKeys,
           int kChains = kWarpRows == 8 && kWarpKeys == 16 ? 2 : 1>
 struct Slice {
@@ -90,11 +91,10 @@ struct Slice {
                                                          unsigned q_rows) {
     float s[kChains][kKeyBlocks][kRowBlocks][4] = {};
     const int lane = threadIdx.x % 32;
-    const unsigned k_lane = k_tile + Tile::rows_first();
-    // One ldmatrix brings Q of 16 rows and one step, or of 8 rows and two steps.
-    const unsigned q_lane = q_rows + (kRowBlocks == 1 ? lane % 8 * QTile::kRowBytes +
-                                                            QTile::permuted(lane % 8, lane / 8) * 16
-                                                      : QTile::chunks_first());
+    const unsigned k_lane = k_tile + Tile::lane_row_major();
+    // One ldmatrix loads Q of 16 rows and one step, or of 8 rows and two steps.
+    const unsigned q_lane =
+        q_rows + (kRowBlocks == 1 ? QTile::at(lane % 8, lane / 8) : QTile::lane_column_major());
     unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -106,7 +106,7 @@ struct Slice {
 #pragma unroll
       for (int j = 0; j < kKeyBlocks; ++j) {
         unsigned k[4];
-        ptx::ldmatrix_x4(k, Tile::at_chunks(k_lane + j * 16 * Tile::kRowBytes, step));
+        tile::keys_to_operand(k, Tile::at_chunks(k_lane + j * 16 * Tile::kRowBytes, step));
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {
           const int first = kRowBlocks == 1 ? step % 2 * 2 : r % 2 * 2;
@@ -120,19 +120,19 @@ struct Slice {
           kChains == 1 ? (&s[0][0][0][0])[i] : (&s[0][0][0][0])[i] + (&s[kChains - 1][0][0][0])[i];
   }
 
-  // Scores in log2 units, -inf where a row does not see a key.
+  // Scores in log2 units, -inf for keys that a row does not see.
   template <class Rows>
   __device__ __forceinline__ static void finish_scores(Scores& s, const DecodeParams& params,
-                                                       const Rows& rows, const Piece& piece,
+                                                       const Rows& rows, const Split& split,
                                                        int key, int first_row, bool masked) {
     rows.score_mod(params).terms([&](const auto& term) {
       each_score(s, first_row, key, [&](float& score, int row, int key) {
-        score = term(score, rows.score_row(params, piece, row), key);
+        score = term(score, rows.score_row(params, split, row), key);
       });
     });
     if (!masked) return;
     each_score(s, first_row, key, [&](float& score, int row, int key) {
-      const tile::Range keys = rows.keys(params, piece, row);
+      const tile::Range keys = rows.keys(params, split, row);
       if (key < keys.begin || key >= keys.end) score = tile::negative_infinity();
     });
   }
@@ -204,7 +204,7 @@ struct Slice {
   }
 
   __device__ __forceinline__ void multiply_values(const Scores& p, unsigned v_tile) {
-    const unsigned v_lane = v_tile + Tile::chunks_first();
+    const unsigned v_lane = v_tile + Tile::lane_column_major();
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j) {
       unsigned b[kRowBlocks][2];
@@ -216,15 +216,15 @@ struct Slice {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         unsigned v[4];
-        ptx::ldmatrix_x4_trans(v, Tile::at_chunks(v_lane + j * 16 * Tile::kRowBytes, step));
+        tile::values_to_operand(v, Tile::at_chunks(v_lane + j * 16 * Tile::kRowBytes, step));
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) ptx::mma_m16n8k16<T>(o[step][r], v, b[r][0], b[r][1]);
       }
     }
   }
 
-  // Adds up the lanes' parts of the rows' sums.
-  __device__ __forceinline__ void add_up() {
+  // Adds the lanes' parts of the rows' sums.
+  __device__ __forceinline__ void sum_over_lanes() {
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll

@@ -1,5 +1,5 @@
-// Brings a batch's page table and lengths up to date, in place, from one array of numbers that came
-// from the host:
+// Updates a batch's page table and lengths in place, from one array of numbers copied from the
+// host:
 //   batch lengths, batch + 1 cumulative numbers of new tokens, then for each changed entry its
 //   index and its page.
 extern "C" __global__ void __launch_bounds__(Config::threads)

@@ -1,15 +1,16 @@
-// Puts new keys, rotated where asked (RoPE), and values into the slots that a page table says.
-// Bound by memory.
+// Writes new keys, rotated where asked (RoPE), and values into the slots of a paged cache.
+// Memory-bound.
 //
 //   k (total, heads, head_dim), v (total, heads, head_dim_v): the new tokens of all sequences, one
 //   after the other, strides over tokens and heads free; pages (num_pages, page_size, heads, ...),
 //   strides free. Sequence b's new tokens are cu_new[b] … cu_new[b + 1] - 1 and the last of its
 //   seq_lens[b]. cos, sin (max_position, pairs) float, or double. A token's keys of all heads are
-//   cut into pieces of vec_bytes, its values likewise: 1 << lanes_shift neighbouring threads copy
-//   one of each. 8192 tokens of 8 heads of 128, bfloat16: 18.2 to 18.5 µs on an H200 (2026-11-21),
-//   85 to 86% of the copy ceiling.
+//   cut into vectors of vec_bytes, its values likewise: 1 << lanes_shift neighbouring threads copy
+//   one of each. A token whose position or page does not exist is not written. 8192 tokens of 8
+//   heads of 128, bfloat16: 18.2 to 18.5 µs on an H200 (2026-11-21), 85 to 86% of the copy ceiling.
 #include "kvcache/pages.cuh"
 #include "tile/accumulator.cuh"
+#include "tile/vec.cuh"
 
 using T = Config::dtype;
 constexpr int kVec = Config::vec_bytes / sizeof(T);
@@ -38,22 +39,20 @@ struct WriteParams {
   long long k_token, k_head, v_token, v_head;  // strides
   PageStrides k_page, v_page;
   long long table_stride;
-  int total, batch, heads, head_dim, head_dim_v, page_shift;
+  int total, batch, heads, head_dim, head_dim_v, page_shift, num_pages;
+  int capacity;     // tokens that a sequence's row of the page table has entries for
   int uniform;      // new tokens of each sequence, where all have as many; else 0
   int lanes_shift;  // of a block's threads for a token
   int pairs;        // that are rotated
   int interleaved;  // pairs are features (2i, 2i + 1), not (i, i + pairs)
-  Divisor by_uniform, by_k_vecs, by_v_vecs;  // the latter: a head's pieces
+  Divisor by_uniform, by_k_vecs, by_v_vecs;  // the latter two: a head's vectors
 };
 
-template <class Number, int n>
-struct alignas(n * sizeof(Number) < 16 ? n * sizeof(Number) : 16) Pack {
-  Number x[n];
-};
-using Vec = Pack<T, kVec>;
+using Vec = tile::Vec<T, kVec>;
 
 struct Slot {
   int position, page, slot;
+  bool exists;
 };
 
 __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) {
@@ -73,21 +72,24 @@ __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) 
     end = params.cu_new[sequence + 1];
   }
   const int position = params.seq_lens[sequence] - (end - token);
-  const int page =
-      params.page_table[sequence * params.table_stride + (position >> params.page_shift)];
-  return {position, page, position & ((1 << params.page_shift) - 1)};
+  if (static_cast<unsigned>(position) >= static_cast<unsigned>(params.capacity))
+    return {position, 0, 0, false};
+  const kvcache::PageTable table = {params.page_table, params.table_stride, params.page_shift,
+                                    params.num_pages};
+  const int page = *table.entry(sequence, position);
+  return {position, page, table.slot(position), table.existing(page) == page};
 }
 
 template <int n>
-__device__ __forceinline__ Pack<Acc, n> load_angles(const void* table, long long at) {
-  return *reinterpret_cast<const Pack<Acc, n>*>(static_cast<const Acc*>(table) + at);
+__device__ __forceinline__ tile::Vec<Acc, n> load_angles(const void* table, long long at) {
+  return *reinterpret_cast<const tile::Vec<Acc, n>*>(static_cast<const Acc*>(table) + at);
 }
 
 // x holds features first … of a key at `key`, not rotated yet.
 __device__ __forceinline__ void rotate(Vec& x, const WriteParams& params, const T* key, int first,
                                        int position) {
   const long long row = position * static_cast<long long>(params.pairs);
-  if (kVec > 1 && params.pairs % kVec == 0) {  // whole pieces are rotated, or not at all
+  if (kVec > 1 && params.pairs % kVec == 0) {  // whole vectors are rotated, or not at all
     if (first >= 2 * params.pairs) return;
     if (params.interleaved) {
       constexpr int kPairs = kVec > 1 ? kVec / 2 : 1;
@@ -127,8 +129,8 @@ __device__ __forceinline__ void rotate(Vec& x, const WriteParams& params, const 
   }
 }
 
-// Streaming, both ways: what is read is not read again, what is written not until all of it has
-// been.
+// Streaming loads and stores: the input is not read again, the cache not before all of it is
+// written.
 __device__ __forceinline__ Vec load(const T* source) {
   if constexpr (sizeof(Vec) == 16) {
     const uint4 x = __ldcs(reinterpret_cast<const uint4*>(source));
@@ -149,13 +151,13 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     write(const __grid_constant__ WriteParams params) {
   const int rows = Config::threads >> params.lanes_shift;
   const int token = blockIdx.x * rows + (threadIdx.x >> params.lanes_shift);
-  const int piece =
+  const int vec =
       (blockIdx.y << params.lanes_shift) + (threadIdx.x & ((1 << params.lanes_shift) - 1));
   if (token >= params.total) return;
   const Slot at = find_slot(params, token);
-  const int k_head = divided(piece, params.by_k_vecs), v_head = divided(piece, params.by_v_vecs);
-  const int k_column = kVec * piece - k_head * params.head_dim;
-  const int v_column = kVec * piece - v_head * params.head_dim_v;
+  const int k_head = divided(vec, params.by_k_vecs), v_head = divided(vec, params.by_v_vecs);
+  const int k_column = kVec * vec - k_head * params.head_dim;
+  const int v_column = kVec * vec - v_head * params.head_dim_v;
   const T* const k =
       static_cast<const T*>(params.k) + token * params.k_token + k_head * params.k_head;
   const T* const v =
@@ -163,17 +165,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   Vec keys, values;
   if (k_head < params.heads) keys = load(k + k_column);
   if (v_head < params.heads) values = load(v + v_column);
+  if (!at.exists) return;  // not sooner: the loads do not wait for the page table
   if (k_head < params.heads) {
     if (params.cos != nullptr) rotate(keys, params, k, k_column, at.position);
-    const PageStrides& to = params.k_page;
-    store(static_cast<T*>(params.k_pages) + at.page * to.page + at.slot * to.seq +
-              k_head * to.head + k_column,
-          keys);
+    const kvcache::Pages<T> pages = {static_cast<T*>(params.k_pages), params.k_page};
+    store(pages.row(at.page, at.slot, k_head) + k_column, keys);
   }
   if (v_head < params.heads) {
-    const PageStrides& to = params.v_page;
-    store(static_cast<T*>(params.v_pages) + at.page * to.page + at.slot * to.seq +
-              v_head * to.head + v_column,
-          values);
+    const kvcache::Pages<T> pages = {static_cast<T*>(params.v_pages), params.v_page};
+    store(pages.row(at.page, at.slot, v_head) + v_column, values);
   }
 }

@@ -36,11 +36,6 @@ __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global,
       : "memory");
 }
 
-// Copies 8 bytes.
-__device__ __forceinline__ void cp_async_8(unsigned shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // Copies 4 bytes.
 __device__ __forceinline__ void cp_async_4(unsigned shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");

@@ -1,4 +1,4 @@
-// mbarrier: a barrier in shared memory that counts arrivals and, for the copy engine, bytes. A wait
+// mbarrier: a barrier in shared memory that counts arrivals and, for TMA, bytes. A wait
 // names the parity of the phase it waits for: 0 for the first completion, 1 for the second, and so
 // on in turn.
 #pragma once
@@ -14,7 +14,7 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, int arrivals) {
                "r"(arrivals));
 }
 
-// Makes the initialisation visible to the copy engine. Followed by a barrier of the whole block.
+// Makes the initialisation visible to TMA. Followed by a barrier of the whole block.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(Mbarrier& barrier) 
       : "memory");
 }
 
-// Arrives and announces `bytes` that the copy engine is to bring before the phase can complete.
+// Arrives and announces `bytes` that TMA copies before the phase can complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),

@@ -1,4 +1,4 @@
-// cp.async.bulk.tensor: the copy engine moves boxes of a tensor from global to shared
+// cp.async.bulk.tensor: TMA copies boxes of a tensor from global to shared
 // memory. Coordinates are in elements, innermost first, and may be out of range: loads fill with
 // zeros, stores write nothing there.
 #pragma once
@@ -42,7 +42,7 @@ __device__ __forceinline__ void tma_load(void* destination, const TensorMap& map
       : "memory");
 }
 
-// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma.
+// Makes this thread's ordinary writes to shared memory visible to TMA and to wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

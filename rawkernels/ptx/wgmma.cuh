@@ -31,7 +31,7 @@ __device__ __forceinline__ void wgmma_keep(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of an operand in shared memory with the copy engine's 128-byte swizzle. Bytes:
+// Descriptor of an operand in shared memory with TMA's 128-byte swizzle. Bytes:
 // `leading` between the 64-column panels of an MN-major operand (ignored for a K-major one),
 // `stride` between groups of 8 rows.
 __device__ __forceinline__ unsigned long long wgmma_descriptor(const void* tile, int leading,

@@ -1,7 +1,6 @@
-// Tiles of 16-bit rows in shared memory, in 16-byte chunks whose order is permuted from row to row,
-// so that neither cp.async's writes of whole rows nor ldmatrix's reads of one chunk of eight rows
-// meet in a bank: rows of an even number of 64-byte pieces permute groups of eight chunks by row %
-// 8, others groups of four by row / 2 % 4 (their odd rows start half way).
+// Swizzled tiles in shared memory: the 16-byte chunks of a row are permuted from row to row, so
+// that neither writes of whole rows (cp.async, TMA) nor ldmatrix's reads of one chunk of eight rows
+// meet in a bank. TileLoader copies tiles of 16-bit rows by cp.async.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -10,24 +9,31 @@
 
 namespace tile {
 
-template <class Element, int kColumns>
+// Panels of kPanelChunks chunks a row, row after row; a tile of more chunks a row has more panels,
+// kPanelBytes apart. Rows of an even number of 64-byte pieces permute groups of eight chunks by row
+// % 8, as TMA's 128-byte swizzle does, others groups of four by row / 2 % 4 (their odd rows start
+// half way).
+template <int kPanelChunks, int kPanelBytes = 0>
 struct Swizzled {
-  static_assert(sizeof(Element) == 2 && kColumns % 32 == 0, "rows are whole pieces of 64 bytes");
-  using T = Element;
-  static constexpr int kCols = kColumns;
-  static constexpr int kRowBytes = kCols * 2;
-  static constexpr int kGroup = kCols % 64 == 0 ? 8 : 4;  // chunks permuted among themselves
-  static constexpr int kGroups = kCols / 8 / kGroup;
+  static_assert(kPanelChunks % 4 == 0, "rows are whole pieces of 64 bytes");
+  static constexpr int kRowBytes = kPanelChunks * 16;
+  static constexpr int kGroup = kPanelChunks % 8 == 0 ? 8 : 4;  // chunks permuted among themselves
+  static constexpr int kGroups = kPanelChunks / kGroup;
+  static constexpr bool kOnePanel = kPanelBytes == 0;
 
   // Where a chunk lies in a tile, in bytes.
   __device__ __forceinline__ static int at(int row, int chunk) {
-    return row * kRowBytes + (chunk ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
+    const int panel = kOnePanel ? 0 : chunk / kPanelChunks;
+    const int in_panel = kOnePanel ? chunk : chunk % kPanelChunks;
+    return panel * kPanelBytes + row * kRowBytes +
+           (in_panel ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
   }
 
   // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0-1; rows 16i on are at
   // + 16i * kRowBytes. Row-major order (rows 0-7 and 8-15 of chunk 0, then of chunk 1) loads an A
   // fragment, and with .trans the B fragments of two n8 blocks of a row-major B; column-major order
-  // (chunks 0 and 1 of rows 0-7, then of rows 8-15) those of a column-major B.
+  // (chunks 0 and 1 of rows 0-7, then of rows 8-15) those of a column-major B, and with .trans an A
+  // fragment of the transpose.
   __device__ __forceinline__ static unsigned lane_row_major() {
     const int lane = threadIdx.x % 32;
     return at(lane % 16, lane / 16);
@@ -39,7 +45,10 @@ struct Swizzled {
 
   // The same address for chunks 2i and 2i + 1. It may include the tile's, a multiple of 128.
   __device__ __forceinline__ static unsigned at_chunks(unsigned address, int i) {
-    return (address ^ (i % (kGroup / 2) * 32)) + i / (kGroup / 2) * (kGroup * 16);
+    const int panel = kOnePanel ? 0 : i / (kPanelChunks / 2);
+    const int in_panel = kOnePanel ? i : i % (kPanelChunks / 2);
+    return (address ^ (in_panel % (kGroup / 2) * 32)) + in_panel / (kGroup / 2) * (kGroup * 16) +
+           panel * kPanelBytes;
   }
 };
 
@@ -49,9 +58,10 @@ enum Content { kValues, kFinite, kPositive, kNegative };
 
 // Copies tiles of kRows rows of a global matrix, whose columns are contiguous, to shared memory, by
 // kThreads threads and cp.async.
-template <class Tile, int kRows, int kThreads>
+template <class T, class Tile, int kRows, int kThreads>
 class TileLoader {
-  using T = typename Tile::T;
+  static_assert(sizeof(T) == 2, "a chunk has eight elements");
+  static constexpr int kCols = Tile::kRowBytes / 2;
   static constexpr int kRowsPerPass = kThreads / Tile::kGroup;
   static_assert(kThreads % (8 * Tile::kGroup) == 0 && kRows % kRowsPerPass == 0,
                 "a thread's permutation is the same in every pass");
@@ -78,7 +88,7 @@ class TileLoader {
   __device__ __forceinline__ void load(unsigned tile, int first_row, int begin, int end,
                                        int content = kValues) const {
     const bool chunks = aligned_ && content == kValues;
-    if (chunks && cols_ == Tile::kCols && begin <= first_row && first_row + kRows <= end) {
+    if (chunks && cols_ == kCols && begin <= first_row && first_row + kRows <= end) {
       const long long row_stride = ptx::opaque_uniform(row_stride_);
       const T* source = source_ + first_row * row_stride;
 #pragma unroll

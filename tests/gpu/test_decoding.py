@@ -254,6 +254,75 @@ def test_many_sequences(rng, decode_tier):
     check(caches.paged(q, return_lse=True), q, caches, causal=True)
 
 
+@pytest.mark.parametrize("long", [1, 40_000])
+def test_thousands_of_sequences_of_no_keys_or_one(rng, decode_tier, long):
+    lens = rng.integers(0, 2, 4000)
+    lens[1234] = long
+    caches = Caches(rng, lens, long, 1, 64, 64, BFLOAT16, page_size=64)
+    q = rng.standard_normal((4000, 1, 2, 64)).astype(BFLOAT16)
+    check(caches.paged(q, return_lse=True), q, caches, causal=True)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(20_000, 3), (3, 20_000), (700, 0), (1, 1)])
+@pytest.mark.parametrize("window", [None, (0, 0), (5, 0)])
+def test_many_queries_of_few_keys_and_few_of_many(rng, decode_tier, queries, keys, window):
+    """Most rows see no key, or most keys no row: every block and every split may be empty."""
+    lens, counts = [keys, 0, keys], [queries, 1, 2]
+    caches = Caches(rng, lens, max(keys, 1), 1, 64, 64, BFLOAT16)
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q = rng.standard_normal((cu[-1], 2, 64)).astype(BFLOAT16)
+    for num_splits in (None, "fixed", 7):
+        result = caches.paged(
+            q,
+            cu_seqlens_q=cupy.asarray(cu),
+            return_lse=True,
+            window=window,
+            num_splits=num_splits,
+        )
+        check(result, q, caches, cu, causal=True, window=window)
+
+
+def test_lengths_that_cannot_be_are_the_nearest_that_can(rng, decode_tier):
+    caches = Caches(rng, [300, 0, 7, 300, 300, 0], 300, 2, 64, 64, BFLOAT16)
+    caches.table[:] = np.arange(caches.table.size).reshape(caches.table.shape)  # all there
+    caches.k_pages, caches.v_pages = (
+        caches._paged(a, caches.table, 16, 4) for a in (caches.k, caches.v)
+    )
+    q = rng.standard_normal((6, 1, 8, 64)).astype(BFLOAT16)
+    right = caches.lens
+    for lens in (
+        np.array([2**40, -5, 7, 2**31, 2**31 - 1, -(2**33)], np.int64),
+        np.array([301, -5, 7, 2**31 - 1, 1000, -(2**31)], np.int32),
+    ):
+        caches.lens = lens
+        results = caches.contiguous(q, return_lse=True), caches.paged(q, return_lse=True)
+        caches.lens = right
+        for result in results:
+            check(result, q, caches, causal=True)
+
+
+def test_rows_that_cannot_be_are_the_nearest_that_can(rng, decode_tier):
+    caches = Caches(rng, [60, 40, 30], 64, 2, 64, 64, BFLOAT16)
+    q = rng.standard_normal((30, 8, 64)).astype(BFLOAT16)
+    for given in ([0, 5, 2**32 + 16, 2**40], [-(2**35), 5, 30, 7], [0, 5, 31, 2**31 - 1]):
+        result = caches.paged(
+            q, cu_seqlens_q=cupy.asarray(np.array(given, np.int64)), return_lse=True
+        )
+        check(result, q, caches, np.array([0, 5, 30, 30]), causal=True)
+
+
+def test_a_page_that_does_not_exist_disturbs_nobody_else(rng, decode_tier):
+    caches = Caches(rng, [300, 300, 300], 300, 2, 64, 64, BFLOAT16)
+    q = rng.standard_normal((3, 1, 8, 64)).astype(BFLOAT16)
+    right = [a.get() for a in caches.paged(q, return_lse=True)]
+    bad = np.array([-1, len(caches.k_pages), 2**31 - 1, 2**40, -(2**40)], np.int64)
+    caches.table = caches.table.astype(np.int64)
+    caches.table[1, :5] = bad
+    wrong = [a.get() for a in caches.paged(q, return_lse=True)]
+    for before, after in zip(right, wrong, strict=True):
+        np.testing.assert_array_equal(before[[0, 2]], after[[0, 2]])
+
+
 def test_fixed_splits_do_not_depend_on_the_batch(rng, decode_tier):
     lens = [4000, 100, 2500, 1024, 1]
     caches = Caches(rng, lens, 4000, 2, 128, 128, BFLOAT16)

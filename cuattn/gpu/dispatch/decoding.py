@@ -17,6 +17,7 @@ from cuattn.gpu.params import DECODE_MAPS, decode_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
+MOST_STEPS = 1 << 30  # of the kernels' partition of the work, which counts in int
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 
 
@@ -45,7 +46,7 @@ MOST_KEYS = {
 SPLIT_KEYS = 2048
 MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
 
-#: Entries of a lone sequence's page table that decode_sm80.cu keeps, where there is room.
+#: Entries of a single sequence's page table that decode_sm80.cu keeps, where there is room.
 TABLE = 2048
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
@@ -63,13 +64,18 @@ class Sm80DecodeConfig(Config):
     warps_k: int  # slices
     stages: int
     blocks_per_sm: int
-    query_buffers: int  # 2: the queries of the next piece come before it is there
-    table: int  # entries of a lone sequence's page table that shared memory has room for
+    query_buffers: int  # 2: the queries of the next split are loaded before it begins
+    table: int  # entries of a single sequence's page table that shared memory has room for
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
         return self.warp_rows * self.warps_q
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile."""
+        return self.warp_keys * self.warps_k
 
     @property
     def threads(self) -> int:
@@ -119,7 +125,7 @@ class Sm90DecodeConfig(Config):
     @property
     def part_bytes(self) -> int:
         """What a cluster leaves in global memory where it is one of several: each row's O, and each
-        block's maximum and sum of it, and as many bytes of tickets."""
+        block's maximum and sum of it, and as many bytes of launch ids."""
         return 16 * self.rows * (self.head_dim // 2 + self.cluster)
 
 
@@ -145,8 +151,8 @@ class SimtDecodeConfig(Config):
 
 
 def _part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
-    """O, with maximum and sum for every 64 columns, and as many bytes of tickets: kSlotUnits of
-    decoding/combine.cuh."""
+    """O, with maximum and sum for every 64 columns, and as many bytes of launch ids: kSlotPackets
+    of decoding/combine.cuh."""
     return rows * head_dim * 33 // 16 * acc_bytes
 
 
@@ -254,7 +260,7 @@ class Sm80Decode:
         rows = rows_of_sequence(spec)
         tile_rows = next(n for n in DECODE_ROWS[head_dim] if rows <= n or n == 64)
         config = _sm80_config(spec.dtype.name, head_dim, tile_rows, call.arch)
-        return _shared_out(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
+        return _partitioned(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -278,7 +284,7 @@ class SimtDecode:
             return None
         call, spec = taken, taken.spec
         small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
-        return _shared_out(call, _simt_variant(spec.dtype.name, 128 if small else 256))
+        return _partitioned(call, _simt_variant(spec.dtype.name, 128 if small else 256))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -287,8 +293,8 @@ class SimtDecode:
         yield _simt_variant("float32", 128)
 
 
-def _shared_out(call: Call, variant: Variant) -> Launch:
-    """The launch of a kernel whose blocks share out all sequences' keys."""
+def _partitioned(call: Call, variant: Variant) -> Launch:
+    """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh."""
     spec, config = call.spec, variant.config
     blocks = call.multiprocessors * config.blocks_per_sm
     lanes = decode_head_lanes(spec.heads_kv, blocks)
@@ -296,12 +302,21 @@ def _shared_out(call: Call, variant: Variant) -> Launch:
     return Launch(
         variant,
         grid,
-        (_arguments(call, head_lanes=lanes, one_item=_has_one_item(call, lanes, config.rows)),),
+        (
+            _arguments(
+                call,
+                head_lanes=lanes,
+                kv_block_shift=_kv_block_shift(call, lanes, config),
+                single_tile=_has_single_tile(call, lanes, config.rows),
+            ),
+        ),
         workspace_bytes=_slots(call, grid, config.rows) * config.part_bytes,
     )
 
 
-def _arguments(call: Call, *, head_lanes: int, one_item: bool = False) -> Arguments:
+def _arguments(
+    call: Call, *, head_lanes: int, kv_block_shift: int = 0, single_tile: bool = False
+) -> Arguments:
     spec, partial = call.spec, call.partial
     lse_strides = (0 if spec.rows == "ragged" else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
     return decode_arguments(
@@ -312,10 +327,11 @@ def _arguments(call: Call, *, head_lanes: int, one_item: bool = False) -> Argume
         table_stride=call.table_stride,
         lse_strides=lse_strides if partial is None else partial.lse_strides,
         first_key=0 if partial is None else partial.first_key,
-        unit_keys=UNIT_KEYS,
+        num_pages=call.num_pages,
+        kv_block_shift=kv_block_shift,
         num_splits=call.num_splits,
         head_lanes=head_lanes,
-        one_item=one_item,
+        single_tile=single_tile,
     )
 
 
@@ -344,7 +360,31 @@ def decode_head_lanes(heads_kv: int, blocks: int) -> int:
     return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
 
 
-def _has_one_item(call: Call, head_lanes: int, tile_rows: int) -> bool:
+def _kv_block_shift(
+    call: Call, head_lanes: int, config: Sm80DecodeConfig | SimtDecodeConfig
+) -> int:
+    """kv_block_shift of DecodeParams. Blocks of keys are as long as a tile, longer only where the
+    steps of the partition, if all sequences were as long as they may be, could not be counted."""
+    if call.num_splits is not None:
+        return UNIT_KEYS.bit_length() - 1
+    spec = call.spec
+    heads_per_block = spec.heads_kv // head_lanes
+    shift = config.tile_keys.bit_length() - 1
+    tiles = _row_tiles(spec, config.rows) * heads_per_block
+    while shift < 29 and tiles * ((spec.seqlen_k >> shift) + 3) > MOST_STEPS:
+        shift += 1
+    return shift
+
+
+def _row_tiles(spec: AttentionSpec, tile_rows: int) -> int:
+    """Tiles of rows that all sequences have at most."""
+    rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+    if spec.rows == "ragged":
+        return rows // tile_rows + spec.batch
+    return spec.batch * -(-rows // tile_rows)
+
+
+def _has_single_tile(call: Call, head_lanes: int, tile_rows: int) -> bool:
     """Whether there is one tile of rows of one sequence for each head, and a head for each block:
     all that has to be found out is how long the sequence is."""
     spec = call.spec
@@ -361,15 +401,10 @@ def _slots(call: Call, grid: tuple[int, int], tile_rows: int) -> int:
     """How many partial results the blocks may have to keep at most."""
     spec, num_splits = call.spec, call.num_splits
     if num_splits is None:
-        return 2 * grid[0] * grid[1]  # a block leaves at most two items incomplete
-    rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
-    if spec.rows == "ragged":
-        row_tiles = rows // tile_rows + spec.batch
-    else:
-        row_tiles = spec.batch * -(-rows // tile_rows)
+        return 2 * grid[0] * grid[1]  # a block leaves at most two work tiles incomplete
     # A sequence of several row tiles is not split.
-    units = num_splits if isinstance(num_splits, int) else -(-spec.seqlen_k // UNIT_KEYS)
-    return spec.heads_kv * (row_tiles + spec.batch * max(units, 1))
+    splits = num_splits if isinstance(num_splits, int) else -(-spec.seqlen_k // UNIT_KEYS)
+    return spec.heads_kv * (_row_tiles(spec, tile_rows) + spec.batch * max(splits, 1))
 
 
 def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
