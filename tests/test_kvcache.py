@@ -6,11 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import io
 import itertools
 import pathlib
+import pickle
+import re
 import sys
+import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -158,6 +166,39 @@ class CacheMachine(RuleBasedStateMachine):
         id = data.draw(st.sampled_from(sorted(self.tokens)))
         self.cache.remove(id)
         del self.tokens[id]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def swap(self, data):
+        """A sequence leaves for the host, others may take its place, and it comes back."""
+        id = data.draw(st.sampled_from(sorted(self.tokens)))
+        swapped = self.cache.swap_out(id)
+        tokens = self.tokens.pop(id)
+        self.add(data.draw(st.lists(st.integers(0, 1), max_size=24)), data.draw(st.booleans()))
+        try:
+            self.tokens[self.cache.swap_in(swapped)] = tokens
+        except MemoryError:
+            assert -(-len(tokens) // self.page_size) > self.cache.num_free_pages - len(
+                self.cache._manager.kept
+            )
+
+    @rule(way=st.sampled_from(["save", "deepcopy", "pickle"]))
+    def go_on_with_a_copy(self, way):
+        before = self.cache
+        if way == "save":
+            file = io.BytesIO()
+            self.cache.save(file)
+            file.seek(0)
+            self.cache = PagedKVCache.load(file, xp=self.xp)
+        elif way == "pickle":
+            self.cache = pickle.loads(pickle.dumps(self.cache))
+        else:
+            self.cache = copy.deepcopy(self.cache)
+        self.holds_what_the_dict_holds()
+        for array in (before._store.k, before._store.v):
+            array[...] = -1
+        for id in list(before):
+            before.remove(id)
 
     @invariant()
     def holds_what_the_dict_holds(self):
@@ -739,3 +780,303 @@ def test_many_sequences_cost_little_a_step(record_property):
     record_property("microseconds", 1e6 * sorted(steps)[30])
     assert lens[0] == length + 60
     assert sorted(steps)[30] < 1e-3
+
+
+# --------------------------------------------------------------------------------------------
+# Bad arguments: of every method, whatever the cache holds
+
+
+def busy_cache():
+    """A cache with all kinds of pages and sequences, a step in the middle of which it is."""
+    cache = new_cache(num_pages=24, num_layers=LAYERS, max_seqlen=40)
+    a, _ = filled(cache, [*range(9)])
+    b = cache.fork(a)
+    filled(cache, [*range(50, 63)])
+    cache.remove(2)
+    c = cache.add_sequence([*range(9)])
+    cache.extend([a, b], [3, 1], tokens=[9, 10, 11, 12])
+    k, v = (np.ones((4, HEADS, d), np.float32) for d in (DIM, DIM_V))
+    cache.write(1, [a, b], k, v)
+    return cache, (a, b, c), (k, v)
+
+
+NOT_IDS = [99, -1, "a", None, 0.5, True, [0], np.ma.masked]
+NOT_ID_LISTS = [*([x] for x in NOT_IDS), [0, 0], [0, 1, 99], 3, None, np.zeros((2, 2), int), "ab"]
+NOT_COUNTS = [-1, 1.5, "3", None, [1], [1, 2, 3], [1, -1], [[1, 1]], 2**63 - 1, 2**64, [2**40, 1]]
+NOT_COUNTS += [True, np.float32(2), np.ma.array([1, 1], mask=[0, 1]), [1, None], 1000, 30]
+NOT_TOKENS = [1, "ab", [0.5, 1], [[1], [2]], [1, [2]], None, [2**64, 1], np.uint64([2**63, 1])]
+NOT_TOKENS += [np.ma.array([1, 1], mask=[0, 1]), [True, False]]
+NOT_LAYERS = [-1, 2, 0.0, "0", None, True]
+
+
+def bad_calls():
+    for ids in NOT_ID_LISTS:
+        for name in ("extend", "can_extend"):
+            yield name, (ids, 1), {}
+        for name in ("mark_written", "rollback", "page_table", "seq_lens"):
+            yield name, (ids,), {}
+        yield "write", (0, ids, "k", "v"), {}
+    for id in NOT_IDS:
+        for name in ("fork", "remove", "swap_out", "num_tokens"):
+            yield name, (id,), {}
+        yield "truncate", (id, 0), {}
+    for n in NOT_COUNTS:
+        yield "extend", ([0, 1], n), {}
+    for n in (9.5, -1, 13, "1", None, True, 2**63):
+        yield "truncate", (0, n), {}
+    for tokens in NOT_TOKENS:
+        if tokens is not None:
+            yield "extend", ([0, 1], 1), {"tokens": tokens}
+            yield "add_sequence", (tokens,), {}
+        yield "match_prefix", (tokens,), {}
+    yield "extend", ([0], 2), {"tokens": [1]}
+    yield "extend", ([3], 2), {"tokens": [77, 9]}
+    yield "add_sequence", ([1] * 41,), {}
+    for layer in NOT_LAYERS:
+        yield "write", (layer, [0, 1], "k", "v"), {}
+        yield "pages", (layer,), {}
+    wrong = [np.ones((4, HEADS, DIM)), np.ones((5, HEADS, DIM), np.float32), 1.0, None]
+    wrong += [np.ma.ones((4, HEADS, DIM), np.float32), np.ones(4, np.float32)]
+    for array in wrong:
+        yield "write", (0, [0, 1], array, "v"), {}
+        yield "write", (0, [0, 1], "k", array), {}
+    table = np.ones((40, 1), np.float32)
+    for rope in (table, 1, (table,), (table, None), (table[:9], table[:9]), (table, table[:, :0])):
+        yield "write", (0, [0, 1], "k", "v"), {"rope": rope}
+    yield "write", (0, [0, 1], "k", "v"), {"rope": (table, table), "interleaved": "no"}
+    for swapped in (None, 0, b"swapped"):
+        yield "swap_in", (swapped,), {}
+
+
+def test_a_call_that_fails_changes_nothing():
+    cache, _, new = busy_cache()
+    given = dict(zip("kv", new, strict=True))
+    before = bookkeeping(cache)
+    count = 0
+    for name, args, options in bad_calls():
+        args = [given.get(arg, arg) if type(arg) is str else arg for arg in args]
+        with pytest.raises((TypeError, ValueError, KeyError, IndexError, MemoryError)) as caught:
+            getattr(cache, name)(*args, **options)
+        assert re.match(rf"['\"]?PagedKVCache.{name}: ", str(caught.value)), (name, args, options)
+        assert bookkeeping(cache) == before, (name, args, options)
+        count += 1
+    assert count > 150
+
+
+# --------------------------------------------------------------------------------------------
+# Page tables, threads, copies, files
+
+
+def table_bytes(cache, *, held):
+    tables = cache._store._tables.values()
+    return sum(table.num_bytes for table in tables if table.is_held == held)
+
+
+def test_page_tables_of_all_batch_sizes_are_not_kept():
+    """At 32768 tokens, 512 sizes would be a gigabyte."""
+    cache = new_cache(num_pages=520, page_size=16, max_seqlen=32768)
+    ids = [cache.add_sequence() for _ in range(512)]
+    cache.extend(ids, 1)
+    mine = cache.page_table(ids[:300]), cache.seq_lens(ids[:300])
+    for n in range(1, 513, 5):
+        assert cache.seq_lens(ids[:n]).tolist() == [1] * n
+        assert np.array_equal(cache.page_table(ids[-n:])[:, 0], cache.page_table(ids)[-n:, 0])
+        assert table_bytes(cache, held=False) <= 64 << 20
+    assert table_bytes(cache, held=True) == 300 * 2048 * 4
+    cache.extend(ids[:300], 1)
+    assert cache.page_table(ids[:300]) is mine[0]
+    assert cache.seq_lens(ids[:300]) is mine[1]
+    assert mine[1].tolist() == [2] * 300
+    table = cache.page_table(ids)  # one that is used again and again stays
+    address = table.ctypes.data
+    del table
+    for n in range(1, 513, 5):
+        cache.page_table(ids[:n])
+        assert cache.page_table(ids).ctypes.data == address
+
+
+def test_threads_lose_nothing():
+    """Each has sequences of its own, and a table of its own; pages and prefixes they share."""
+    cache = new_cache(num_pages=150, num_layers=LAYERS)
+    start = threading.Barrier(4)
+    interval = sys.getswitchinterval()
+
+    def generate(thread):
+        rng = np.random.default_rng(thread)
+        start.wait()
+        for _ in range(12):
+            tokens = rng.integers(0, 2, rng.integers(5, 20)).tolist()
+            id = cache.add_sequence(tokens)
+            done = cache.num_tokens(id)
+            for new in (tokens[done:], [thread], [1, 0]):
+                tokens = tokens[:done] + new
+                cache.extend([id], len(new), tokens=new)
+                table, lens = cache.page_table([id]), cache.seq_lens([id])
+                for layer in range(LAYERS):
+                    k, v = (array[done:] for array in content(tokens, layer))
+                    cache.write(layer, [id], k, v)
+                done = len(tokens)
+                time.sleep(0)
+                assert lens.tolist() == [done]
+                for layer in range(LAYERS):
+                    for pages, want in zip(cache.pages(layer), content(tokens, layer), strict=True):
+                        got = pages[table[0, : -(-done // 4)]].reshape(-1, *want.shape[1:])[:done]
+                        assert np.array_equal(got, want)
+            fork = cache.fork(id)
+            cache.truncate(fork, done // 2)
+            cache.remove(id)
+            if rng.integers(2):
+                cache.remove(fork)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(generate, thread) for thread in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert cache.hit_pages
+    check_books(cache, {id: cache.num_tokens(id) for id in cache})
+
+
+def test_a_call_within_a_call_is_an_error():
+    """It would wait for ever for the lock that its own thread has."""
+    cache = new_cache()
+    a, _ = filled(cache, [*range(5)])
+    before = bookkeeping(cache)
+
+    class Tokens:
+        def __array__(self, dtype=None, copy=None):
+            cache.remove(a)
+
+    with pytest.raises(RuntimeError, match=r"remove: called in the middle of another call"):
+        cache.match_prefix(Tokens())
+    assert bookkeeping(cache) == before
+    cache.remove(a)
+
+
+def test_copies():
+    cache, ids, new = busy_cache()
+    with pytest.raises(TypeError, match=r"shallow copy .* copy.deepcopy makes an independent"):
+        copy.copy(cache)
+    file = io.BytesIO()
+    cache.save(file)
+    file.seek(0)
+    loaded = PagedKVCache.load(file)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), loaded):
+        assert repr(other) == repr(cache)
+        assert list(other) == list(cache)
+        assert np.array_equal(other.page_table(ids), cache.page_table(ids))
+        other.write(0, ids[:2], *new)  # the step goes on where it was
+        for id in ids:
+            other.remove(id)
+        assert other.match_prefix([*range(13)]) == 12
+        assert cache.match_prefix([*range(13)]) == 8
+        assert other.add_sequence() == cache._manager.next_id
+
+
+def test_files(tmp_path):
+    cache = PagedKVCache(9, 4, HEADS, DIM, dtype=ml_dtypes.bfloat16, num_layers=LAYERS)
+    path = tmp_path / "cache"
+    a = cache.add_sequence(range(9))
+    cache.extend([a], 9)
+    k = np.arange(9 * HEADS * DIM).reshape(9, HEADS, DIM).astype(ml_dtypes.bfloat16)
+    for layer in range(LAYERS):
+        cache.write(layer, [a], k, -k)
+    cache.save(path)
+    cache.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+    loaded = PagedKVCache.load(path)
+    assert loaded.dtype == cache.dtype
+    found = loaded.add_sequence(range(9))
+    assert loaded.num_tokens(found) == 8
+    assert np.array_equal(
+        loaded.pages(1)[0][held_pages(loaded, found)].reshape(8, HEADS, DIM), k[:8]
+    )
+    with pytest.raises(FileNotFoundError):
+        PagedKVCache.load(tmp_path / "another")
+    whole = path.read_bytes()
+    for broken in (b"", b"no zip file", whole[:-200], pickle.dumps({"config": 1})):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"load: .* is not what PagedKVCache.save writes"):
+            PagedKVCache.load(path)
+    path.write_bytes(whole)
+    with np.load(path) as saved:
+        arrays = dict(saved)
+    for name, value in (
+        ("state_free", arrays["state_free"][1:]),
+        ("state_paths", np.array([7, 8])),
+    ):
+        np.savez(tmp_path / "broken.npz", **{**arrays, name: value})
+        with pytest.raises(ValueError, match=r"is not what PagedKVCache.save writes"):
+            PagedKVCache.load(tmp_path / "broken.npz")
+
+
+def test_a_swap_makes_room_and_shares_again():
+    cache = new_cache(num_pages=5, num_layers=LAYERS)
+    a, _ = filled(cache, [*range(9)])
+    swapped = pickle.loads(pickle.dumps(cache.swap_out(a)))
+    assert cache.num_free_pages == 5
+    with pytest.raises(KeyError, match=r"num_tokens: 0 is not the id"):
+        cache.num_tokens(a)
+    b = cache.swap_in(swapped)  # its pages are still there
+    assert cache.hit_pages == 2
+    assert cache.swap_in(swapped) != b
+    assert cache.num_free_pages == 5 - 2 - 2
+    cache.swap_in(swapped)
+    before = bookkeeping(cache)
+    with pytest.raises(MemoryError, match=r"swap_in: 1 more pages are needed, and 0 are free"):
+        cache.swap_in(swapped)
+    assert bookkeeping(cache) == before
+    cache.reset()
+    filled(cache, [*range(50, 55)])
+    other = new_cache(num_pages=5, num_layers=LAYERS)
+    for target in (cache, other):  # nothing of it is there any more, or ever was
+        id = target.swap_in(swapped)
+        assert target.match_prefix([*range(9)]) == 8
+        assert_finds_only_what_was_written(target, [*range(8)])
+        assert target.num_tokens(id) == 9
+        target.extend([id], 1, tokens=[9])
+    for wrong in (new_cache(num_layers=1), new_cache(num_layers=LAYERS, page_size=8)):
+        with pytest.raises(ValueError, match=r"swap_in: swapped.k has shape .* this cache's"):
+            wrong.swap_in(swapped)
+    with pytest.raises(ValueError, match=r"swap_in: the sequence has 9 tokens, .* max_seqlen=8"):
+        new_cache(num_layers=LAYERS, max_seqlen=8).swap_in(swapped)
+
+
+def test_what_is_not_written_is_not_found_after_a_swap():
+    cache = new_cache(num_layers=LAYERS)
+    a = cache.add_sequence(range(9))
+    cache.extend([a], 9)
+    cache.write(0, [a], *content(range(9), 0))
+    b = cache.swap_in(cache.swap_out(a))
+    cache.mark_written([b])
+    assert (cache.num_tokens(b), cache.match_prefix(range(9))) == (9, 0)
+    file = io.BytesIO()
+    cache.save(file)
+    file.seek(0)
+    assert PagedKVCache.load(file).match_prefix(range(9)) == 0
+
+
+def test_reset_leaves_tables_where_they_are():
+    cache = new_cache(max_seqlen=40)
+    a, _ = filled(cache, [*range(9)])
+    table, lens = cache.page_table([a]), cache.seq_lens([a])
+    cache.reset()
+    assert (len(cache), cache.num_free_pages, a in cache) == (0, 16, False)
+    assert cache.match_prefix([*range(9)]) == 0
+    b, _ = filled(cache, [*range(5)])
+    assert b > a
+    assert cache.page_table([b]) is table
+    assert cache.seq_lens([b]) is lens
+    assert lens.tolist() == [5]
+    assert table[0, :2].tolist() == held_pages(cache, b)
+
+
+def test_a_cache_is_freed_with_its_pages():
+    cache = new_cache()
+    filled(cache, [*range(9)])
+    freed = weakref.ref(cache._store.k)
+    del cache
+    gc.collect()
+    assert freed() is None

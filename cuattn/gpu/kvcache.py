@@ -14,7 +14,7 @@ from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
 from cuattn.gpu.params import cache_write_arguments
 from cuattn.gpu.plan import Plan
 
-__all__ = ["Batch", "capturing", "copy_pages", "write"]
+__all__ = ["Batch", "capturing", "copy_pages", "read_pages", "write", "write_pages"]
 
 
 class Batch:
@@ -84,6 +84,21 @@ def copy_pages(
     with use_device(k_pages):
         for pages in (k_pages, v_pages):
             pages[:, target] = pages[:, source]
+
+
+def read_pages(array: cupy.ndarray, pages: np.ndarray) -> np.ndarray:
+    """Copy pages of every layer, of keys or of values, to the host, when what came before on the
+    current stream has been done."""
+    _refuse_capture("pages")
+    with use_device(array):
+        return array[:, cupy.asarray(pages)].get()
+
+
+def write_pages(array: cupy.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
+    """Overwrite pages of every layer, of keys or of values, with what the host has."""
+    _refuse_capture("pages")
+    with use_device(array):
+        array[:, cupy.asarray(pages)] = cupy.asarray(content)
 
 
 def write(

@@ -6,12 +6,19 @@ pages.py keeps the books, store.py the arrays; here is what the user sees of bot
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import importlib
+import io
+import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 from cuattn._arrays import (
@@ -26,10 +33,13 @@ from cuattn._arrays import (
 from cuattn._backend import contiguous, contiguous_last_axis, reshaped
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn.decoding import MAX_PAGE_SIZE
+from cuattn.kvcache import snapshot
 from cuattn.kvcache.pages import MAX_SEQLEN, PageManager
 from cuattn.kvcache.store import PageStore
 
 __all__ = ["PagedKVCache"]
+
+SAVED_VERSION = 1
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +66,29 @@ def _exclusive(
                 self._owner = None
 
     return call
+
+
+@dataclasses.dataclass(frozen=True)
+class SwappedSequence:
+    """A sequence on the host: what :meth:`PagedKVCache.swap_out` returns.
+
+    Attributes
+    ----------
+    tokens : int64 array (known,)
+        Its leading tokens, as far as they are known.
+    num_tokens : int
+        Its length.
+    num_written : int
+        Leading tokens that have been written in every layer.
+    k, v : array (num_layers, pages, page_size, num_kv_heads, head_dim), (..., head_dim_v)
+        Its pages.
+    """
+
+    tokens: np.ndarray
+    num_tokens: int
+    num_written: int
+    k: np.ndarray
+    v: np.ndarray
 
 
 class PagedKVCache:
@@ -408,6 +441,190 @@ class PagedKVCache:
         self._manager.reset()
 
     # ------------------------------------------------------------------------------------------
+    # on the host, in files and in copies
+
+    @_exclusive
+    def swap_out(self, id: int) -> SwappedSequence:
+        """End a sequence and keep its tokens, keys and values on the host, until ``swap_in``.
+
+        Waits for the device. Its pages are free, or kept for reuse, as after ``remove``.
+
+        Returns
+        -------
+        SwappedSequence
+            What ``swap_in`` takes, of this cache or of another of the same layout. It can be
+            pickled.
+        """
+        manager = self._manager
+        row = manager.row("swap_out", id)
+        manager.settle(np.array([row]))
+        k, v = self._store.read_pages(manager.table[row, : manager.held[row]].copy())
+        swapped = SwappedSequence(
+            tokens=manager.tokens[row, : manager.known[row]].copy(),
+            num_tokens=int(manager.length[row]),
+            num_written=int(manager.written[row]),
+            k=k,
+            v=v,
+        )
+        manager.remove(id, row)
+        return swapped
+
+    @_exclusive
+    def swap_in(self, swapped: SwappedSequence) -> int:
+        """Start a sequence that has what ``swap_out`` has kept: pages that can be found in the
+        cache are shared, the others are copied to the device.
+
+        Parameters
+        ----------
+        swapped : SwappedSequence
+            What ``swap_out`` returned. It may be used again.
+
+        Returns
+        -------
+        int
+            The sequence's id, a new one.
+
+        Raises
+        ------
+        MemoryError
+            Not enough pages are free or kept for reuse; nothing has changed.
+        """
+        name = "PagedKVCache.swap_in"
+        if not isinstance(swapped, SwappedSequence):
+            raise TypeError(
+                f"{name}: swapped must be what swap_out returned, got {type(swapped).__qualname__}"
+            )
+        manager, length = self._manager, swapped.num_tokens
+        num_pages = -(-length // self.page_size)
+        both = (("k", swapped.k, self._store.k), ("v", swapped.v, self._store.v))
+        for label, array, pages in both:
+            shape = (self.num_layers, num_pages, *pages.shape[2:])
+            if array.shape != shape or array.dtype != self.dtype:
+                raise ValueError(
+                    f"{name}: swapped.{label} has shape {array.shape} and dtype {array.dtype}, "
+                    f"must have this cache's {shape} and {self.dtype}"
+                )
+        tokens = swapped.tokens[: swapped.num_written]
+        manager.check_room("swap_in", tokens, length)
+        id = manager.add(tokens)
+        row = manager.row_of[id]
+        rows, found = np.array([row]), int(manager.held[row])
+        manager.extend(manager.plan_extend(rows, length - manager.length[rows], None))
+        try:
+            new = manager.table[row, found : manager.held[row]].copy()
+            self._store.write_pages(new, swapped.k[:, found:], swapped.v[:, found:])
+        except BaseException:
+            manager.remove(id, row)
+            raise
+        manager.restore_row(row, swapped.tokens, swapped.num_written)
+        return id
+
+    def save(self, file: str | os.PathLike | BinaryIO) -> None:
+        """Save sequences, prefixes and the pages that hold them. Waits for the device.
+
+        Parameters
+        ----------
+        file : path or binary file
+            Where to. A file of that name is replaced once all has been written.
+        """
+        if isinstance(file, (str, os.PathLike)):
+            path = os.fspath(file)
+            partial = f"{path}.partial"
+            try:
+                with open(partial, "wb") as target:
+                    self.save(target)
+                os.replace(partial, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.remove(partial)
+                raise
+            return
+        state, pages, k, v = self._snapshot()
+        config = {**self._config(), "dtype": self.dtype.name, "version": SAVED_VERSION}
+        bits = f"u{self.dtype.itemsize}"  # bfloat16 is no dtype that a file could name
+        arrays: dict[str, Any] = {f"state_{key}": array for key, array in state.items()}
+        arrays["config"] = np.frombuffer(json.dumps(config).encode(), np.uint8)
+        np.savez(file, in_use=pages, k=k.view(bits), v=v.view(bits), **arrays)
+
+    @classmethod
+    def load(
+        cls, file: str | os.PathLike | BinaryIO, *, xp: ModuleType | None = None
+    ) -> PagedKVCache:
+        """Load what ``save`` has saved: the same sequences, ids and prefixes.
+
+        Parameters
+        ----------
+        file : path or binary file
+            Where from. Nothing in it is executed.
+        xp : module
+            ``numpy`` (the default) or ``cupy``: where the pages shall be, wherever they were.
+
+        Raises
+        ------
+        ValueError
+            The file is not one that ``save`` has written.
+        """
+        try:
+            with np.load(file, allow_pickle=False) as saved:
+                config = json.loads(saved["config"].tobytes())
+                if config.pop("version") != SAVED_VERSION:
+                    raise ValueError("another version")
+                state = {key[6:]: saved[key] for key in saved if key.startswith("state_")}
+                dtype = np.dtype(getattr(ml_dtypes, config["dtype"], config["dtype"]))
+                content = saved["in_use"], saved["k"].view(dtype), saved["v"].view(dtype)
+            cache = cls(**{**config, "dtype": dtype}, xp=xp)
+            snapshot.restore(cache._manager, state)
+            cache._store.write_pages(*content)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"PagedKVCache.load: {file!r} is not what PagedKVCache.save writes: {error}"
+            ) from error
+        return cache
+
+    @_exclusive
+    def _snapshot(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+        """The books, the pages that hold something, and their keys and values."""
+        manager = self._manager
+        state = snapshot.take(manager)
+        pages = np.flatnonzero((manager.references > 0) | manager.index.contains)
+        return state, pages, *self._store.read_pages(pages)
+
+    def _config(self) -> dict[str, Any]:
+        """The arguments that make such a cache, but xp."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "num_kv_heads": self._store.k.shape[3],
+            "head_dim": self._store.k.shape[4],
+            "head_dim_v": self._store.v.shape[4],
+            "num_layers": self.num_layers,
+            "max_seqlen": self.max_seqlen,
+            "dtype": self.dtype,
+        }
+
+    def __copy__(self) -> PagedKVCache:
+        raise TypeError(
+            "PagedKVCache: a shallow copy would share pages that each cache takes for its own; "
+            "copy.deepcopy makes an independent cache, fork another sequence with the same tokens"
+        )
+
+    @_exclusive
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        xp, k = self._store.xp, self._store.k
+        with contextlib.nullcontext() if xp is np else k.device:
+            cache = PagedKVCache(**self._config(), xp=xp)
+            snapshot.restore(cache._manager, snapshot.take(self._manager))
+            cache._store.k[...], cache._store.v[...] = k, self._store.v
+        return cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = io.BytesIO()
+        self.save(file)
+        return _loaded, (file.getvalue(), self._store.xp.__name__)
+
+    # ------------------------------------------------------------------------------------------
     # what the host knows: none of this waits for a device
 
     @_exclusive
@@ -543,6 +760,10 @@ class PagedKVCache:
             raise ValueError(
                 f"{name}: rope has {cos.shape[0]} positions, must have the sequences' {longest}"
             )
+
+
+def _loaded(saved: bytes, xp: str) -> PagedKVCache:
+    return PagedKVCache.load(io.BytesIO(saved), xp=importlib.import_module(xp))
 
 
 def _counts(function: str, n: Any, sequences: int) -> np.ndarray:

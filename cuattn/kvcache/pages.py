@@ -20,88 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cuattn.kvcache.prefixes import Node, PrefixIndex
+
 MAX_CHANGES = 1024  # of the page table, noted for batches that are not up to date
 MAX_SEQLEN = 2**31 - 1  # kernels count tokens in int32
-
-
-class Node:
-    """A full page in the prefix index. The path to it from the root holds all tokens before it."""
-
-    __slots__ = ("children", "key", "page", "parent")
-
-    def __init__(self, parent: Node | None, key: bytes, page: int) -> None:
-        self.parent = parent
-        self.key = key  # the page's tokens
-        self.page = page  # -1: no longer in the index
-        self.children: dict[bytes, Node] = {}
-
-
-class PrefixIndex:
-    """A radix tree of written pages: an edge is labelled with the tokens of a whole page, all of
-    which are compared, so that a look-up cannot mistake one prefix for another.
-
-    Attributes
-    ----------
-    contains : bool (num_pages,)
-        Which pages can be found.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self.root = Node(None, b"", -1)
-        self.contains = np.zeros(num_pages, bool)
-        self._node_of: dict[int, Node] = {}
-
-    def find(self, tokens: np.ndarray, page_size: int) -> list[Node]:
-        """The pages that hold the longest prefix of `tokens`, as far as whole pages are found."""
-        key, size = tokens.tobytes(), page_size * tokens.itemsize
-        node, path = self.root, []
-        for start in range(0, len(key) - size + 1, size):
-            child = node.children.get(key[start : start + size])
-            if child is None:
-                break
-            path.append(node := child)
-        return path
-
-    def insert(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
-        """Let a page be found behind another, or return the one that is found there already."""
-        key = tokens.tobytes()
-        node = parent.children.get(key)
-        if node is None:
-            node = Node(parent, key, page)
-            self.contains[page] = True
-            self._node_of[page] = node
-            parent.children[key] = node
-        return node
-
-    def replace(self, node: Node, page: int) -> int:
-        """Let another page with the same tokens be found in a node's place; returns the former."""
-        former = node.page
-        self.contains[page] = True
-        self._node_of[page] = node
-        node.page = page
-        self._node_of.pop(former, None)
-        self.contains[former] = False
-        return former
-
-    def remove(self, page: int) -> list[int]:
-        """Let a page, and all that are found behind it, be found no more; returns them."""
-        removed = []
-        node = self._node_of.get(page)
-        if node is None or node.page != page:
-            self._node_of.pop(page, None)
-            self.contains[page] = False
-            return [page]
-        if node.parent is not None:
-            node.parent.children.pop(node.key, None)
-        behind = [node]
-        while behind:
-            node = behind.pop()
-            behind += node.children.values()
-            self._node_of.pop(node.page, None)
-            self.contains[node.page] = False
-            removed.append(node.page)
-            node.page = -1
-        return removed
 
 
 class Growth(NamedTuple):
@@ -220,7 +142,7 @@ class PageManager:
     def find(self, tokens: np.ndarray) -> list[Node]:
         """The pages that a sequence of these tokens can take over: they hold fewer tokens than it
         has, since the last one has to be run to know what comes next."""
-        self._publish()
+        self.publish()
         usable = max(tokens.size - 1, 0) >> self._shift
         return self.index.find(tokens[: usable << self._shift], self.page_size)
 
@@ -296,7 +218,7 @@ class PageManager:
             int((self.held[rows] + grown).max(initial=0)),
             0 if learned is None else int(learned[1].max(initial=-1)) + 1,
         )
-        self._settle(rows)
+        self.settle(rows)
         pages = self._take(growth.num_pages)
         for page in growth.overwritten.tolist():
             self._unpublish(page)
@@ -323,9 +245,25 @@ class PageManager:
             follows = self.known[rows] >= start
             self.known[rows[follows]] = np.maximum(self.known[rows], growth.stop)[follows]
 
+    def check_room(self, function: str, tokens: np.ndarray, length: int) -> None:
+        """Check that a sequence could be added with these tokens, and then extended to `length`."""
+        if self.max_seqlen is not None and length > self.max_seqlen:
+            raise ValueError(
+                f"PagedKVCache.{function}: the sequence has {length} tokens, must be at most "
+                f"max_seqlen={self.max_seqlen}"
+            )
+        path = self.find(tokens)
+        needed = -(-length // self.page_size) - len(path)
+        available = self.available - sum(node.page in self.kept for node in path)
+        if needed > available:
+            raise MemoryError(
+                f"PagedKVCache.{function}: {needed} more pages are needed, and {available} are "
+                f"free or kept for reuse, of {self.num_pages}"
+            )
+
     def fork(self, old: int) -> int:
         """Start a sequence that holds what another does; returns its id."""
-        self._publish()
+        self.publish()
         row = self._new_row()
         held = int(self.held[old])
         self.references[self.table[old, :held]] += 1
@@ -338,7 +276,7 @@ class PageManager:
 
     def truncate(self, row: int, n: int) -> None:
         """Forget all but a sequence's first `n` tokens."""
-        self._publish()
+        self.publish()
         del self.paths[row][n >> self._shift :]
         self.indexed[row] = len(self.paths[row])
         self.new[row] = 0
@@ -346,6 +284,15 @@ class PageManager:
             array[row] = min(array[row], n)
         self.version += 1
         self._release(row, -(-n // self.page_size))
+
+    def restore_row(self, row: int, tokens: np.ndarray, written: int) -> None:
+        """Note that a sequence's pages have been filled, with which tokens and how far."""
+        self._widen(0, tokens.size)
+        self.new[row] = 0
+        self.written[row] = written
+        self.tokens[row, : tokens.size] = tokens
+        self.known[row] = tokens.size
+        self.version += 1
 
     def rollback(self, rows: np.ndarray) -> None:
         """Undo each sequence's last extend."""
@@ -356,7 +303,7 @@ class PageManager:
 
     def remove(self, id: int, row: int) -> None:
         """End a sequence."""
-        self._publish()
+        self.publish()
         self._last_ids = None
         del self.row_of[id]
         self.version += 1
@@ -393,15 +340,15 @@ class PageManager:
                     "and other sequences may share them since; truncate and extend to replace them"
                 )
 
-    def _settle(self, rows: np.ndarray | slice) -> None:
+    def settle(self, rows: np.ndarray | slice) -> None:
         """Let `written` include the new tokens that every layer has written."""
         length, written = self.length[rows], self.written[rows]
         done = self.layers_written[:, rows].all(axis=0) & (written == length - self.new[rows])
         self.written[rows] = np.where(done, length, written)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Let full pages of known tokens be found, as far as they have been written."""
-        self._settle(slice(None))
+        self.settle(slice(None))
         if self._paths_may_end:
             for row, path in self.paths.items():
                 while path and path[-1].page < 0:
@@ -496,16 +443,26 @@ class PageManager:
     # ------------------------------------------------------------------------------------------
     # rows, and what batches read
 
+    def reserve(self, rows: int, pages: int, tokens: int) -> None:
+        """Let a manager without sequences have so many, in the first rows, with so many pages and
+        tokens each."""
+        while self.length.size < rows:
+            self._double_rows()
+        self._spare_rows = list(range(self.length.size - 1, rows - 1, -1))
+        self._widen(pages, tokens)
+
     def _new_row(self) -> int:
         if not self._spare_rows:
-            names = (*self.COUNTS, "table", "tokens")
-            arrays = {name: getattr(self, name) for name in names}
-            grown = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in arrays.items()}
-            layers = self.layers_written
-            grown["layers_written"] = np.concatenate([layers, np.zeros_like(layers)], axis=1)
-            rows = self.length.size
-            self.__dict__.update(grown, _spare_rows=list(range(2 * rows - 1, rows - 1, -1)))
+            self._double_rows()
         return self._spare_rows.pop()
+
+    def _double_rows(self) -> None:
+        arrays = {name: getattr(self, name) for name in (*self.COUNTS, "table", "tokens")}
+        grown = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in arrays.items()}
+        layers = self.layers_written
+        grown["layers_written"] = np.concatenate([layers, np.zeros_like(layers)], axis=1)
+        rows = self.length.size
+        self.__dict__.update(grown, _spare_rows=list(range(2 * rows - 1, rows - 1, -1)))
 
     def _add_id(self, row: int) -> int:
         id = self.next_id

@@ -74,6 +74,16 @@ class PageStore:
         """Copy pages of every layer."""
         self.device.copy_pages(self.k, self.v, source.tolist(), target.tolist())
 
+    def read_pages(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies on the host of some pages of every layer: (num_layers, pages, page_size,
+        num_kv_heads, head_dim) and (..., head_dim_v). Waits for the device."""
+        return self.device.read_pages(self.k, pages), self.device.read_pages(self.v, pages)
+
+    def write_pages(self, pages: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """Overwrite some pages of every layer with such copies."""
+        self.device.write_pages(self.k, pages, k)
+        self.device.write_pages(self.v, pages, v)
+
     def page_table(self, manager: PageManager, rows: np.ndarray) -> Any:
         """The page table of some sequences, up to date."""
         table = self._table(manager, rows)

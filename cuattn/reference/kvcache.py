@@ -63,6 +63,16 @@ def copy_pages(k_pages: np.ndarray, v_pages: np.ndarray, source: list[int], targ
     v_pages[:, target] = v_pages[:, source]
 
 
+def read_pages(array: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    """Copy pages of every layer, of keys or of values, to a new array."""
+    return array[:, pages]
+
+
+def write_pages(array: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
+    """Overwrite pages of every layer, of keys or of values."""
+    array[:, pages] = content
+
+
 def write(
     k: np.ndarray,
     v: np.ndarray,

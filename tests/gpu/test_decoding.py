@@ -491,3 +491,28 @@ def test_merge(rng, dtype, parts):
             [cupy.asarray(o) for o in outs], [cupy.asarray(x) for x in lses]
         )
         assert np.array_equal(listed.get(), out.get())
+
+
+def test_int64_lengths_and_pages_saturate(rng, decode_tier):
+    """What does not fit in int32 is never taken for its lower half."""
+    q = cupy.asarray(rng.standard_normal((3, 4, 64)).astype(np.float16))
+    k, v = (cupy.asarray(rng.standard_normal((3, 40, 2, 64)).astype(np.float16)) for _ in "kv")
+    lens = np.array([2**31, 2**32 + 3, 17], np.int64)
+    small = np.array([40, 40, 17], np.int32)  # beyond the capacity means the capacity
+    want = flash_decode(q, k, v, cupy.asarray(small))
+    assert cupy.array_equal(flash_decode(q, k, v, cupy.asarray(lens)), want)
+    nothing = flash_decode(q, k, v, cupy.asarray(np.array([-(2**32) + 9, 40, 17], np.int64)))
+    assert not nothing[0].any()
+    assert cupy.array_equal(nothing[1:], want[1:])
+
+    pages = [array.reshape(12, 10, 2, 64)[:, :8].copy() for array in (k, v)]
+    table = cupy.arange(12, dtype=np.int64).reshape(3, 4)
+    lens = cupy.asarray(np.array([2**31 + 1, 2**33, 17], np.int64))
+    small = cupy.asarray(np.array([32, 32, 17], np.int32))
+    unused = table.copy()
+    unused[2, 3] = 2**32  # is not used
+    want = paged_attention(q, *pages, table.astype(np.int32), small)
+    assert cupy.array_equal(paged_attention(q, *pages, unused, lens), want)
+    cu = cupy.asarray(np.array([0, 1, 2, 3], np.int64))
+    ragged = paged_attention(q, *pages, unused, lens, cu_seqlens_q=cu)
+    assert float(abs(ragged.astype(np.float32) - want.astype(np.float32)).max()) < 4e-3
