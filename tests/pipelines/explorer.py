@@ -98,9 +98,10 @@ class Write(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """Go on to the next stage of a ring."""
+    """Go on to another use of a ring, the next one if not said otherwise."""
 
     ring: str
+    by: int = 1
 
 
 class _Await(NamedTuple):
@@ -265,8 +266,8 @@ class _State:
 
     def _run(self, number: int, process: _Process, operation: NamedTuple) -> bool:
         match operation:
-            case Advance(ring):
-                process.use[ring] = process.use.get(ring, 0) + 1
+            case Advance(ring, by):
+                process.use[ring] = process.use.get(ring, 0) + by
             case Wait(name, before):
                 _, stage, phase = self._place(process, self.pipeline.barriers[name][0])
                 return self._wait(number, name, stage, phase - before)

@@ -15,8 +15,16 @@ from cuattn.gpu import compiler
 #: What each model was written after.
 SKELETONS = {
     f"{kernel}.cu": pathlib.Path(__file__).with_name(f"{kernel.partition('/')[2]}.txt")
-    for kernel in ("attention/forward_sm90",)
+    for kernel in ("attention/forward_sm90", "decoding/decode_sm90", "decoding/decode_sm80")
 }
+
+#: Functions that models repeat whole: how decoding shares out its work, and who merges what.
+WHOLE = frozenset(
+    {
+        *("plan_merge", "merges_for_later", "slot", "merged_slot", "merge_list", "part_at"),
+        *("partition", "first_step", "group_of", "here", "place_of"),
+    }
+)
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 
@@ -137,6 +145,13 @@ def _skeleton(source: str, counts: set[str], variables: set[str]) -> tuple[list[
         called = set(re.findall(r"([A-Za-z_]\w*)\s*(?:<[^;()]*>)?\(", statement))
         return bool(PRIMITIVES.search(statement) or called & counts)
 
+    def function(header: str) -> str:
+        """The name of the function or lambda that begins here; empty where none does."""
+        if CONTROL.search(header):
+            return ""
+        name = re.search(r"(\w+) = \[|(\w+)\((?:[^()]|\([^()]*\))*\)(?: const)?$", header)
+        return (name[1] or name[2]) if name else ""
+
     def accompanies(statement: str) -> bool:
         """Whether it is kept within a block that is kept."""
         assigned = set(re.findall(r"([A-Za-z_]\w*) (?:[-+^|&]?=) ", statement))
@@ -145,7 +160,7 @@ def _skeleton(source: str, counts: set[str], variables: set[str]) -> tuple[list[
 
     lines: list[str] = []
     found: set[str] = set()
-    opened: list[tuple[str, int, bool]] = []  # of blocks: header, its line, whether it is kept
+    opened: list[tuple[str, int, bool, bool]] = []  # blocks: header, line, whether kept, whole
     start = depth = 0
     for at, letter in enumerate(source):
         depth += {"(": 1, ")": -1, "[": 1, "]": -1}.get(letter, 0)
@@ -153,16 +168,17 @@ def _skeleton(source: str, counts: set[str], variables: set[str]) -> tuple[list[
             continue
         statement, start = " ".join(source[start:at].split()), at + 1
         if letter == "{":
-            opened.append((statement, len(lines), matters(statement)))
+            whole = function(statement) in WHOLE or bool(opened and opened[-1][3])
+            opened.append((statement, len(lines), whole or matters(statement), whole))
             lines.append("  " * (len(opened) - 1) + statement + " {")
             continue
         kept = bool(statement) and matters(statement)
         if opened and kept:
-            opened[-1] = (*opened[-1][:2], True)
-        if kept or (opened and accompanies(statement)):
+            opened[-1] = (*opened[-1][:2], True, opened[-1][3])
+        if kept or (opened and statement and (opened[-1][3] or accompanies(statement))):
             lines.append("  " * len(opened) + statement + ";")
         if letter == "}" and opened:
-            header, line, kept = opened.pop()
+            header, line, kept, _ = opened.pop()
             control = CONTROL.search(header) or header == "else"
             if control and opened and len(lines) > line + 1 and not kept:
                 lines.append("  " * len(opened) + "}")  # goes with what is around it
@@ -171,9 +187,7 @@ def _skeleton(source: str, counts: set[str], variables: set[str]) -> tuple[list[
             else:
                 lines.append("  " * len(opened) + "}")
                 if opened:
-                    opened[-1] = (*opened[-1][:2], True)
-                name = re.search(r"(\w+) = \[|(\w+)\((?:[^()]|\([^()]*\))*\)(?: const)?$", header)
-                name = name and (name[1] or name[2])
-                if name and not CONTROL.search(header):
-                    found.add(name)
+                    opened[-1] = (*opened[-1][:2], True, opened[-1][3])
+                if function(header) and function(header) not in WHOLE:
+                    found.add(function(header))
     return lines, found

@@ -1,0 +1,333 @@
+"""What thread blocks of a launch wait for from each other, where the device runs as few of them at
+a time as it likes.
+
+Blocks start in the order of their index, as others end: all that a kernel may count on. `run` has
+the fewest run together: one. A block that waits for one that has not started stops it all; whoever
+waits only for what earlier blocks have left, or itself, ends with any number of others beside it,
+since others only add to what has been left.
+
+- `decode_blocks`: decoding/schedule.cuh and combine.cuh (of decode_sm80.cu and decode_simt.cu), by
+  which blocks leave partial results of work tiles that they share, and the last merges them.
+- `cluster_blocks`: decode_sm90.cu with several clusters for a sequence and key head.
+- `VarlenTiles`: the counter that blocks of forward_sm90.cu take tiles of varlen calls from. There
+  it matters who comes first, so all orders are tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Put(NamedTuple):
+    """Leave a partial result in a slot."""
+
+    slot: int
+    result: Hashable  # what it is of
+
+
+class Take(NamedTuple):
+    """Wait for the partial results in these slots, and merge them."""
+
+    slots: tuple[int, ...]
+
+
+class Finish(NamedTuple):
+    """Write the result of a work tile, of all its blocks of keys."""
+
+    work_tile: int
+    keys: frozenset
+
+
+class Stuck(AssertionError):
+    """A block waits for what no block before it leaves."""
+
+
+def run(blocks: Iterable[Iterator]) -> dict[int, frozenset]:
+    """Run blocks one after the other; the blocks of keys that went into each
+    work tile's result.
+
+    A block is a generator of `Put`, `Take` and `Finish`; it is sent what it takes: a frozenset of
+    the blocks of keys that have gone into the partial results.
+    """
+    slots: dict[int, frozenset] = {}
+    finished: dict[int, frozenset] = {}
+    for number, block in enumerate(blocks):
+        answer = None
+        while True:
+            try:
+                operation = block.send(answer)
+            except StopIteration:
+                break
+            answer = None
+            match operation:
+                case Put(slot, keys):
+                    assert slot not in slots, f"block {number} overwrites slot {slot}"
+                    slots[slot] = keys
+                case Take(wanted):
+                    missing = [slot for slot in wanted if slot not in slots]
+                    if missing:
+                        raise Stuck(f"block {number} waits for slots {missing}")
+                    assert len(set(wanted)) == len(wanted)
+                    parts = [slots.pop(slot) for slot in wanted]  # a ticket is cleared
+                    answer = frozenset().union(*parts)
+                    assert len(answer) == sum(map(len, parts)), "keys are merged twice"
+                case Finish(tile, keys):
+                    assert tile not in finished, f"work tile {tile} is written twice"
+                    finished[tile] = keys
+    assert not slots, f"slots {sorted(slots)} are never merged"
+    return finished
+
+
+# --------------------------------------------------------------------------- decoding's schedule
+
+
+@dataclasses.dataclass
+class SplitPlace:
+    """A split's place among those of its work tile: decoding::SplitPlace, of one key head, where
+    gridDim.x is 1."""
+
+    index: int
+    count: int
+    alone: bool
+    balanced: bool
+    first_slot: int = 0
+
+    @property
+    def shift(self) -> int:
+        if not self.balanced or self.count <= 16:
+            return 30
+        return 4 if self.count > 72 else 3
+
+    @property
+    def merges_for_later(self) -> bool:
+        return self.index + 1 < self.count
+
+    @property
+    def merges(self) -> bool:
+        if self.merges_for_later:
+            return (self.index + 1) & ((1 << self.shift) - 1) == 0
+        return self.count > 1
+
+    def slot(self, i: int) -> int:
+        return self.first_slot + (2 * i + (i == 0) if self.balanced else i)
+
+    def merged_slot(self, i: int) -> int:
+        return self.slot(i) + 1
+
+    def merge_list(self) -> tuple[int, ...]:
+        """The slots that the split's thread block merges."""
+        radix, stride = 1 << self.shift, 2 if self.balanced else 1
+        merged = 0 if self.merges_for_later else (self.count - 1) >> self.shift
+        first = self.index + 1 - radix if self.merges_for_later else merged * radix
+        length = radix if self.merges_for_later else merged + self.count - first
+        if merged > 0:
+            few, few_slot, few_stride = merged, self.merged_slot(radix - 1), radix * stride
+            slot = self.slot(first) - merged * stride
+        else:
+            few, few_slot, few_stride = 1, self.slot(first), 0
+            slot = self.slot(first + 1) - stride
+        return tuple(
+            few_slot + i * few_stride if i < few else slot + i * stride for i in range(length)
+        )
+
+
+@dataclasses.dataclass
+class Schedule:
+    """decoding::Schedule: work tiles are shared by groups of thread blocks.
+
+    Parameters
+    ----------
+    blocks
+        Of keys: how many each work tile has, in order.
+    groups
+        Of thread blocks: gridDim.y.
+    fixed_splits
+        Whether each block of keys is a split (num_splits was given).
+    single_tile
+        Whether one work tile is all there is.
+    tile_steps
+        kTileSteps: what a work tile costs beside its blocks of keys.
+    """
+
+    blocks: Sequence[int]
+    groups: int
+    fixed_splits: bool
+    single_tile: bool
+    tile_steps: int
+
+    def __post_init__(self) -> None:
+        self.extra = 0 if self.fixed_splits or self.single_tile else self.tile_steps
+        total = sum(self.blocks) + self.extra * len(self.blocks)
+        self.share, self.larger = divmod(total, self.groups)
+
+    def first_step(self, group: int) -> int:
+        return group * self.share + min(group, self.larger)
+
+    def group_of(self, step: int) -> int:
+        in_larger = self.larger * (self.share + 1)
+        if step < in_larger:
+            return step // (self.share + 1)
+        return (step - in_larger) // self.share + self.larger
+
+    def splits(self, group: int) -> Iterator[tuple[int, range, SplitPlace]]:
+        """A group's splits: the work tile, its blocks of keys, and their place."""
+        begin, end = self.first_step(group), self.first_step(group + 1)
+        tile_step = 0
+        for tile, count in enumerate(self.blocks):
+            first_block = tile_step + self.extra
+            first, last = max(begin, first_block), min(end, first_block + count)
+            keys = range(first - first_block, last - first_block)
+            for own in [range(n, n + 1) for n in keys] if self.fixed_splits else [keys]:
+                if len(own):
+                    yield tile, own, self._place(group, tile_step, count, own, begin)
+            tile_step = first_block + count
+
+    def _place(self, group: int, tile: int, count: int, keys: range, begin: int) -> SplitPlace:
+        if self.single_tile:
+            return SplitPlace(group, min(self.groups, count), False, True)
+        if len(keys) == count:
+            return SplitPlace(0, 1, tile >= begin, not self.fixed_splits)
+        if self.fixed_splits:
+            return SplitPlace(keys.start, count, tile >= begin, False, tile)
+        first = self.group_of(tile + self.tile_steps)
+        last = self.group_of(tile + self.tile_steps + count - 1)
+        return SplitPlace(group - first, last - first + 1, tile >= begin, True, 2 * first)
+
+
+def decode_blocks(schedule: Schedule) -> Iterator[Iterator]:
+    """The blocks of decode_sm80.cu: one for each group."""
+    for group in range(schedule.groups):
+        yield _decode_block(list(schedule.splits(group)))
+
+
+def _decode_block(splits: list[tuple[int, range, SplitPlace]]) -> Iterator:
+    deferred = None
+    for number, (tile, own, place) in enumerate(splits):
+        keys = frozenset((tile, block) for block in own)
+        if place.count == 1:
+            yield Finish(tile, keys)
+            continue
+        yield Put(place.slot(place.index), keys)
+        if not place.merges:
+            continue
+        if place.alone or number + 1 == len(splits):
+            yield from _merge(tile, place)
+        else:
+            assert deferred is None, "a block's first work tile alone was begun by others"
+            deferred = tile, place
+    if deferred is not None:
+        yield from _merge(*deferred)
+
+
+def _merge(tile: int, place: SplitPlace) -> Iterator:
+    keys = yield Take(place.merge_list())
+    if place.merges_for_later:
+        yield Put(place.merged_slot(place.index), keys)
+    else:
+        yield Finish(tile, keys)
+
+
+def cluster_blocks(clusters: int, cluster: int, pairs: int) -> Iterator[Iterator]:
+    """The blocks of decode_sm90.cu, in the order of their index: those of a pair's clusters one
+    after the other. A work tile stands for the columns that a block merges."""
+    for pair in range(pairs):
+        for block in range(clusters * cluster):
+            yield _cluster_block(pair, block, clusters, cluster)
+
+
+def _cluster_block(pair: int, block: int, clusters: int, cluster: int) -> Iterator:
+    index, rank = divmod(block, cluster)
+    tile = pair * cluster + rank
+    slot = (pair * clusters + index) * cluster + rank  # part_at
+    keys = frozenset([(tile, index)])
+    if clusters > 1:
+        yield Put(slot, keys)
+        if block + cluster < clusters * cluster:
+            return
+        keys = yield Take(tuple((pair * clusters + i) * cluster + rank for i in range(clusters)))
+    yield Finish(tile, keys)
+
+
+# ------------------------------------------------------------------------------ tiles by a counter
+
+
+@dataclasses.dataclass(frozen=True)
+class VarlenTiles:
+    """The state of blocks that take tiles, one launch after the other with the same launch_id, as a
+    CUDA graph replays it."""
+
+    opened: bool  # whether the counter holds this launch's number
+    counter: int
+    blocks: tuple[tuple[str, int], ...]  # of this launch: what each does next, and its tile
+    done: tuple[int, ...]  # how often each tile has been worked on
+    launch: int
+
+
+def explore_varlen_tiles(blocks: int, tiles: int, resident: int, opens_first: bool = False) -> int:
+    """Try all orders in which blocks can take tiles in two launches; how many states there are.
+
+    `resident` blocks run at a time. `opens_first`: the first block opens the counter before it sets
+    it, which is wrong.
+
+    Raises
+    ------
+    Stuck
+        Some order stops, or a tile is worked on twice or never.
+    """
+    start = VarlenTiles(False, 12345, (("start", 0),) * blocks, (0,) * tiles, 0)
+    known, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        following = list(_next_states(state, tiles, resident, opens_first))
+        if all(block[0] == "end" for block in state.blocks):
+            if state.done != (1,) * tiles:
+                raise Stuck(f"launch {state.launch}: tiles were worked on {state.done} times")
+            if state.launch == 1:
+                continue
+            again = (("start", 0),) * blocks
+            following = [dataclasses.replace(state, blocks=again, done=(0,) * tiles, launch=1)]
+        elif not following:
+            raise Stuck(f"nobody can go on: {state}")
+        for other in following:
+            if other not in known:
+                known.add(other)
+                todo.append(other)
+    return len(known)
+
+
+def _next_states(
+    state: VarlenTiles, tiles: int, resident: int, opens_first: bool
+) -> Iterator[VarlenTiles]:
+    """What can happen next: one step of one block that runs."""
+    running = [n for n, (what, _) in enumerate(state.blocks) if what != "end"][:resident]
+    for number in running:
+        what, tile = state.blocks[number]
+        opened, counter, done = state.opened, state.counter, state.done
+        if what == "start":  # VarlenWalk's constructor
+            after = ("open" if opens_first else "store", 0) if number == 0 else ("work", number)
+        elif what == "store":
+            counter, after = len(state.blocks), ("work" if opens_first else "open", 0)
+        elif what == "open":
+            opened, after = True, ("store" if opens_first else "work", 0)
+        elif what == "work":
+            if tile >= tiles:
+                after = ("end", 0)
+            else:
+                done = (*done[:tile], done[tile] + 1, *done[tile + 1 :])
+                after = ("wait", 0)
+        elif what == "wait":
+            if not opened:
+                continue
+            after = ("take", 0)
+        elif what == "take":
+            after, counter = ("took", counter), counter + 1
+        else:
+            if tile == tiles + len(state.blocks) - 1:
+                opened = False  # the last: a replay must not find it open
+            after = ("work", tile)
+        if max(done, default=0) > 1:
+            raise Stuck(f"a tile is worked on twice: {state}")
+        every = (*state.blocks[:number], after, *state.blocks[number + 1 :])
+        yield VarlenTiles(opened, counter, every, done, state.launch)

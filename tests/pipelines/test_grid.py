@@ -1,0 +1,89 @@
+"""Thread blocks wait for earlier ones alone, and nothing is lost between them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cuattn.gpu import dispatch
+from tests.pipelines import grid, source
+
+SCHEDULE = source.text("decoding/decode_sm80.cu")
+TILE_STEPS = source.Constants(SCHEDULE, None)["kTileSteps"]
+
+
+def check(blocks, groups, **options):
+    options = {"fixed_splits": False, "single_tile": False} | options
+    schedule = grid.Schedule(blocks, groups, tile_steps=TILE_STEPS, **options)
+    finished = grid.run(grid.decode_blocks(schedule))
+    wanted = {n: frozenset((n, i) for i in range(count)) for n, count in enumerate(blocks)}
+    assert finished == wanted
+    return schedule
+
+
+@pytest.mark.parametrize("fixed_splits", [False, True])
+@pytest.mark.parametrize("tiles", [1, 2, 3])
+def test_every_small_schedule_ends(tiles, fixed_splits):
+    for blocks in itertools.product(range(1, 6), repeat=tiles):
+        for groups in range(1, 10):
+            check(blocks, groups, fixed_splits=fixed_splits)
+
+
+@pytest.mark.parametrize("fixed_splits", [False, True])
+def test_any_schedule_ends(fixed_splits, rng):
+    """One long sequence beside many, more groups than blocks of keys and fewer, more splits than
+    a thread block merges at once."""
+    for _ in range(150):
+        blocks = rng.integers(1, 4, rng.integers(1, 80))
+        blocks[rng.integers(len(blocks))] = rng.integers(1, 400)
+        check(blocks.tolist(), int(rng.integers(1, 150)), fixed_splits=fixed_splits)
+
+
+def test_a_single_work_tile_ends():
+    for groups, blocks in itertools.product(
+        (1, 2, 7, 16, 17, 72, 73, 132), (1, 2, 16, 17, 131, 500)
+    ):
+        check([blocks], groups, single_tile=True)
+
+
+def test_slots_stay_within_the_workspace(rng):
+    """A group has two: dispatch counts on it."""
+    for _ in range(50):
+        blocks = rng.integers(1, 40, rng.integers(1, 20)).tolist()
+        groups = int(rng.integers(1, 100))
+        schedule = check(blocks, groups)
+        for group in range(groups):
+            for _, _, place in schedule.splits(group):
+                if place.count > 1:
+                    assert 0 <= place.slot(place.index) < 2 * groups
+                    if place.merges and place.merges_for_later:
+                        assert place.merged_slot(place.index) < 2 * groups
+
+
+def test_a_block_that_waits_for_a_later_one_is_found():
+    schedule = grid.Schedule([5, 9], 4, False, False, TILE_STEPS)
+    with pytest.raises(grid.Stuck, match=r"block 0 waits for slots"):
+        grid.run(reversed(list(grid.decode_blocks(schedule))))
+
+
+def test_clusters_end():
+    sizes = {v.config.cluster for v in dispatch.variants("sm_90a") if v.entry == "decode_sm90"}
+    for cluster, clusters, pairs in itertools.product(sizes, (1, 2, 3, 14), (1, 3)):
+        finished = grid.run(grid.cluster_blocks(clusters, cluster, pairs))
+        assert finished == {
+            item: frozenset((item, index) for index in range(clusters))
+            for item in range(pairs * cluster)
+        }
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 4])
+def test_tiles_are_taken_once_each_in_every_order(blocks, tiles, resident):
+    grid.explore_varlen_tiles(blocks, tiles, resident)
+
+
+def test_a_counter_that_opens_before_it_is_set_is_found():
+    with pytest.raises(grid.Stuck):
+        grid.explore_varlen_tiles(2, 4, 2, opens_first=True)
