@@ -99,8 +99,8 @@ def test_the_batch_has_no_say_for_plain_arrays(tokens, keys, batch, heads, head_
         assert alone.variant == together.variant
         for launch in (alone, together):
             fields = decode_params(launch)
-            assert (fields["split_units"], fields["num_splits"]) == (1, 0)
-            assert 1 << fields["unit_shift"] == 1024
+            assert (fields["fixed_splits"], fields["num_splits"]) == (1, 0)
+            assert 1 << fields["kv_block_shift"] == 1024
             assert fields["capacity"] == keys
             assert fields["page_shift"] == 30
 

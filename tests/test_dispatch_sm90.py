@@ -144,10 +144,6 @@ def test_new_pointers_change_nothing_but_the_pointer(monkeypatch):
         ]
 
 
-def test_no_map_is_zeros():
-    assert tensormap.encode(None, 0) == bytes(tensormap.TENSOR_MAP_BYTES)
-
-
 def test_launch_ids_leave_the_programs_random_numbers_alone():
     random.seed(1)
     state = random.getstate()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.reference import attention as reference
+from cuattn.reference import tiles
 from tests.formulas import DTYPES, assert_accurate, attention, varlen_attention
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -37,12 +37,12 @@ def small_tiles():
     """Make tiles, blocks and threads of a small call what they are in one of thousands of
     tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "TILE_KEYS", 5)
-        patch.setattr(reference, "TILE_SCORES", 40)
-        patch.setattr(reference, "BLOCK_PRODUCT", 96)
-        patch.setattr(reference, "BLOCK_ROWS", 3)
-        patch.setattr(reference, "BLOCK_LENGTH", 2)
-        patch.setattr(reference, "SERIAL_PRODUCTS", 0)
+        patch.setattr(tiles, "TILE_KEYS", 5)
+        patch.setattr(tiles, "TILE_SCORES", 40)
+        patch.setattr(tiles, "BLOCK_PRODUCT", 96)
+        patch.setattr(tiles, "BLOCK_ROWS", 3)
+        patch.setattr(tiles, "BLOCK_LENGTH", 2)
+        patch.setattr(tiles, "SERIAL_PRODUCTS", 0)
         patch.setattr(os, "cpu_count", lambda: 3)
         yield
 
@@ -441,7 +441,7 @@ def test_out_may_overlap_the_inputs(rng):
 def test_threads_do_not_change_a_bit(rng, monkeypatch):
     q, k, v = arrays(rng, (2, 300, 300, 4, 2, 32, 32))
     results = []
-    monkeypatch.setattr(reference, "SERIAL_PRODUCTS", 0)
+    monkeypatch.setattr(tiles, "SERIAL_PRODUCTS", 0)
     for threads in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda threads=threads: threads)
         results.append(cuattn.flash_attention(q, k, v, causal=True, return_lse=True))

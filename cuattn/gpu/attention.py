@@ -41,8 +41,10 @@ def forward(
     with use_device(q):
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
             bias = contiguous(bias, spec.acc_dtype)
-        alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
-        sinks = contiguous(sinks, spec.acc_dtype)
+        if alibi_slopes is not None:
+            alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
+        if sinks is not None:
+            sinks = contiguous(sinks, spec.acc_dtype)
         result = target(out, spec.out_shape, spec.dtype)
         # A ragged call of no sequences has nothing to compute.
         some = bool(spec.batch and result.size)
@@ -92,10 +94,10 @@ def forward(
                 v.strides,
                 result.strides,
                 anywhere % 16 == 0,
-                layout_key(bias),
-                layout_key(mask),
+                None if bias is None else layout_key(bias),
+                None if mask is None else layout_key(mask),
                 (addresses["bias"] | addresses["mask"]) % 16 == 0,
-                layout_key(alibi_slopes),
+                None if alibi_slopes is None else layout_key(alibi_slopes),
                 0 if page_table is None else k.shape[0],
                 0 if page_table is None else page_table.strides[0] // page_table.itemsize,
                 num_splits,

@@ -11,6 +11,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, tensormap
 from cuattn.gpu.memory import scratch
 from cuattn.gpu.structs import launch_id
+from cuattn.gpu.tensormap import NO_MAP
 
 
 class Plan:
@@ -23,6 +24,8 @@ class Plan:
         self._kernel = compiler.kernel(chosen.variant, device)
         self._block = (config.threads,)
         self._smem_bytes = config.smem_bytes
+        wanted = frozenset().union(*(each.wanted for each in chosen.arguments))
+        self._has_state = not wanted.isdisjoint(("workspace", "launch_id"))
         self._maps = [
             (f"{array}_map", array, tensor_map) for array, tensor_map in chosen.tensor_maps.items()
         ]
@@ -37,13 +40,16 @@ class Plan:
             for an array that is not there. It is added to.
         """
         chosen = self.chosen
-        # The workspace goes back to the pool when this returns: the next call on the stream may
-        # have it.
-        workspace = scratch(chosen.workspace_bytes) if chosen.workspace_bytes else None
-        addresses["workspace"] = 0 if workspace is None else workspace.ptr
-        addresses["launch_id"] = launch_id()
+        if self._has_state:
+            # The workspace goes back to the pool when this returns: the next call on the stream may
+            # have it.
+            workspace = scratch(chosen.workspace_bytes) if chosen.workspace_bytes else None
+            addresses["workspace"] = 0 if workspace is None else workspace.ptr
+            addresses["launch_id"] = launch_id()
         for key, array, tensor_map in self._maps:
-            addresses[key] = tensormap.encode(tensor_map, addresses[array])
+            addresses[key] = (
+                NO_MAP if tensor_map is None else tensormap.encode(tensor_map, addresses[array])
+            )
         self._kernel(
             chosen.grid,
             self._block,
@@ -103,9 +109,9 @@ def attention_plan(
     return Plan(dispatch.choose(call, tiers), device)
 
 
-def layout_key(array: Any) -> tuple | None:
+def layout_key(array: Any) -> tuple:
     """What of an array a plan depends on."""
-    return None if array is None else (array.shape, array.strides, array.dtype)
+    return (array.shape, array.strides, array.dtype)
 
 
 def as_kernel_argument(packed: bytes) -> np.void:

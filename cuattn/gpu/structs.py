@@ -186,7 +186,10 @@ class Struct:
             else:
                 parts.append((pack, _getter([str(field.argument) for field in fields])))
             begin = end
-        return Arguments(self, tuple(parts))
+        wanted = frozenset(
+            str(field.argument) for name, field in self.fields.items() if name not in constants
+        )
+        return Arguments(self, tuple(parts), wanted)
 
     def _numbers(self, values: Mapping[str, Any], names: list[str]) -> list[Any]:
         """The numbers that some fields are packed from."""
@@ -210,12 +213,17 @@ class Arguments:
     ----------
     struct : Struct
         What is packed.
+    wanted : frozenset of str
+        What each launch fills in.
     pack : callable
         Gives the struct's bytes, with addresses, tensor maps and the launch's id from a mapping.
     """
 
-    def __init__(self, of: Struct, parts: tuple[tuple[Any, Any], ...]) -> None:
+    def __init__(
+        self, of: Struct, parts: tuple[tuple[Any, Any], ...], wanted: frozenset[str]
+    ) -> None:
         self.struct = of
+        self.wanted = wanted
         self.pack = _packer(parts)
 
 

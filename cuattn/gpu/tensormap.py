@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 TENSOR_MAP_BYTES = 128
+NO_MAP = bytes(TENSOR_MAP_BYTES)  # of an array that is not there
 MAX_STRIDE = 1 << 34  # 2^40 for TMA; maps of ragged rows need room below it
 _ALIGNMENT = 16  # of addresses and strides, in bytes
 _TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "bool": "UINT8"}
@@ -64,16 +65,14 @@ class TensorMap:
 
 
 @functools.lru_cache(maxsize=4096)
-def encode(tensor_map: TensorMap | None, pointer: int) -> bytes:
-    """The 128 bytes of a CUtensorMap of the array at an address, a multiple of 16; zeros for None.
+def encode(tensor_map: TensorMap, pointer: int) -> bytes:
+    """The 128 bytes of a CUtensorMap of the array at an address, a multiple of 16.
 
     Raises
     ------
     RuntimeError
         The driver does not take it.
     """
-    if tensor_map is None:
-        return bytes(TENSOR_MAP_BYTES)
     before, after = _described(tensor_map)
     driver = _driver()
     result, encoded = driver.cuTensorMapEncodeTiled(*before, pointer, *after)
