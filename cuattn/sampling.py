@@ -225,7 +225,7 @@ def sample(
         At most 64 bits. Arrays on the device may change between replays of a captured graph.
     tokens, repetition, frequency, presence, logit_bias, allowed
         As in :func:`apply_penalties`: the token is that of ``sample(apply_penalties(logits, ...),
-        ...)``. No penalised copy of the logits is made without filters, nor of many rows by an int
+        ...)``. No penalized copy of the logits is made without filters, nor of many rows by an int
         `top_k` up to 256, if there are neither a dense bias nor a mask. `tokens` is needed for
         `repetition`, `frequency` and `presence` alone.
 
@@ -251,12 +251,12 @@ def sample(
     array([1], dtype=int32)
     """
     name = "sampling.sample"
-    penalised = tokens is not None or logit_bias is not None or allowed is not None
-    arrays = spec.penalty_arrays(name, tokens, logit_bias, allowed) if penalised else {}
+    penalized = tokens is not None or logit_bias is not None or allowed is not None
+    arrays = spec.penalty_arrays(name, tokens, logit_bias, allowed) if penalized else {}
     xp, logits, shape, brought = spec.given_logits(name, logits, **arrays)
     filters = spec.filters(name, xp, logits.shape, temperature, top_k, top_p, min_p, typical_p)
     penalties = None
-    if penalised:
+    if penalized:
         penalties = spec.penalties(name, xp, logits.shape, brought, repetition, frequency, presence)
     else:
         spec.check_no_penalty(name, repetition, frequency, presence)

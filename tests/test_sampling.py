@@ -306,8 +306,8 @@ def test_a_draw_takes_penalties_along(batch, seed):
     penalties = {"repetition": rng.uniform(0.5, 2, batch), "frequency": 0.2, "presence": -0.1}
     penalties["allowed"] = rng.random((batch, 70)) < 0.8
     draw = {"temperature": rng.uniform(0, 2, batch), "seed": rng.integers(0, 2**62, batch)}
-    penalised = sampling.apply_penalties(logits, tokens, **penalties)
-    expected = sampling.sample(penalised, **draw)
+    penalized = sampling.apply_penalties(logits, tokens, **penalties)
+    expected = sampling.sample(penalized, **draw)
     assert np.array_equal(sampling.sample(logits, tokens=tokens, **draw, **penalties), expected)
     order = rng.permutation(batch)
     moved = {k: v[order] if isinstance(v, np.ndarray) else v for k, v in (draw | penalties).items()}
@@ -326,8 +326,8 @@ def test_every_choice_of_a_kernel_is_a_listed_variant(arch, rows, vocab, length)
         softmax = dispatch.softmax(dtype, rows, vocab, arch)
         assert softmax.variant in listed
         assert softmax.grid == (rows * softmax.variant.config.cluster,)
-        for penalised in (False, True):
-            launch = dispatch.sample(dtype, rows, arch, penalised=penalised)
+        for penalized in (False, True):
+            launch = dispatch.sample_unfiltered(dtype, rows, arch, penalized=penalized)
             assert launch.variant in listed
             assert launch.grid == (rows * launch.variant.config.cluster,)
             part = dispatch.segment(vocab, launch.variant.config.cluster)

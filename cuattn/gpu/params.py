@@ -96,13 +96,13 @@ SAMPLE_PARAMS = Struct(
     ("float*", "filtered"),
     ("void*", "top_values"),
     ("int*", "top_indices"),
-    ("const Amended*", "amended"),
+    ("const PenalizedLogit*", "penalty_table"),
     ("long long", "row_stride"),
     ("RowSeeds", "seed"),
     ("RowValue<unsigned long long>", "offset"),
     ("RowValue<float>", "temperature top_p min_p typical_p"),
     ("RowValue<int>", "top_k"),
-    ("int", "vocab top_count rest kind amended_bits"),
+    ("int", "vocab top_count only_fallback kind table_bits"),
 )
 
 SOFTMAX_PARAMS = Struct(
@@ -132,9 +132,9 @@ PENALIZE_PARAMS = Struct(
     "PenalizeParams",
     ("const void*", "logits"),
     ("void*", "out"),
-    ("Amended*", "amended"),
+    ("PenalizedLogit*", "penalty_table"),
     ("long long", "row_stride"),
-    ("int", "vocab segment bits"),
+    ("int", "vocab segment table_bits"),
 )
 
 SPECULATE_PARAMS = Struct(
@@ -155,7 +155,7 @@ STRUCTS = {
     DECODE_MAPS: "decoding/decode_sm90.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
-    SAMPLE_PARAMS: "sampling/sample.cu",
+    SAMPLE_PARAMS: "sampling/sample_unfiltered.cu",
     SOFTMAX_PARAMS: "sampling/softmax.cu",
     PENALTY_PARAMS: "sampling/penalize.cu",
     PENALIZE_PARAMS: "sampling/penalize.cu",

@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU: kernel, arguments, launch.
+"""Samplers on a GPU: choose a kernel, pack its arguments, launch it.
 
 Arguments and results are those of :mod:`cuattn.reference.sampling`, save that a parameter that is
 the same for all rows is a Python number, which travels as a kernel argument. Nothing is read back.
@@ -27,27 +27,27 @@ from cuattn.gpu.plan import as_kernel_argument
 
 _NO_PENALTIES = PENALTY_PARAMS.pack(*[0] * 18)
 
-_KINDS = ("float32", "float16", "bfloat16")  # as in SampleParams
-_OFF = Filters(1.0, 1 << 30, 1.0, 0.0, 1.0)  # leaves every token
-_GREEDY = _OFF._replace(temperature=0.0)
+_KINDS = ("float32", "float16", "bfloat16")  # as SampleParams counts them
+_NO_FILTERS = Filters(1.0, 1 << 30, 1.0, 0.0, 1.0)
+_GREEDY = _NO_FILTERS._replace(temperature=0.0)
 
 
 def greedy(logits: cupy.ndarray) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.greedy`."""
-    return _draw(logits, _GREEDY, 0, 0)
+    return _sample_unfiltered(logits, _GREEDY, 0, 0, None)
 
 
 def softmax(logits: cupy.ndarray, temperature: Any) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.softmax`."""
     out = cupy.empty(logits.shape, np.float32)
-    _normalise(logits, temperature, probabilities=out)
+    _softmax(logits, temperature, probabilities=out)
     return out
 
 
 def filter_logits(logits: cupy.ndarray, filters: Filters) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.filter_logits`."""
     out = cupy.empty(logits.shape, np.float32)
-    _filter(logits, filters, filtered=out)
+    _launch_rows(*dispatch.filter_rows(*logits.shape, _arch()), logits, filters, filtered=out)
     return out
 
 
@@ -60,27 +60,36 @@ def sample(
 ) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.sample`."""
     _, top_k, top_p, min_p, typical_p = filters
-    unfiltered = isinstance(top_k, int) and top_k >= logits.shape[1]
-    if unfiltered and _all_rows(top_p, 1) and _all_rows(min_p, 0) and _all_rows(typical_p, 1):
-        return _draw(logits, filters, seed, offset, penalties)
-    amended = None
+    vocab = logits.shape[1]
+    all_tokens = isinstance(top_k, int) and top_k >= vocab
+    if all_tokens and _is_number(top_p, 1) and _is_number(min_p, 0) and _is_number(typical_p, 1):
+        return _sample_unfiltered(logits, filters, seed, offset, penalties)
+    table = None
     if penalties is not None:
-        # The k largest can be told by a table of what is penalised.
-        ranked = isinstance(top_k, int) and top_k <= dispatch.MAX_RANKED
-        if ranked and _all_rows(typical_p, 1):
-            amended = _amend(logits, penalties)
-        if amended is None:
+        short = isinstance(top_k, int) and top_k <= dispatch.MAX_TOP_K
+        if short and _is_number(typical_p, 1):
+            table = _penalty_table(logits, penalties)
+        if table is None:
             with temporaries():
                 logits = apply_penalties(logits, penalties)
-    tokens = cupy.empty(len(logits), np.int32)
-    # Typical-p and a long top-k take several passes; values on the device may ask for them.
-    several = isinstance(top_k, int) and dispatch.MAX_RANKED < top_k < logits.shape[1]
+    # Typical-p and a long top-k need several passes. Whether values on the device ask for them,
+    # sample_filtered.cu finds out, and leaves such rows to filter.cu.
+    several = isinstance(top_k, int) and dispatch.MAX_TOP_K < top_k < vocab
     several |= isinstance(typical_p, float) and typical_p < 1
     known = isinstance(top_k, int) and isinstance(typical_p, float)
+    tokens = cupy.empty(len(logits), np.int32)
     if not several:
-        _stream(logits, filters, seed, offset, tokens=tokens, amended=amended)
+        _sample_filtered(logits, filters, seed, offset, tokens=tokens, table=table)
     if several or not known:
-        _filter(logits, filters, seed, offset, tokens=tokens, rest=not several)
+        _launch_rows(
+            *dispatch.filter_rows(*logits.shape, _arch()),
+            logits,
+            filters,
+            seed,
+            offset,
+            tokens=tokens,
+            only_fallback=not several,
+        )
     return tokens
 
 
@@ -96,56 +105,15 @@ def apply_penalties(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.apply_penalties`."""
     out = cupy.empty(logits.shape, logits.dtype)
     if out.size:
-        shape = logits.shape
-        launch, segment = dispatch.penalize(FLOAT_DTYPES[logits.dtype], *shape, *_listed(penalties))
+        lengths = _penalty_lengths(penalties)
+        vocab = logits.shape[1]
+        launch, segment = dispatch.penalize(FLOAT_DTYPES[logits.dtype], *logits.shape, *lengths)
         params = PENALIZE_PARAMS.pack(
-            logits.data.ptr, out.data.ptr, 0, _row_stride(logits), shape[1], segment, 0
+            logits.data.ptr, out.data.ptr, 0, _row_stride(logits), vocab, segment, 0
         )
-        nbytes = dispatch.penalty_bytes(min(shape[1], segment), *_listed(penalties))
-        _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
+        nbytes = dispatch.penalty_bytes(min(vocab, segment), *lengths)
+        _launch(launch, nbytes, params, _penalty_params(penalties))
     return out
-
-
-def _amend(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
-    """For each row, a table of the tokens that are penalised and of what their logits become; None
-    where :func:`apply_penalties` is better."""
-    dense = isinstance(penalties.bias, cupy.ndarray) or penalties.allowed is not None
-    listed = _listed(penalties)
-    choice = None if dense else dispatch.amend(FLOAT_DTYPES[logits.dtype], *logits.shape, *listed)
-    if choice is None or not logits.size:
-        return None
-    launch, bits, nbytes = choice
-    table = scratch_array((len(logits), 1 << bits, 2), np.dtype(np.int32))
-    params = PENALIZE_PARAMS.pack(
-        logits.data.ptr, 0, table.data.ptr, _row_stride(logits), logits.shape[1], 0, bits
-    )
-    _launch(launch, params, _penalty_params(penalties), smem_bytes=nbytes)
-    return table
-
-
-def _penalty_params(penalties: Penalties) -> bytes:
-    tokens, repetition, frequency, presence, bias, allowed = penalties
-    triples = bias if isinstance(bias, tuple) else ()
-    dense = None if triples else bias
-    return PENALTY_PARAMS.pack(
-        tokens.data.ptr,
-        pointer(dense),
-        *([array.data.ptr for array in triples] or (0, 0, 0)),
-        pointer(allowed),
-        _row_stride(dense),
-        _row_stride(allowed),
-        *(word for value in (repetition, frequency, presence) for word in _row_value(value)),
-        tokens.shape[1],
-        len(triples[0]) if triples else 0,
-        allowed is not None and allowed.dtype != np.bool_,
-        True,
-    )
-
-
-def _listed(penalties: Penalties) -> tuple[int, int]:
-    """How many earlier tokens of a row there are, and how many triples."""
-    bias = penalties.bias
-    return penalties.tokens.shape[1], len(bias[0]) if isinstance(bias, tuple) else 0
 
 
 def speculative_sample(drafts: Drafts, seed: Any, offset: Any) -> tuple[cupy.ndarray, cupy.ndarray]:
@@ -166,7 +134,7 @@ def speculative_sample(drafts: Drafts, seed: Any, offset: Any) -> tuple[cupy.nda
             nodes - 1,
             vocab,
         )
-        _launch(dispatch.speculate(rows, _arch()), params)
+        _launch(dispatch.speculate(rows, _arch()), 0, params)
     return tokens, accepted
 
 
@@ -185,7 +153,7 @@ def logprobs(
         wanted = scratch_array((len(logits), tokens.shape[1] + top_n), best.dtype)
         wanted[:, : tokens.shape[1]], wanted[:, tokens.shape[1] :] = tokens, best
     found = cupy.empty(wanted.shape, np.float32)
-    _normalise(logits, 1.0, tokens=wanted, log_probabilities=found)
+    _softmax(logits, 1.0, tokens=wanted, log_probabilities=found)
     chosen = None if tokens is None else found[:, : tokens.shape[1]]
     return chosen, None if best is None else found[:, wanted.shape[1] - top_n :], best
 
@@ -213,12 +181,41 @@ def beam_step(
     return best, added, parents
 
 
+def _sample_unfiltered(
+    logits: cupy.ndarray, filters: Filters, seed: Any, offset: Any, penalties: Penalties | None
+) -> cupy.ndarray:
+    """A draw by temperature alone, or temperature 0, by sample_unfiltered.cu."""
+    tokens = cupy.empty(len(logits), np.int32)
+    if not len(logits):
+        return tokens
+    launch = dispatch.sample_unfiltered(
+        FLOAT_DTYPES[logits.dtype], len(logits), _arch(), penalized=penalties is not None
+    )
+    arguments, nbytes = _NO_PENALTIES, 0
+    if penalties is not None:
+        segment = dispatch.segment(logits.shape[1], launch.variant.config.cluster)
+        nbytes = dispatch.penalty_bytes(segment, *_penalty_lengths(penalties))
+        if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
+            with temporaries():
+                logits = apply_penalties(logits, penalties)
+            return _sample_unfiltered(logits, filters, seed, offset, None)
+        arguments = _penalty_params(penalties)
+    params = _sample_params(logits, filters, seed, offset, tokens=tokens)
+    _launch(launch, nbytes, params, arguments)
+    return tokens
+
+
+def _sample_filtered(logits: cupy.ndarray, *arguments: Any, **outputs: Any) -> None:
+    """A draw after filters, or the k largest, by sample_filtered.cu."""
+    launch = dispatch.sample_filtered(FLOAT_DTYPES[logits.dtype], len(logits), _arch())
+    _launch_rows(launch, launch.variant.config.smem_bytes, logits, *arguments, **outputs)
+
+
 def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) -> None:
     k = indices.shape[1]
-    if k <= dispatch.MAX_RANKED:
-        return _stream(logits, _OFF, top=(values, indices))
-    # More than a block can list: whole rows are sorted.
-    with temporaries():
+    if k <= dispatch.MAX_TOP_K:
+        return _sample_filtered(logits, _NO_FILTERS, top=(values, indices))
+    with temporaries():  # whole rows are sorted
         wide = logits.astype(np.float32)
         order = cupy.argsort(-wide, axis=1, kind="stable")[:, :k]
         bad = ~(wide < np.inf).all(axis=1, keepdims=True)
@@ -227,34 +224,7 @@ def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) ->
         indices[...] = cupy.where(bad, -1, order)
 
 
-def _draw(
-    logits: cupy.ndarray,
-    filters: Filters,
-    seed: Any,
-    offset: Any,
-    penalties: Penalties | None = None,
-) -> cupy.ndarray:
-    tokens = cupy.empty(len(logits), np.int32)
-    if not len(logits):
-        return tokens
-    launch = dispatch.sample(
-        FLOAT_DTYPES[logits.dtype], len(logits), _arch(), penalised=bool(penalties)
-    )
-    arguments, nbytes = _NO_PENALTIES, 0
-    if penalties is not None:
-        segment = dispatch.segment(logits.shape[1], launch.variant.config.cluster)
-        nbytes = dispatch.penalty_bytes(segment, *_listed(penalties))
-        if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
-            with temporaries():
-                logits = apply_penalties(logits, penalties)
-            return _draw(logits, filters, seed, offset)
-        arguments = _penalty_params(penalties)
-    params = _sample_params(logits, filters, seed, offset, tokens=tokens)
-    _launch(launch, params, arguments, smem_bytes=nbytes)
-    return tokens
-
-
-def _normalise(
+def _softmax(
     logits: cupy.ndarray,
     temperature: Any,
     *,
@@ -275,27 +245,51 @@ def _normalise(
         *logits.shape,
         0 if tokens is None else tokens.shape[1],
     )
-    _launch(launch, params)
+    _launch(launch, 0, params)
 
 
-def _stream(
-    logits: cupy.ndarray, filters: Filters, seed: Any = 0, offset: Any = 0, **outputs: Any
-) -> None:
-    if not len(logits):
-        return
-    launch = dispatch.stream(FLOAT_DTYPES[logits.dtype], len(logits), _arch())
-    params = _sample_params(logits, filters, seed, offset, **outputs)
-    _launch(launch, params, smem_bytes=launch.variant.config.smem_bytes)
+def _penalty_table(logits: cupy.ndarray, penalties: Penalties) -> cupy.ndarray | None:
+    """A hash table of the penalized logits of each row; None where a penalized copy of all logits
+    is the better way."""
+    if isinstance(penalties.bias, cupy.ndarray) or penalties.allowed is not None:
+        return None
+    choice = dispatch.penalty_table(
+        FLOAT_DTYPES[logits.dtype], *logits.shape, *_penalty_lengths(penalties)
+    )
+    if choice is None or not logits.size:
+        return None
+    launch, bits, nbytes = choice
+    table = scratch_array((len(logits), 1 << bits, 2), np.dtype(np.int32))
+    params = PENALIZE_PARAMS.pack(
+        logits.data.ptr, 0, table.data.ptr, _row_stride(logits), logits.shape[1], 0, bits
+    )
+    _launch(launch, nbytes, params, _penalty_params(penalties))
+    return table
 
 
-def _filter(
-    logits: cupy.ndarray, filters: Filters, seed: Any = 0, offset: Any = 0, **outputs: Any
-) -> None:
-    if not len(logits):
-        return
-    launch, smem_bytes = dispatch.filter_rows(*logits.shape, _arch())
-    params = _sample_params(logits, filters, seed, offset, **outputs)
-    _launch(launch, params, smem_bytes=smem_bytes)
+def _penalty_params(penalties: Penalties) -> bytes:
+    tokens, repetition, frequency, presence, bias, allowed = penalties
+    triples = bias if isinstance(bias, tuple) else ()
+    dense = None if triples else bias
+    return PENALTY_PARAMS.pack(
+        tokens.data.ptr,
+        pointer(dense),
+        *([array.data.ptr for array in triples] or (0, 0, 0)),
+        pointer(allowed),
+        _row_stride(dense),
+        _row_stride(allowed),
+        *(word for value in (repetition, frequency, presence) for word in _row_value(value)),
+        tokens.shape[1],
+        len(triples[0]) if triples else 0,
+        allowed is not None and allowed.dtype != np.bool_,
+        True,
+    )
+
+
+def _penalty_lengths(penalties: Penalties) -> tuple[int, int]:
+    """How many earlier tokens a row has, and how many triples there are."""
+    bias = penalties.bias
+    return penalties.tokens.shape[1], len(bias[0]) if isinstance(bias, tuple) else 0
 
 
 def _sample_params(
@@ -307,8 +301,8 @@ def _sample_params(
     tokens: cupy.ndarray | None = None,
     filtered: cupy.ndarray | None = None,
     top: tuple | None = None,
-    amended: cupy.ndarray | None = None,
-    rest: bool = False,
+    table: cupy.ndarray | None = None,
+    only_fallback: bool = False,
 ) -> bytes:
     temperature, top_k, top_p, min_p, typical_p = filters
     values, indices = top or (None, None)
@@ -318,7 +312,7 @@ def _sample_params(
         pointer(filtered),
         pointer(values),
         pointer(indices),
-        pointer(amended),
+        pointer(table),
         _row_stride(logits),
         *_row_value(seed),
         *_row_value(offset),
@@ -329,19 +323,19 @@ def _sample_params(
         *_row_value(top_k),
         logits.shape[1],
         0 if indices is None else indices.shape[1],
-        rest,
+        only_fallback,
         _KINDS.index(FLOAT_DTYPES[logits.dtype]),
-        0 if amended is None else (amended.shape[1] - 1).bit_length(),
+        0 if table is None else (table.shape[1] - 1).bit_length(),
     )
 
 
-def _all_rows(value: Any, number: float) -> bool:
-    """Whether a parameter is known to be this number in all rows: arrays are never read back."""
+def _is_number(value: Any, number: float) -> bool:
+    """Whether a parameter is known to be `number` in all rows: arrays are never read back."""
     return isinstance(value, float) and value == number
 
 
 def _row_value(value: Any) -> tuple:
-    """A RowValue: pointer and value."""
+    """A RowValue or RowSeeds: pointer and value."""
     return (value.data.ptr, 0) if isinstance(value, cupy.ndarray) else (0, value)
 
 
@@ -353,8 +347,22 @@ def _arch() -> str:
     return compiler.device_arch(cupy.cuda.runtime.getDevice())
 
 
-def _launch(launch: dispatch.Launch, *arguments: bytes, smem_bytes: int = 0) -> None:
+def _launch_rows(
+    launch: dispatch.Launch,
+    smem_bytes: int,
+    logits: cupy.ndarray,
+    filters: Filters,
+    seed: Any = 0,
+    offset: Any = 0,
+    **outputs: Any,
+) -> None:
+    """Launch a kernel that takes a SampleParams alone, if there are rows."""
+    if len(logits):
+        _launch(launch, smem_bytes, _sample_params(logits, filters, seed, offset, **outputs))
+
+
+def _launch(launch: dispatch.Launch, smem_bytes: int, *structs: bytes) -> None:
     """Launch on the current device and stream; structs are passed by value."""
     kernel = compiler.kernel(launch.variant, cupy.cuda.runtime.getDevice())
-    structs = [as_kernel_argument(packed) for packed in arguments]
-    kernel(launch.grid, (launch.variant.config.threads,), structs, shared_mem=smem_bytes)
+    arguments = [as_kernel_argument(packed) for packed in structs]
+    kernel(launch.grid, (launch.variant.config.threads,), arguments, shared_mem=smem_bytes)

@@ -1,23 +1,39 @@
-// Everything that must know a whole row before it can say something about a token of it:
-// top-k of any k, top-p, min-p and typical-p, and the draw after them.
+// Filtered logits, or a token drawn from them, by several passes over each row: logits (rows,
+// vocab)
+// -> filtered (rows, vocab) or tokens (rows,). It serves every filter: top-k of any k, top-p, min-p
+// and typical-p.
 //
-// logits (rows, vocab) -> tokens (rows,) or filtered (rows, vocab); grid (rows * cluster).
-// With Config::resident the blocks of a cluster hold the row in their shared memory as float32, so
-// that it is read from device memory once, however many passes the filters make; else each pass
-// reads the logits again.
+// With Config::resident, the blocks of a cluster hold the row in shared memory as float32, so that
+// it is read from device memory once; else each pass reads the logits again. A cluster of
+// Config::cluster blocks shares a row; grid (rows * cluster).
+#include "ptx/registers.cuh"
+#include "sampling/gumbel_max.cuh"
 #include "sampling/params.cuh"
-#include "sampling/race.cuh"
 #include "sampling/select.cuh"
 
-constexpr float kMassUnits =
-    4.0e9f;  // that the mass of a row is cut into: 32 bits less rounding up
+// Units of fixed point in a row's probability: 32 bits, less what rounding up may add.
+constexpr float kProbabilityUnits = 4.0e9f;
+
+struct Range {
+  float high, low;
+};
+
+struct Widen {
+  __device__ __forceinline__ Range operator()(Range a, Range b) const {
+    return {fmaxf(a.high, b.high), fminf(a.low, b.low)};
+  }
+};
+
+__device__ __forceinline__ Range shuffle_xor(Range value, int lanes) {
+  return {shuffle_xor(value.high, lanes), shuffle_xor(value.low, lanes)};
+}
 
 struct Smem {
-  RaceSmem race;
+  GumbelSmem gumbel;
   SelectSmem select;
   Range range[kWarps];
-  float mass[2][kWarps], moment[kWarps];
-  Cut typical;
+  float sums[2][kWarps], moments[kWarps];
+  Cutoff typical;
   float center;
 };
 
@@ -37,7 +53,7 @@ __device__ __forceinline__ float min_p_logit(float high, float temperature, floa
   return from_ordered(key);
 }
 
-// Logits of the type that SampleParams names.
+// Logits of the type that SampleParams names: one variant serves all types.
 struct AnyRow {
   const char* logits;
   int kind;
@@ -62,8 +78,8 @@ __cluster_dims__(Config::cluster, 1, 1)
 #endif
     __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SampleParams params) {
   __shared__ Smem smem;
-  const int row = blockIdx.x / Config::cluster;
-  if (params.rest && params.tokens[row] != kLater) return;
+  const int row = ptx::opaque(blockIdx.x / Config::cluster);  // computed once, or it would spill
+  if (params.only_fallback && params.tokens[row] != kNeedsFallback) return;
   const Segment segment = own_segment(params.vocab);
   const AnyRow read(params, row);
   const auto logit = [&](int i) {
@@ -71,7 +87,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     return read(i);
   };
 
-  // The row, and its largest and smallest finite logit. A largest of +inf stands for a bad row.
+  // The row, and its largest and smallest finite logit. A largest of +inf marks a bad row.
   Range range = {-kInfinity, kInfinity};
   constexpr int kUnroll = 8;
   for (int base = segment.begin + threadIdx.x; base < segment.end;
@@ -102,29 +118,28 @@ __cluster_dims__(Config::cluster, 1, 1)
     top_k = 1;
   }
 
-  // Three filters keep a run of the ranked row, so one cut stands for them; typical-p keeps a run
-  // of another ranking.
-  Cut cut = {-kMaxFloat, 0x7fffffff};  // at first, all
-  bool has_typical =
-      false;  // then smem.typical, about smem.center, cuts as well: memory, since it is rare
+  // Top-k, top-p and min-p each keep a run of the ranked row, so one cutoff stands for all three.
+  // Typical-p keeps a run of another ranking, by the distance from smem.center: smem.typical.
+  Cutoff cutoff = {-kMaxFloat, 0x7fffffff};  // at first, all tokens
+  bool has_typical = false;
   const float slope = log2_per_logit(temperature);
-  const auto mass = [&](float x) { return ptx::ex2((x - high) * slope); };
-  const auto kept = [&](int i, float x) { return cut.keeps(x, i); };
+  const auto probability = [&](float x) { return ptx::ex2((x - high) * slope); };
+  const auto kept = [&](int i, float x) { return cutoff.keeps(x, i); };
   const auto left = [&](int i, float x) {
     bool keeps = kept(i, x);
     if (has_typical) keeps &= smem.typical.keeps(-fabsf(x - smem.center), i);
     return keeps;
   };
-  float moment;  // of the mass that is left, about `high`
-  const auto sum_mass = [&](float* slots) {
+  float moment;  // first moment of the probability that is left, about `high`
+  const auto sum_probability = [&](float* slots) {
     float sum = 0.0f;
     moment = 0.0f;
-    sweep(logit, segment, [&](int i, float x) {
+    for_each_token(logit, segment, [&](int i, float x) {
       const bool there = left(i, x);
       const float below = there ? x - high : 0.0f;
-      const float m = there ? ptx::ex2(below * slope) : 0.0f;
-      sum += m;
-      if (m > 0.0f) moment = fmaf(m, below, moment);  // or `below` may be -inf
+      const float p = there ? ptx::ex2(below * slope) : 0.0f;
+      sum += p;
+      if (p > 0.0f) moment = fmaf(p, below, moment);  // `below` may be -inf where p is 0
     });
     return reduce_cluster(sum, Add(), 0.0f, slots);
   };
@@ -132,32 +147,32 @@ __cluster_dims__(Config::cluster, 1, 1)
   enum { kTopK, kTopP, kTypical };
 #pragma unroll 1
   for (int filter = kTopK; filter <= kTypical && !empty; ++filter) {
-    const float min_p = unit(params.min_p[row]);
+    const float min_p = clamp_to_unit(params.min_p[row]);
     if (filter == kTypical && min_p > 0.0f) {
       const float bound = min_p_logit(high, temperature, min_p);
-      if (bound > cut.score) cut = {bound, 0x7fffffff};
+      if (bound > cutoff.score) cutoff = {bound, 0x7fffffff};
     }
-    const float share = unit(filter == kTopP ? params.top_p[row] : params.typical_p[row]);
-    if (filter == kTopK ? top_k >= params.vocab : share >= 1.0f || top_k == 1) continue;
+    const float p = clamp_to_unit(filter == kTopP ? params.top_p[row] : params.typical_p[row]);
+    if (filter == kTopK ? top_k >= params.vocab : p >= 1.0f || top_k == 1) continue;
     float units = 0.0f, center = 0.0f, top = high, bottom = low;
     if (filter != kTopK) {
-      const float sum = sum_mass(smem.mass[filter - kTopP]);
-      units = kMassUnits * ptx::rcp(sum);
+      const float sum = sum_probability(smem.sums[filter - kTopP]);
+      units = kProbabilityUnits * ptx::rcp(sum);
       if (filter == kTypical) {  // |-log p - entropy| is the distance from the mean logit
-        center = high + reduce_cluster(moment, Add(), 0.0f, smem.moment) * ptx::rcp(sum);
+        center = high + reduce_cluster(moment, Add(), 0.0f, smem.moments) * ptx::rcp(sum);
         bottom = -fmaxf(high - center, center - low);
         top = 0.0f;
       }
     }
     const auto score = [&](float x) { return filter == kTypical ? -fabsf(x - center) : x; };
     const auto weight = [&](float x) {
-      return filter == kTopK ? 1u : __float2uint_rn(mass(x) * units);
+      return filter == kTopK ? 1u : __float2uint_rn(probability(x) * units);
     };
     const auto target = [&](unsigned total) {
       return filter == kTopK ? min(unsigned(top_k), total)
-                             : max(1u, static_cast<unsigned>(ceil(double(share) * total)));
+                             : max(1u, static_cast<unsigned>(ceil(double(p) * total)));
     };
-    const Cut run =
+    const Cutoff run =
         select(logit, read, score, kept, weight, target, bottom, top, segment, smem.select);
     if (filter == kTypical) {
       if (threadIdx.x == 0) {
@@ -167,30 +182,30 @@ __cluster_dims__(Config::cluster, 1, 1)
       __syncthreads();
       has_typical = true;
     } else {
-      cut = run;
+      cutoff = run;
     }
   }
 
   if (params.filtered) {
     float* const out = params.filtered + static_cast<long long>(row) * params.vocab;
-    const double per_temperature =
-        1.0 / double(temperature);  // a product rounds to the float that a quotient would give
-    const float absent = bad ? __int_as_float(0x7fc00000) : -kInfinity;
-    sweep(logit, segment, [&](int i, float x) {
+    // In float64 a product rounds to the float32 number that a quotient would give.
+    const double per_temperature = 1.0 / double(temperature);
+    const float absent = bad ? kNaN : -kInfinity;
+    for_each_token(logit, segment, [&](int i, float x) {
       out[i] = left(i, x) & !empty ? __double2float_rn(x * per_temperature) : absent;
     });
   }
   if (params.tokens) {
-    bool stray = false;
     const auto survivor = [&](int i) {
       const float x = logit(i);
       return left(i, x) ? x : -kInfinity;
     };
     const PhiloxKey key = {params.seed[row], params.offset[row]};
-    const auto exact = [&](int, float x) { return double(x) / double(temperature); };
-    const Draw best = race(survivor, exact, segment, slope, key, smem.race, stray);
-    const Draw winner = best_of_cluster(best, empty, smem.race);
-    if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = winner.token;
+    const auto scaled = [&](int, float x) { return double(x) / double(temperature); };
+    int token;
+    if (gumbel_max(survivor, scaled, segment, slope, key, smem.gumbel, token)) {
+      params.tokens[row] = empty ? -1 : token;
+    }
   }
   sync_cluster();  // no block leaves while its shared memory may be read
 }

@@ -1,11 +1,11 @@
-// What the sampling kernels are told about one call. Mirrored field by field by SAMPLE_PARAMS in
-// cuattn/gpu/params.py.
+// The arguments of the kernels that draw tokens or filter logits; cuattn/gpu/params.py mirrors
+// them.
 #pragma once
 
-#include "sampling/amended.cuh"
+#include "sampling/penalty_table.cuh"
 #include "tile/philox.cuh"
 
-// A parameter: one value a row where per_row is set, else one for all.
+// A parameter: one value a row where per_row is set, else one for all rows.
 template <class T>
 struct RowValue {
   const T* per_row;
@@ -27,20 +27,21 @@ struct RowSeeds {
 
 struct SampleParams {
   const void* logits;  // (rows, vocab), row_stride elements apart
-  int* tokens;         // (rows,); null: no draw
-  float* filtered;     // (rows, vocab): logits over temperature; null: not wanted
+  int* tokens;         // (rows,); null: nothing is drawn
+  float* filtered;     // (rows, vocab): filtered logits over temperature; null: not wanted
   void* top_values;    // (rows, top_count) of the logits' type; null: not wanted
   int* top_indices;
-  const Amended* amended;  // (rows, 2^amended_bits): logits to be had from there; null: none
+  const PenalizedLogit* penalty_table;  // (rows, 2^table_bits); null: logits are as they are
   long long row_stride;
   RowSeeds seed;
   RowValue<unsigned long long> offset;
   RowValue<float> temperature, top_p, min_p, typical_p;
   RowValue<int> top_k;
   int vocab, top_count;
-  int rest;  // whether only the rows are left whose token is kLater
-  int kind;  // of the logits: 0 float32, 1 float16, 2 bfloat16
-  int amended_bits;
+  int only_fallback;  // whether to serve only rows whose token is kNeedsFallback
+  int kind;           // of the logits: 0 float32, 1 float16, 2 bfloat16
+  int table_bits;
 };
 
-constexpr int kLater = -2;  // in place of a token, if another kernel is to draw it
+// What sample_filtered.cu writes in place of a token, if filter.cu is to draw it.
+constexpr int kNeedsFallback = -2;

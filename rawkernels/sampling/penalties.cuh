@@ -1,22 +1,54 @@
-// What becomes of a row's logits before anything else: penalties for the row's earlier tokens,
-// biases, and the mask of allowed tokens, in this order. A kernel that reads logits has them from
-// here, so that no penalised copy of a row is ever written.
+// Penalties for a row's earlier tokens, biases, and the mask of allowed tokens, in this order,
+// applied to logits as a kernel reads them, so that no penalized copy of a row is written.
 //
-// A segment's tokens that were met before, or have a bias of their own, are "listed": a bitmap in
-// shared memory names them, and at their rank among its bits is what their logits become, worked
-// out in float64, as NumPy does. A kernel passes over its segment with of_all(), for which these
-// few, and what is not allowed, are -inf, and turns to the listed ones afterwards.
+// The tokens of a segment that occurred earlier, or have a bias of their own, are its "listed"
+// tokens. A bitmap in shared memory marks them, and a token's rank among the bits is its place in a
+// list of penalized logits, computed in float64 as in NumPy. A kernel reads its segment through
+// dense(), in which listed and disallowed tokens are -inf, and adds the listed ones with
+// each_listed().
 #pragma once
 
-#include "sampling/penalty.cuh"
+#include "sampling/params.cuh"
 #include "sampling/row.cuh"
 
-// As penalty_bytes() of cuattn/gpu/tiles/sampling.py has it.
+struct PenaltyParams {
+  const int* tokens;       // (rows, length) contiguous, -1 for none
+  const float* bias;       // (rows, vocab), bias_stride apart; null: none
+  const int* triple_rows;  // (triples,) each
+  const int* triple_tokens;
+  const float* triple_values;
+  const void* allowed;  // bytes, or bits of 32-bit words if packed; null: all are allowed
+  long long bias_stride, allowed_stride;
+  RowValue<float> repetition, frequency, presence;
+  int length, triples, packed;
+  int any;  // whether there is any penalty, bias or mask
+};
+
+// Rounded as NumPy rounds: to float16 at once, to bfloat16, as ml_dtypes does, by way of float32.
+__device__ __forceinline__ float rounded(double y, __half) {
+  return __half2float(__double2half(y));
+}
+__device__ __forceinline__ float rounded(double y, __nv_bfloat16) {
+  return to_float(__nv_bfloat16(float(y)));
+}
+__device__ __forceinline__ float rounded(double y, float) { return float(y); }
+
+// The logit y of a token that occurred `count` times, after penalties and before biases.
+__device__ __forceinline__ double penalized(const PenaltyParams& params, int row, double y,
+                                            int count) {
+  if (count == 0) return y;
+  const double repetition = params.repetition[row];
+  y = y > 0.0 ? y / repetition : y * repetition;
+  y -= double(params.frequency[row]) * count;
+  return y - double(params.presence[row]);
+}
+
+// Memory of Penalties (penalty_bytes() of cuattn/gpu/dispatch/sampling.py), or of a table.
 extern __shared__ double penalty_smem[];
 
 // Logits as they are.
 struct NoPenalties {
-  __device__ __forceinline__ float of_all(int, float x) const { return x; }
+  __device__ __forceinline__ float dense(int, float x) const { return x; }
   __device__ __forceinline__ float of(int, float x) const { return x; }
   template <class F>
   __device__ __forceinline__ void each_listed(F) const {}
@@ -24,17 +56,17 @@ struct NoPenalties {
 
 class Penalties {
  public:
-  // All threads of the block must come.
+  // All threads of the block must call this.
   __device__ __forceinline__ Penalties(const PenaltyParams& params, int row, Segment segment,
                                        const Config::dtype* logits)
       : begin_(segment.begin), num_words_((segment.end - segment.begin + 31) / 32) {
     bias_ = params.bias ? params.bias + row * params.bias_stride : nullptr;
     const int capacity = min(params.length + params.triples, segment.end - segment.begin);
-    double* const biases = penalty_smem;  // of the listed, by their triples
+    double* const biases = penalty_smem;  // sums of the listed tokens' triples
     words_ = reinterpret_cast<Word*>(biases + (params.triples ? capacity : 0));
     counts_ = reinterpret_cast<int*>(words_ + num_words_);
     tokens_ = counts_ + capacity;
-    exclude(params, row, segment);
+    exclude_disallowed(params, row, segment);
     for (int n = threadIdx.x; n < capacity; n += Config::threads) {
       counts_[n] = 0;
       if (params.triples) biases[n] = 0.0;
@@ -59,7 +91,7 @@ class Penalties {
 
     for (int n = threadIdx.x; n < num_listed_; n += Config::threads) {
       const int i = tokens_[n], place = i - segment.begin;
-      double y = penalised(params, row, to_float(logits[i]), counts_[n]);
+      double y = penalized(params, row, to_float(logits[i]), counts_[n]);
       if (params.triples) y += biases[n];
       if (bias_) y += double(bias_[i]);
       const bool excluded = words_[place / 32].excluded >> place % 32 & 1;
@@ -72,16 +104,16 @@ class Penalties {
     __syncthreads();
   }
 
-  // What the logit x of token i becomes; -inf if it is listed.
-  __device__ __forceinline__ float of_all(int i, float x) const {
+  // The penalized logit of token i, whose logit is x; -inf for a listed token.
+  __device__ __forceinline__ float dense(int i, float x) const {
     if (bias_) x = to_float(Config::dtype(x + bias_[i]));
     return words_[(i - begin_) / 32].excluded >> (i - begin_) % 32 & 1 ? -kInfinity : x;
   }
 
-  // What the logit x of token i becomes.
+  // The penalized logit of token i, whose logit is x.
   __device__ __forceinline__ float of(int i, float x) const {
     const bool listed = words_[(i - begin_) / 32].listed >> (i - begin_) % 32 & 1;
-    return listed ? __int_as_float(counts_[rank(i - begin_)]) : of_all(i, x);
+    return listed ? __int_as_float(counts_[rank(i - begin_)]) : dense(i, x);
   }
 
   // f(i) for each listed token.
@@ -92,11 +124,12 @@ class Penalties {
 
  private:
   struct Word {                         // 32 tokens
-    unsigned listed, before, excluded;  // `before`: how many tokens before these are listed
+    unsigned listed, before, excluded;  // `before`: how many tokens of earlier words are listed
   };
 
-  // Clears the words, and excludes what is not allowed.
-  __device__ __forceinline__ void exclude(const PenaltyParams& params, int row, Segment segment) {
+  // Clears the words, and excludes the tokens that are not allowed.
+  __device__ __forceinline__ void exclude_disallowed(const PenaltyParams& params, int row,
+                                                     Segment segment) {
     const long long first = row * params.allowed_stride;
     if (params.allowed && !params.packed) {
       constexpr int kAhead = 8;
@@ -123,7 +156,7 @@ class Penalties {
     }
   }
 
-  // f(place in the segment) for the row's earlier tokens that lie in it.
+  // f(place in the segment) for the row's earlier tokens that lie in the segment.
   template <class F>
   __device__ __forceinline__ static void each_token(const PenaltyParams& params, int row,
                                                     Segment segment, F f) {
@@ -142,7 +175,7 @@ class Penalties {
     }
   }
 
-  // f(place in the segment, value) for the row's triples that lie in it.
+  // f(place in the segment, value) for the row's triples that lie in the segment.
   template <class F>
   __device__ __forceinline__ static void each_triple(const PenaltyParams& params, int row,
                                                      Segment segment, F f) {
@@ -159,8 +192,8 @@ class Penalties {
     return word.before + __popc(word.listed & ((1u << place % 32) - 1));
   }
 
-  // Sets `before` of each word, and their number: a warp counts what lies before its share of the
-  // words, then goes through it.
+  // Sets `before` of each word, and num_listed_. Each warp counts what lies before its share of the
+  // words, and then goes through its share.
   __device__ __forceinline__ void rank_words() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int share = (num_words_ + kWarps - 1) / kWarps;
@@ -171,12 +204,7 @@ class Penalties {
     for (int first = begin; first < end; first += 32) {
       const int n = first + lane;
       const unsigned own = n < end ? __popc(words_[n].listed) : 0;
-      unsigned sum = own;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const unsigned left = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += left;
-      }
+      const unsigned sum = prefix_sum_of_warp(own);
       if (n < end) words_[n].before = before + sum - own;
       before += __shfl_sync(0xffffffffu, sum, 31);
     }
@@ -188,6 +216,6 @@ class Penalties {
   int begin_, num_words_, num_listed_;
   const float* bias_;
   Word* words_;
-  int* counts_;  // of the listed; then their logits' bits
-  int* tokens_;  // the listed
+  int* counts_;  // how often each listed token occurred; later the bits of its penalized logit
+  int* tokens_;  // the listed tokens
 };

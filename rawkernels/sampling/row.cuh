@@ -1,17 +1,18 @@
-// One row of logits, shared by the blocks of a cluster: which part is whose, and what they reduce
-// together.
+// A row of logits that the blocks of a cluster share: which segment each block reads, how logits
+// become sortable keys, and reductions over a warp, a block or the cluster.
 #pragma once
 
 #include "ptx/cluster.cuh"
 
-constexpr int kGroup = 256;  // indices that a warp takes together: eight a lane, 32 apart, as
+constexpr int kGroup = 256;  // tokens that a warp takes together: eight a lane, 32 apart, as
                              // tile/philox.cuh numbers them
 constexpr int kWarps = Config::threads / 32;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxFloat = 3.402823466e38f;
 #define kInfinity __int_as_float(0x7f800000)
+#define kNaN __int_as_float(0x7fc00000)
 
-struct Segment {  // indices [begin, end)
+struct Segment {  // tokens [begin, end)
   int begin, end;
 };
 
@@ -19,14 +20,20 @@ __device__ __forceinline__ int rank_in_cluster() {
   return Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
 }
 
-__device__ __forceinline__ Segment own_segment(int vocab) {
-  const int groups = (vocab + kGroup - 1) / kGroup;
-  const int part = (groups + Config::cluster - 1) / Config::cluster * kGroup;
-  const int begin = min(rank_in_cluster() * part, vocab);
+// Part `number` of a row in kParts parts, each of the same number of units of kUnit tokens.
+template <int kUnit, int kParts>
+__device__ __forceinline__ Segment part_of_row(int vocab, int number) {
+  const int part = (vocab + kParts * kUnit - 1) / (kParts * kUnit) * kUnit;
+  const int begin = min(number * part, vocab);
   return {begin, min(begin + part, vocab)};
 }
 
-// The two halves of a first meeting before blocks write to each other: all are there, no more.
+__device__ __forceinline__ Segment own_segment(int vocab) {
+  return part_of_row<kGroup, Config::cluster>(vocab, rank_in_cluster());
+}
+
+// The two halves of a first cluster barrier, before blocks write to each other's shared memory: it
+// says that all blocks run, and orders no memory.
 __device__ __forceinline__ void arrive_cluster() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) ptx::cluster_arrive_relaxed();
@@ -49,6 +56,7 @@ __device__ __forceinline__ void sync_cluster() {
   __syncthreads();
 }
 
+// The address, through distributed shared memory, of the same variable in the block of that rank.
 template <class T>
 __device__ __forceinline__ T* of_rank(T* pointer, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -71,21 +79,21 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// In the order of ranks: by descending score, equals by ascending index.
-__device__ __forceinline__ unsigned long long rank_key(float score, int i) {
-  return static_cast<unsigned long long>(ordered(score)) << 32 | (0xffffffffu - unsigned(i));
+// A token's rank key: a larger one ranks first, by score, and among equal scores by lower index.
+__device__ __forceinline__ unsigned long long rank_key(float score, int token) {
+  return static_cast<unsigned long long>(ordered(score)) << 32 | (0xffffffffu - unsigned(token));
 }
 
 __device__ __forceinline__ float key_score(unsigned long long key) {
   return from_ordered(unsigned(key >> 32));
 }
 
-__device__ __forceinline__ int key_index(unsigned long long key) {
+__device__ __forceinline__ int key_token(unsigned long long key) {
   return int(0xffffffffu - unsigned(key));
 }
 
-// Clamped to [0, 1]; NaN is 0.
-__device__ __forceinline__ float unit(float share) { return fminf(fmaxf(share, 0.0f), 1.0f); }
+// Clamped to [0, 1]; NaN becomes 0.
+__device__ __forceinline__ float clamp_to_unit(float p) { return fminf(fmaxf(p, 0.0f), 1.0f); }
 
 // What log2(p) grows by for each unit of a logit. Finite, since 0 times it must be 0.
 __device__ __forceinline__ float log2_per_logit(float temperature) {
@@ -99,23 +107,16 @@ struct Add {
   }
 };
 
-struct Range {
-  float high, low;
-};
-
-struct Widen {
-  __device__ __forceinline__ Range operator()(Range a, Range b) const {
-    return {fmaxf(a.high, b.high), fminf(a.low, b.low)};
+struct Larger {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return max(a, b);
   }
 };
 
 template <class T>
 __device__ __forceinline__ T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
-}
-
-__device__ __forceinline__ Range shuffle_xor(Range value, int lanes) {
-  return {shuffle_xor(value.high, lanes), shuffle_xor(value.low, lanes)};
 }
 
 template <class T, class Op>
@@ -125,14 +126,26 @@ __device__ __forceinline__ T reduce_warp(T value, Op op) {
   return value;
 }
 
-// Of floats that are not NaN.
+// The largest of a warp's floats, none of which is NaN.
 __device__ __forceinline__ float largest_of_warp(float value) {
   return from_ordered(__reduce_max_sync(0xffffffffu, ordered(value)));
 }
 
-// Reduces one value a thread over the cluster, in an order that nothing but the shape of the kernel
-// decides. `slots` holds kWarps values, its own for each reduction of a launch, since other blocks
-// may read it until they meet again.
+// The sum of the lanes up to a thread's own, that one included.
+template <class T>
+__device__ __forceinline__ T prefix_sum_of_warp(T value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T left = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += left;
+  }
+  return value;
+}
+
+// Reduces one value a thread over the cluster, in an order that only the kernel's shape decides.
+// `slots` has kWarps values, and other blocks may read it until the next cluster barrier: each
+// reduction of a launch needs slots of its own, or a barrier between.
 template <class T, class Op>
 __device__ __forceinline__ T reduce_cluster(T value, Op op, T neutral, T* slots) {
   value = reduce_warp(value, op);

@@ -1,23 +1,25 @@
-// The cut of a ranked row: tokens are ranked by descending score, equals by ascending index, and
-// the shortest run whose weights reach a target is kept. Weights are 1 (top-k) or mass in fixed
-// point (top-p), so sums are exact in any order.
+// Selection from a ranked row: the cutoff of the shortest run of tokens, by descending score and
+// then ascending index, whose weights reach a target. Weights are 1 (top-k) or probabilities in
+// fixed point (top-p), so that sums are exact in any order.
 //
-// Counting narrows down where the run ends: first by kBins equal steps of the score, then, only if
-// very many tokens fall into one step, by eight bits of (score, index) at a time. Once few enough
-// are left they are sorted.
+// A histogram over kBins equal steps of the score shows in which step the run ends; if very many
+// tokens fall into one step, further histograms narrow it down by eight bits of the rank key at a
+// time. Once few enough tokens are left, they are sorted.
 #pragma once
 
 #include "ptx/math.cuh"
 #include "sampling/row.cuh"
 
-constexpr int kList = Config::threads;
-constexpr int kSorted = 512;  // the power of two that a list is filled up to
+constexpr int kMaxSorted = Config::threads;  // tokens that are sorted in the end
+constexpr int kSortBuffer = 512;             // the power of two that they are filled up to
 constexpr int kBins = 2 * Config::threads;
-static_assert(kList <= kSorted && kBins >= 256, "a list fits, and so do eight bits");
-static_assert(kBins % Config::cluster == 0 && Config::threads % Config::cluster == 0,
-              "blocks share the work evenly");
+static_assert(kMaxSorted <= kSortBuffer, "the tokens to be sorted must fit");
+static_assert(kBins >= 256, "eight bits of a rank key must have a bin each");
+static_assert(
+    kBins % Config::cluster == 0 && Config::threads % Config::cluster == 0,
+    "bins and threads must be multiples of the cluster size, so that blocks share evenly");
 
-struct Cut {  // keeps what ranks at or before (score, index)
+struct Cutoff {  // keeps what ranks at or before (score, index)
   float score;
   int index;
 
@@ -28,20 +30,20 @@ struct Cut {  // keeps what ranks at or before (score, index)
 
 struct SelectSmem {
   union {
-    unsigned bins[kBins];                // of this block, then of the cluster
-    unsigned long long sorted[kSorted];  // rank 0: what the blocks listed
+    unsigned bins[kBins];                    // of this block, then of the cluster
+    unsigned long long sorted[kSortBuffer];  // rank 0: the collected tokens of all blocks
   };
-  unsigned long long list[kList];
-  int listed;
+  unsigned long long collected[kMaxSorted];
+  int count;  // of the collected tokens
   unsigned weights[kWarps];
-  Cut cut;  // written by rank 0
+  Cutoff cutoff;  // written by rank 0
   int bin;
   unsigned before;  // weight of the bins above `bin`
 };
 
-// f(i, logit) for each token of the segment, whose logits are loaded several ahead.
-template <class Row, class F>
-__device__ __forceinline__ void sweep(Row logit, Segment segment, F f) {
+// f(i, logit) for each token of the segment, several loads ahead.
+template <class Logits, class F>
+__device__ __forceinline__ void for_each_token(Logits logit, Segment segment, F f) {
   constexpr int kAhead = 4;
   int i = segment.begin + threadIdx.x;
   for (; i + (kAhead - 1) * Config::threads < segment.end; i += kAhead * Config::threads) {
@@ -54,30 +56,26 @@ __device__ __forceinline__ void sweep(Row logit, Segment segment, F f) {
   for (; i < segment.end; i += Config::threads) f(i, logit(i));
 }
 
-// Exclusive prefix sum over the block, and the sum of all.
-__device__ __forceinline__ unsigned prefix(unsigned value, unsigned* weights, unsigned& total) {
+// The sum of the values of all threads before a thread's own, and of all threads.
+__device__ __forceinline__ unsigned exclusive_sum_of_block(unsigned value, unsigned* warp_sums,
+                                                           unsigned& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  unsigned sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned left = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += left;
-  }
-  if (lane == 31) weights[warp] = sum;
+  const unsigned sum = prefix_sum_of_warp(value);
+  if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
   unsigned before = 0;
   total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    before += w < warp ? weights[w] : 0;
-    total += weights[w];
+    before += w < warp ? warp_sums[w] : 0;
+    total += warp_sums[w];
   }
   __syncthreads();
   return before + sum - value;
 }
 
-// smem.sorted[0, n) descending; n at most kList.
-__device__ __forceinline__ void sort_list(unsigned long long* keys, int n) {
+// Sorts keys[0, n) descending, n at most kMaxSorted; bitonic.
+__device__ __forceinline__ void sort_descending(unsigned long long* keys, int n) {
   int size = 1;
   while (size < n) size *= 2;
   for (int i = n + threadIdx.x; i < size; i += Config::threads) keys[i] = 0;
@@ -97,12 +95,12 @@ __device__ __forceinline__ void sort_list(unsigned long long* keys, int n) {
   }
 }
 
-// Collects the tokens that wanted(i, logit) picks into rank 0's smem.sorted, descending by score.
-// Returns how many, over the cluster; if they are more than kList, nothing is collected.
-template <class Row, class Score, class Wanted>
-__device__ __forceinline__ int collect(Row logit, Score score, Wanted wanted, Segment segment,
-                                       SelectSmem& smem) {
-  if (threadIdx.x == 0) smem.listed = 0;
+// Collects the tokens for which wanted(i, logit) holds into rank 0's smem.sorted, by descending
+// rank key. Returns how many there are in the cluster; if more than kMaxSorted, none is collected.
+template <class Logits, class Score, class Wanted>
+__device__ __forceinline__ int collect_sorted(Logits logit, Score score, Wanted wanted,
+                                              Segment segment, SelectSmem& smem) {
+  if (threadIdx.x == 0) smem.count = 0;
   __syncthreads();
   constexpr int kAhead = 8;
   for (int base = segment.begin + threadIdx.x; base < segment.end;
@@ -115,41 +113,41 @@ __device__ __forceinline__ int collect(Row logit, Score score, Wanted wanted, Se
     }
     for (; found != 0; found &= found - 1) {
       const int i = base + (__ffs(found) - 1) * Config::threads;
-      const int place = atomicAdd(&smem.listed, 1);
-      if (place < kList) smem.list[place] = rank_key(score(logit(i)), i);
+      const int place = atomicAdd(&smem.count, 1);
+      if (place < kMaxSorted) smem.collected[place] = rank_key(score(logit(i)), i);
     }
   }
   sync_cluster();
   const int lane = threadIdx.x % 32;
-  const int mine = lane < Config::cluster ? *of_rank(&smem.listed, lane) : 0;
-  const int total = reduce_warp(mine, Add());
-  if (total <= kList && rank_in_cluster() == 0) {
-    constexpr int kEach = Config::threads / Config::cluster;  // threads that fetch a block's list
-    const int rank = threadIdx.x / kEach;
+  const int own = lane < Config::cluster ? *of_rank(&smem.count, lane) : 0;
+  const int total = reduce_warp(own, Add());
+  if (total <= kMaxSorted && rank_in_cluster() == 0) {
+    constexpr int kFetchers = Config::threads / Config::cluster;  // threads for each block's tokens
+    const int rank = threadIdx.x / kFetchers;
     int place = 0;
 #pragma unroll
     for (int r = 0; r < Config::cluster; ++r) {
-      const int listed = __shfl_sync(0xffffffffu, mine, r);
-      if (r < rank) place += listed;
+      const int count = __shfl_sync(0xffffffffu, own, r);
+      if (r < rank) place += count;
     }
-    const int listed = __shfl_sync(0xffffffffu, mine, rank);
-    for (int i = threadIdx.x % kEach; i < listed; i += kEach)
-      smem.sorted[place + i] = *of_rank(smem.list + i, rank);
+    const int count = __shfl_sync(0xffffffffu, own, rank);
+    for (int i = threadIdx.x % kFetchers; i < count; i += kFetchers)
+      smem.sorted[place + i] = *of_rank(smem.collected + i, rank);
     __syncthreads();
-    sort_list(smem.sorted, total);
+    sort_descending(smem.sorted, total);
   }
   return total;
 }
 
-// Adds up weights by bin over the cluster, in smem.bins of each block. bin(i, logit) is negative
-// for what does not count.
-template <class Row, class Bin, class Weight>
-__device__ __forceinline__ void tally(Row logit, Bin bin, Weight weight, Segment segment,
-                                      SelectSmem& smem) {
-  constexpr int kOwn = kBins / Config::cluster;  // bins that a block adds up over the cluster
+// Accumulates the weights of the cluster's tokens by bin, in smem.bins of each block. bin(i, logit)
+// is negative for a token that does not count.
+template <class Logits, class Bin, class Weight>
+__device__ __forceinline__ void accumulate_histogram(Logits logit, Bin bin, Weight weight,
+                                                     Segment segment, SelectSmem& smem) {
+  constexpr int kOwn = kBins / Config::cluster;  // bins that a block sums over the cluster
   for (int b = threadIdx.x; b < kBins; b += Config::threads) smem.bins[b] = 0;
   __syncthreads();
-  sweep(logit, segment, [&](int i, float x) {
+  for_each_token(logit, segment, [&](int i, float x) {
     const int b = bin(i, x);
     if (b >= 0) atomicAdd(&smem.bins[b], weight(x));
   });
@@ -167,18 +165,18 @@ __device__ __forceinline__ void tally(Row logit, Bin bin, Weight weight, Segment
   }
 }
 
-// Finds the bin in which the weights reach target(their sum): smem.bin, and smem.before above it.
-// Returns the target.
+// Finds the bin in which the weights reach target_of(their sum): smem.bin, with smem.before above
+// it. Returns the target.
 template <class Target>
-__device__ __forceinline__ unsigned locate(Target target_of, SelectSmem& smem) {
-  constexpr int kMine = kBins / Config::threads;
-  unsigned mine = 0, total;
+__device__ __forceinline__ unsigned find_bin(Target target_of, SelectSmem& smem) {
+  constexpr int kBinsPerThread = kBins / Config::threads;
+  unsigned own = 0, total;
 #pragma unroll
-  for (int b = 0; b < kMine; ++b) mine += smem.bins[threadIdx.x * kMine + b];
-  unsigned before = prefix(mine, smem.weights, total);
+  for (int b = 0; b < kBinsPerThread; ++b) own += smem.bins[threadIdx.x * kBinsPerThread + b];
+  unsigned before = exclusive_sum_of_block(own, smem.weights, total);
   const unsigned target = target_of(total);
-  if (before < target && before + mine >= target) {
-    int b = threadIdx.x * kMine;
+  if (before < target && before + own >= target) {
+    int b = threadIdx.x * kBinsPerThread;
     while (before + smem.bins[b] < target) before += smem.bins[b++];
     smem.bin = b;
     smem.before = before;
@@ -187,54 +185,55 @@ __device__ __forceinline__ unsigned locate(Target target_of, SelectSmem& smem) {
   return target;
 }
 
-// The cut at which the weights of the kept tokens, whose scores lie in [low, high], reach
-// target(their sum), which is from 1 to that sum. anywhere(i) is the logit of a token of any
-// block's segment.
-template <class Row, class Anywhere, class Score, class Kept, class Weight, class Target>
-__device__ __forceinline__ Cut select(Row logit, Anywhere anywhere, Score score, Kept kept,
-                                      Weight weight, Target target_of, float low, float high,
-                                      Segment segment, SelectSmem& smem) {
-  const float scale =
-      kBins * ptx::rcp(high - low);  // infinite or 0 for a range of 0 or past float: all in one bin
+// The cutoff at which the weights of the kept tokens, whose scores lie in [low, high], reach
+// target_of(their sum), which is from 1 to that sum. logit(i) is the logit of a token of the
+// segment, any_logit(i) that of any token of the row.
+template <class Logits, class AnyLogits, class Score, class Kept, class Weight, class Target>
+__device__ __forceinline__ Cutoff select(Logits logit, AnyLogits any_logit, Score score, Kept kept,
+                                         Weight weight, Target target_of, float low, float high,
+                                         Segment segment, SelectSmem& smem) {
+  // Where the range is 0 or past float32, the scale is infinite or 0, and one bin has all tokens.
+  const float scale = kBins * ptx::rcp(high - low);
   const auto step = [&](float x) { return min(int((high - score(x)) * scale), kBins - 1); };
 
   const auto first = [&](int i, float x) {
     const int b = step(x);
     return kept(i, x) ? b : -1;
   };
-  tally(logit, first, weight, segment, smem);
-  unsigned target = locate(target_of, smem);
+  accumulate_histogram(logit, first, weight, segment, smem);
+  unsigned target = find_bin(target_of, smem);
   target -= smem.before;
   const int first_bin = smem.bin;
-  unsigned long long found = 0, known = 0;  // bits of rank_key, and which of them are known
+  unsigned long long found = 0,
+                     known = 0;  // bits of the last token's rank key, and which are known
   for (int shift = 56;; shift -= 8) {
     const auto here = [&](int i, float x) {
       const bool in_bin = (step(x) == first_bin) & kept(i, x);
       return known == 0 ? in_bin : in_bin && (rank_key(score(x), i) & known) == found;
     };
-    const int listed = collect(logit, score, here, segment, smem);
-    if (listed <= kList) {
+    const int count = collect_sorted(logit, score, here, segment, smem);
+    if (count <= kMaxSorted) {
       if (rank_in_cluster() == 0) {
-        const unsigned long long key = threadIdx.x < listed ? smem.sorted[threadIdx.x] : 0;
-        const int i = int(0xffffffffu - unsigned(key));
+        const unsigned long long key = threadIdx.x < count ? smem.sorted[threadIdx.x] : 0;
+        const int i = key_token(key);
         unsigned own = 0, total;
-        if (threadIdx.x < listed) own = weight(anywhere(i));
-        const unsigned before = prefix(own, smem.weights, total);
-        if (threadIdx.x < listed && before < target && before + own >= target) {
-          const Cut cut = {from_ordered(unsigned(key >> 32)), i};
-          for (int rank = 0; rank < Config::cluster; ++rank) *of_rank(&smem.cut, rank) = cut;
+        if (threadIdx.x < count) own = weight(any_logit(i));
+        const unsigned before = exclusive_sum_of_block(own, smem.weights, total);
+        if (threadIdx.x < count && before < target && before + own >= target) {
+          const Cutoff cutoff = {key_score(key), i};
+          for (int rank = 0; rank < Config::cluster; ++rank) *of_rank(&smem.cutoff, rank) = cutoff;
         }
       }
       sync_cluster();
-      return smem.cut;
+      return smem.cutoff;
     }
-    tally(
+    accumulate_histogram(
         logit,
         [&](int i, float x) {
           return here(i, x) ? 255 - int(rank_key(score(x), i) >> shift & 255) : -1;
         },
         weight, segment, smem);
-    locate([&](unsigned) { return target; }, smem);
+    find_bin([&](unsigned) { return target; }, smem);
     found |= static_cast<unsigned long long>(255 - smem.bin) << shift;
     known |= 255ull << shift;
     target -= smem.before;

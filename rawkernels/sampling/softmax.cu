@@ -1,21 +1,23 @@
-// Probabilities: logits (rows, vocab) -> probabilities (rows, vocab) float32, over a temperature;
-// or log-probabilities of chosen tokens (rows, num_tokens), at temperature 1.
+// Probabilities of the tokens: logits (rows, vocab) -> probabilities (rows, vocab) float32, over a
+// temperature; or log-probabilities of chosen tokens (rows, num_tokens), at temperature 1.
 //
-// A cluster of Config::cluster blocks shares a row, whose parts they hold in registers: it is read
-// once and written once. The blocks meet once: each warp sends its largest logit and its sum to all
-// of them and waits for no more than what it is sent. A part that does not fit is taken in turns
-// and read twice. Grid: Config::cluster blocks a row.
+// A cluster of Config::cluster blocks shares a row and holds it in registers, so that it is read
+// once and written once (online softmax, Milakov & Gimelshein, 2018). Each warp sends its largest
+// logit and its sum to all blocks through distributed shared memory, and each block waits only for
+// these, on an mbarrier. A part of a row that does not fit into registers is read twice, in chunks.
+// Grid: (rows * cluster).
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sampling/params.cuh"
-#include "sampling/quads.cuh"
 #include "sampling/row.cuh"
+#include "sampling/vector_access.cuh"
 
 constexpr int kValues = Config::values;  // of a thread
-constexpr int kTurn = Config::threads * kValues;
+constexpr int kChunk = Config::threads * kValues;
 constexpr int kPartials = Config::cluster * kWarps;
 constexpr int kUnit = 64;  // tokens: whole lines of L2, whatever their type
-static_assert(kValues % 4 == 0 && kTurn % kUnit == 0, "whole quads, and parts that fit");
+static_assert(kValues % 4 == 0, "a thread's tokens must be whole vectors");
+static_assert(kChunk % kUnit == 0, "a chunk must be whole units, so that a full part fits into it");
 
 struct SoftmaxParams {
   const void* logits;    // (rows, vocab), row_stride elements apart
@@ -27,97 +29,81 @@ struct SoftmaxParams {
   int rows, vocab, num_tokens;
 };
 
-struct Partial {  // of 2^((x - max) slope)
+struct Partial {  // a sum of 2^((x - max) slope)
   float max, sum;
 };
 
-struct Larger {
-  template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const {
-    return max(a, b);
-  }
-};
-
-// A block's part of the row.
-__device__ __forceinline__ Segment own_part(int vocab) {
-  constexpr int kUnits = Config::cluster * kUnit;
-  const int part = (vocab + kUnits - 1) / kUnits * kUnit;
-  const int begin = min(rank_in_cluster() * part, vocab);
-  return {begin, min(begin + part, vocab)};
-}
-
-// Where the partial results of all warps of the cluster arrive.
-struct Meeting {
+// The partial results of all warps of the cluster. Arrivals: one, by the block's first thread with
+// the bytes to expect; each warp of the cluster sends its bytes.
+struct ExchangeSmem {
   Partial partials[kPartials];
   ptx::Mbarrier arrived;
 };
 
-// By one thread of each block, before it arrives at the first meeting.
-__device__ __forceinline__ void prepare(Meeting& meeting) {
+// By one thread of each block, before the first cluster barrier.
+__device__ __forceinline__ void init_exchange(ExchangeSmem& smem) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) {
-    ptx::mbarrier_init(meeting.arrived, 1);
+    ptx::mbarrier_init(smem.arrived, 1);
     ptx::fence_mbarrier_init();
   }
 #endif
 }
 
-// Tells all blocks of the cluster what a warp has found, and waits until all warps have been heard.
-// (A barrier of the cluster takes a fence of all memory along: 172 us in place of 154 at 512 rows
-// of 151936.)
-__device__ __forceinline__ void exchange(Meeting& meeting, Partial found) {
+// Sends a warp's partial result to all blocks of the cluster, and waits for those of all warps. A
+// cluster barrier in its place would fence all memory, the writes of other rows included.
+__device__ __forceinline__ void exchange(ExchangeSmem& smem, Partial own) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) {
     if (threadIdx.x == 0) {
-      ptx::mbarrier_arrive_expect_tx(meeting.arrived, sizeof(meeting.partials));
+      ptx::mbarrier_arrive_expect_tx(smem.arrived, sizeof(smem.partials));
     }
     if (lane < Config::cluster) {
       const int n = rank_in_cluster() * kWarps + warp;
-      ptx::store_async(meeting.partials[n], found.max, found.sum, meeting.arrived, lane);
+      ptx::store_async(smem.partials[n], own.max, own.sum, smem.arrived, lane);
     }
-    ptx::mbarrier_wait_cluster(meeting.arrived, 0);
+    ptx::mbarrier_wait_cluster(smem.arrived, 0);
     return;
   }
 #endif
-  if (lane == 0) meeting.partials[warp] = found;
+  if (lane == 0) smem.partials[warp] = own;
   __syncthreads();
 }
 
-__device__ __forceinline__ void write(const float (&x)[kValues], float factor, float* out,
-                                      Places places) {
-  float* const to = out + places.first;
-  if (places.quads) {
+__device__ __forceinline__ void store_tokens(const float (&x)[kValues], float factor, float* out,
+                                             ThreadTokens tokens) {
+  float* const to = out + tokens.first;
+  if (tokens.vectors) {
 #pragma unroll
-    for (int q = 0; q < kValues / 4; ++q) {
-      const float* const y = x + 4 * q;
-      if (q < places.count) {
-        write4(to + q * Config::threads * 4, y[0] * factor, y[1] * factor, y[2] * factor,
-               y[3] * factor);
+    for (int v = 0; v < kValues / 4; ++v) {
+      const float* const y = x + 4 * v;
+      if (v < tokens.count) {
+        __stcg(reinterpret_cast<float4*>(to + v * Config::threads * 4),
+               make_float4(y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor));
       }
     }
   } else {
 #pragma unroll
-    for (int k = 0; k < kValues; ++k) {
-      if (k < places.count) to[k * Config::threads] = x[k] * factor;
+    for (int n = 0; n < kValues; ++n) {
+      if (n < tokens.count) to[n * Config::threads] = x[n] * factor;
     }
   }
 }
 
-// All of the mass on the first of the largest.
+// Temperature 0: the first of the largest logits has probability 1.
 __device__ __forceinline__ void write_greedy(const Config::dtype* logits, float* out,
                                              Segment segment, unsigned long long* slots) {
   unsigned long long best = 0;
   for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
     float x = to_float(logits[i]) + 0.0f;  // -0 becomes 0: they are equal
     x = x < kInfinity ? x : kInfinity;
-    best =
-        max(best, static_cast<unsigned long long>(ordered(x)) << 32 | (0xffffffffu - unsigned(i)));
+    best = max(best, rank_key(x, i));
   }
   best = reduce_cluster(best, Larger(), 0ull, slots);
-  const float top = from_ordered(unsigned(best >> 32));
-  const int first = top == -kInfinity ? -1 : int(0xffffffffu - unsigned(best));
-  const float other = top == kInfinity ? __int_as_float(0x7fc00000) : 0.0f;
+  const float top = key_score(best);
+  const int first = top == -kInfinity ? -1 : key_token(best);
+  const float other = top == kInfinity ? kNaN : 0.0f;
   for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
     out[i] = i == first && top < kInfinity ? 1.0f : other;
   }
@@ -129,16 +115,16 @@ extern "C" __global__ void
 __cluster_dims__(Config::cluster, 1, 1)
 #endif
     __launch_bounds__(Config::threads, Config::blocks_per_sm) softmax(const SoftmaxParams params) {
-  __shared__ Meeting meeting;
+  __shared__ ExchangeSmem smem;
   __shared__ unsigned long long slots[kWarps];
   const int lane = threadIdx.x % 32;
   const int row = blockIdx.x / Config::cluster;
-  const Segment segment = own_part(params.vocab);
-  const bool quads = has_quads(params.logits, params.row_stride, params.vocab);
+  const Segment segment = part_of_row<kUnit, Config::cluster>(params.vocab, rank_in_cluster());
+  const bool vectors = has_vectors(params.logits, params.row_stride, params.vocab);
   const auto* const logits =
       static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
   float* const out = params.probabilities + static_cast<long long>(row) * params.vocab;
-  if (threadIdx.x == 0) prepare(meeting);
+  if (threadIdx.x == 0) init_exchange(smem);
   arrive_cluster();
 
   const float temperature = fminf(fmaxf(params.temperature[row], 0.0f), kMaxFloat);
@@ -148,13 +134,13 @@ __cluster_dims__(Config::cluster, 1, 1)
   float sum = 0.0f;
   const auto exponentiate = [&] {
 #pragma unroll
-    for (int k = 0; k < kValues; ++k) x[k] = ptx::ex2((x[k] - largest) * slope);
+    for (int n = 0; n < kValues; ++n) x[n] = ptx::ex2((x[n] - largest) * slope);
   };
-  for (int begin = segment.begin; begin < segment.end; begin += kTurn) {
-    read(x, logits, {begin, segment.end, quads});
+  for (int begin = segment.begin; begin < segment.end; begin += kChunk) {
+    load_tokens(x, logits, {begin, segment.end, vectors});
     float top = x[0];
 #pragma unroll
-    for (int k = 1; k < kValues; ++k) top = ptx::max_nan(top, x[k]);
+    for (int n = 1; n < kValues; ++n) top = ptx::max_nan(top, x[n]);
     const bool bad = !(top < kInfinity);
     top = fmaxf(largest, top);
     sum *= ptx::ex2((largest - top) * slope);
@@ -162,9 +148,9 @@ __cluster_dims__(Config::cluster, 1, 1)
     exponentiate();
     float sums[4] = {};
 #pragma unroll
-    for (int k = 0; k < kValues; ++k) sums[k % 4] += x[k];
+    for (int n = 0; n < kValues; ++n) sums[n % 4] += x[n];
     sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    if (bad) sum = __int_as_float(0x7fc00000);
+    if (bad) sum = kNaN;
   }
   wait_cluster();
   if (temperature == 0.0f) {
@@ -173,14 +159,14 @@ __cluster_dims__(Config::cluster, 1, 1)
   }
   const float top_of_warp = largest_of_warp(largest);
   sum = reduce_warp(sum * ptx::ex2((largest - top_of_warp) * slope), Add());
-  exchange(meeting, {top_of_warp, sum});
+  exchange(smem, {top_of_warp, sum});
   float top = -kMaxFloat, total = 0.0f;
 #pragma unroll
-  for (int n = lane; n < kPartials; n += 32) top = fmaxf(top, meeting.partials[n].max);
+  for (int n = lane; n < kPartials; n += 32) top = fmaxf(top, smem.partials[n].max);
   top = largest_of_warp(top);
 #pragma unroll
   for (int n = lane; n < kPartials; n += 32) {
-    const Partial part = meeting.partials[n];
+    const Partial part = smem.partials[n];
     total += part.sum * ptx::ex2((part.max - top) * slope);
   }
   total = reduce_warp(total, Add());
@@ -189,20 +175,20 @@ __cluster_dims__(Config::cluster, 1, 1)
        n += Config::cluster * Config::threads) {
     const long long place = static_cast<long long>(row) * params.num_tokens + n;
     const int token = params.tokens[place];
-    float log_p = __int_as_float(0x7fc00000);
+    float log_p = kNaN;
     if (token >= 0 && token < params.vocab) {
       log_p = total == 0.0f ? -kInfinity : to_float(logits[token]) - top - logf(total);
     }
     params.log_probabilities[place] = log_p;
   }
   if (!params.probabilities) return;
-  const bool fits = segment.end - segment.begin <= kTurn;
+  const bool fits = segment.end - segment.begin <= kChunk;
   const float factor = total == 0.0f ? 0.0f : ptx::ex2((largest - top) * slope) / total;
-  for (int begin = segment.begin; begin < segment.end; begin += kTurn) {
+  for (int begin = segment.begin; begin < segment.end; begin += kChunk) {
     if (!fits) {
-      read(x, logits, {begin, segment.end, quads});
+      load_tokens(x, logits, {begin, segment.end, vectors});
       exponentiate();
     }
-    write(x, factor, out, {begin, segment.end, quads});
+    store_tokens(x, factor, out, {begin, segment.end, vectors});
   }
 }

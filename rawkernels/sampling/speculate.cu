@@ -1,16 +1,14 @@
-// Speculative sampling: which draft tokens of a row are accepted, and the token that is drawn after
-// them.
+// Speculative sampling: which draft tokens of a row are accepted, and the token drawn after them.
 //
 // draft_tokens and parents (rows, drafts), draft_probs (rows, drafts, vocab), target_probs (rows,
 // drafts + 1, vocab) float32
 // -> tokens (rows, drafts + 1), accepted (rows,). A cluster of Config::cluster blocks shares a row;
 // grid (rows * cluster).
 //
-// What a token is judged by after some siblings were rejected is worked out anew from theirs and
-// the target's probabilities wherever it is needed: nothing of the size of the vocabulary is
-// stored.
+// After rejections, the residual distribution by which the next sibling is judged is computed anew
+// from the probabilities wherever it is needed: nothing of the size of the vocabulary is stored.
+#include "sampling/gumbel_max.cuh"
 #include "sampling/params.cuh"
-#include "sampling/race.cuh"
 
 constexpr int kMaxDrafts = 256;
 constexpr int kAhead = 8;  // loads in flight together
@@ -31,10 +29,10 @@ struct SpeculateParams {
 };
 
 struct Smem {
-  RaceSmem race;
+  GumbelSmem gumbel;
   double sums[2][kWarps];
-  int rejected[kMaxDrafts];  // since the last accepted token
-  double left[kMaxDrafts];   // what each rejection left of the mass
+  int rejected[kMaxDrafts];  // drafts, since the last accepted token
+  double left[kMaxDrafts];   // what each rejection left of the residual's sum
 };
 
 extern "C" __global__ void
@@ -55,9 +53,10 @@ __cluster_dims__(Config::cluster, 1, 1)
   const float* const targets = params.target_probs + row * (params.drafts + 1) * vocab;
   int* const tokens = params.tokens + static_cast<long long>(row) * (params.drafts + 1);
   const PhiloxKey key = {params.seed[row], params.offset[row]};
+  arrive_cluster();
 
   int node = -1, accepted = 0, rejected = 0;
-  const auto remaining = [&](int i) {
+  const auto residual = [&](int i) {
     double p = probability(targets[(node + 1) * vocab + i]);
     for (int r = 0; r < rejected; ++r) {
       const double rest = p - double(probability(proposals[smem.rejected[r] * vocab + i]));
@@ -66,6 +65,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     return p;
   };
 
+  wait_cluster();
   int sums = 0;
   for (int draft = 0; draft < params.drafts; ++draft) {
     const int token = drafted[draft];
@@ -73,7 +73,7 @@ __cluster_dims__(Config::cluster, 1, 1)
       continue;
     const float* const proposal = proposals + draft * vocab;
     const double u = philox_uniform(key, kAcceptStream, draft);
-    if (u * double(probability(proposal[token])) < remaining(token)) {
+    if (u * double(probability(proposal[token])) < residual(token)) {
       if (writes) tokens[accepted] = token;
       ++accepted;
       node = draft;
@@ -87,7 +87,7 @@ __cluster_dims__(Config::cluster, 1, 1)
     };
     if (rejected > 0) {
       for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
-        add(remaining(i), probability(proposal[i]));
+        add(residual(i), probability(proposal[i]));
       }
     } else {
       const float* const target = targets + (node + 1) * vocab;
@@ -107,7 +107,7 @@ __cluster_dims__(Config::cluster, 1, 1)
       }
     }
     sum = reduce_cluster(sum, Add(), 0.0, smem.sums[sums++ % 2]);
-    if (sum > 0.0) {  // else nothing is left, by rounding, and the proposal was the target
+    if (sum > 0.0) {  // else rounding left nothing, and the proposal was the target
       if (threadIdx.x == 0) {
         smem.rejected[rejected] = draft;
         smem.left[rejected] = sum;
@@ -117,26 +117,24 @@ __cluster_dims__(Config::cluster, 1, 1)
     }
   }
 
-  bool bad = false;
-  const auto exact = [&](int i, float) { return log(remaining(i)); };
-  const auto log_of = [](float p) { return 0.6931471805599453f * ptx::lg2(p); };
-  Draw best;
-  if (rejected > 1) {
-    const auto score = [&](int i) { return log_of(float(remaining(i))); };
-    best = race(score, exact, segment, kLog2e, key, smem.race, bad);
-  } else {  // as always in a chain; what divides all of them is left out
-    const float* const target = targets + (node + 1) * vocab;
-    const float* const proposal = rejected ? proposals + smem.rejected[0] * vocab : nullptr;
-    const auto score = [&](int i) {
-      const float rest = probability(target[i]) - (proposal ? probability(proposal[i]) : 0.0f);
-      return log_of(rest < 0.0f ? 0.0f : rest);
-    };
-    best = race(score, exact, segment, kLog2e, key, smem.race, bad);
-  }
-  const Draw winner = best_of_cluster(best, bad, smem.race);
+  const float* const target = targets + (node + 1) * vocab;
+  const float* const proposal = rejected ? proposals + smem.rejected[0] * vocab : nullptr;
+  const auto load = [&](int i) {
+    float rest;
+    if (rejected > 1) {
+      rest = residual(i);
+    } else {  // always in a chain; the sum that divides the whole residual does not matter
+      rest = probability(target[i]) - (proposal ? probability(proposal[i]) : 0.0f);
+      rest = rest < 0.0f ? 0.0f : rest;
+    }
+    return 0.6931471805599453f * ptx::lg2(rest);
+  };
+  const auto scaled = [&](int i, float) { return log(residual(i)); };
+  int token;
+  if (gumbel_max(load, scaled, segment, kLog2e, key, smem.gumbel, token)) tokens[accepted] = token;
   if (writes) {
-    tokens[accepted] = winner.token;
     for (int i = accepted + 1; i <= params.drafts; ++i) tokens[i] = -1;
     params.accepted[row] = accepted;
   }
+  sync_cluster();  // no block leaves while its sums may be read
 }

@@ -157,7 +157,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
     filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.9, "min_p": 0.01}
     for vocab in (9000, 40000):  # softmax by clusters of eight blocks
         cuattn.sampling.softmax(*arrays(rng, dtype, (2, vocab)))
-    for rows, vocab, start, penalised in [
+    for rows, vocab, start, penalized in [
         (3, 700, 0, True),
         (3, 700, 3, False),
         (2, 3001, 3, True),
@@ -173,7 +173,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.sampling.top_k(logits, 129)
         for options in ({}, {"temperature": 0.0}, *filters, {"min_p": 0.1}):
             cuattn.sampling.sample(logits, **options)
-        if not penalised:  # which is the same for any number of rows
+        if not penalized:  # which is the same for any number of rows
             continue
         tokens = cupy.asarray(rng.integers(-1, vocab, (rows, 70)))
         (bias,) = arrays(rng, np.dtype(np.float32), (vocab,))
@@ -227,7 +227,7 @@ def main() -> None:
         each_tier("forward", forward)
     if "decode" in named or not named:
         each_tier("decode", decode)
-    dispatch.sampling.AMEND_LOGITS = 0  # tables of what is penalised for rows of any size
+    dispatch.sampling.MIN_TABLE_LOGITS = 0  # tables of penalized logits for rows of any size
     decoding._cascade_pays = lambda *call: True  # of a prefix of any length
     for call, names in ((shared_prefix, ["float16"]), (kvcache, ["float16", "float32", "float64"])):
         for name in names if call.__name__ in named or not named else []:

@@ -133,10 +133,12 @@ def penalties_of(rng, rows, vocab, length):
 @pytest.mark.parametrize(
     "filters", [{}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9}, {"top_k": 200}], ids=str
 )
-def test_penalised_draws_are_those_of_penalised_logits(
+def test_penalized_draws_are_those_of_penalized_logits(
     rng, monkeypatch, dtype, rows, vocab, filters
 ):
-    monkeypatch.setattr(dispatch.sampling, "AMEND_LOGITS", 0)  # where a copy would be faster, too
+    monkeypatch.setattr(
+        dispatch.sampling, "MIN_TABLE_LOGITS", 0
+    )  # where a copy would be faster, too
     logits = logits_of(rng, rows, vocab, dtype)
     if vocab > 10:
         logits[0, 3] = np.nan
@@ -148,15 +150,15 @@ def test_penalised_draws_are_those_of_penalised_logits(
         device = on_gpu(options)
         found = sampling.sample(there, seed=seed, **filters, **device)
         tokens = device.pop("tokens", cupy.full((rows, 1), -1))
-        penalised = sampling.apply_penalties(there, tokens, **device)
-        assert cupy.array_equal(found, sampling.sample(penalised, seed=seed, **filters))
+        penalized = sampling.apply_penalties(there, tokens, **device)
+        assert cupy.array_equal(found, sampling.sample(penalized, seed=seed, **filters))
         expected = sampling.sample(logits, seed=seed, **filters, **options)
         assert np.array_equal(found.get(), expected)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5000, 40_000])
 def test_penalties_of_rows_of_any_length(rng, length):
-    """More earlier tokens than a block has memory for are penalised in a launch of their own."""
+    """More earlier tokens than a block has memory for are penalized in a launch of their own."""
     logits = logits_of(rng, 3, 140_000)
     tokens = rng.integers(0, 140_000, (3, length)).astype(np.int32)
     options = {"repetition": 1.5, "frequency": 0.1, "presence": 0.2}
@@ -165,7 +167,7 @@ def test_penalties_of_rows_of_any_length(rng, length):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_penalised_logits_are_numpys_to_the_last_bit(rng, dtype):
+def test_penalized_logits_are_numpys_to_the_last_bit(rng, dtype):
     logits = logits_of(rng, 5, 9001, dtype)
     for options in penalties_of(rng, 5, 9001, 400):
         if "tokens" not in options or ("logit_bias" in options and dtype != "float32"):
@@ -176,10 +178,10 @@ def test_penalised_logits_are_numpys_to_the_last_bit(rng, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float16", 10), ("bfloat16", 7)])
-def test_penalised_logits_between_two_numbers(monkeypatch, dtype, bits):
+def test_penalized_logits_between_two_numbers(monkeypatch, dtype, bits):
     """Just above the middle between two, where float32 has it exactly there: float16 is rounded
     once, from float64, and so the next larger one. ml_dtypes rounds bfloat16 twice."""
-    monkeypatch.setattr(dispatch.sampling, "AMEND_LOGITS", 0)
+    monkeypatch.setattr(dispatch.sampling, "MIN_TABLE_LOGITS", 0)
     logits = np.full((2, 1003), -1, DTYPES[dtype])
     logits[:, 3], logits[:, 500] = 1, 1 + 2.0**-bits
     tokens, frequency = np.full((2, 1), 500, np.int32), 2.0 ** -(bits + 1) - 2.0**-30

@@ -38,17 +38,17 @@ from cuattn.gpu.dispatch.launch import (
 )
 from cuattn.gpu.dispatch.routing import prefers_decoding
 from cuattn.gpu.dispatch.sampling import (
-    MAX_RANKED,
-    amend,
+    MAX_TOP_K,
     filter_rows,
     penalize,
     penalty_bytes,
-    sample,
+    penalty_table,
+    sample_filtered,
+    sample_unfiltered,
     sampling_variants,
     segment,
     softmax,
     speculate,
-    stream,
 )
 from cuattn.gpu.dispatch.sm90 import (
     Sm90Forward,
@@ -60,7 +60,7 @@ from cuattn.gpu.dispatch.sm90 import (
 
 __all__ = [
     "CACHE_UPDATE",
-    "MAX_RANKED",
+    "MAX_TOP_K",
     "SHARED_KIB",
     "TIERS",
     "Call",
@@ -70,7 +70,6 @@ __all__ = [
     "Sm90ForwardConfig",
     "Strides",
     "Tier",
-    "amend",
     "cache_write",
     "capability",
     "cascade_pays",
@@ -81,15 +80,16 @@ __all__ = [
     "merge",
     "penalize",
     "penalty_bytes",
+    "penalty_table",
     "prefers_decoding",
     "products_of_tiles",
-    "sample",
+    "sample_filtered",
+    "sample_unfiltered",
     "sampling_variants",
     "segment",
     "sm90_section",
     "softmax",
     "speculate",
-    "stream",
     "usable_strides",
     "use_tiers",
     "variants",

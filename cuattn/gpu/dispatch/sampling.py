@@ -1,5 +1,5 @@
-"""Which kernels serve the samplers, in which variants. What each call asks is remembered: choosing
-takes as long as a launch."""
+"""Which kernel serves a call of the samplers, in which variant. Choices are remembered, since
+choosing takes as long as a launch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
 
 LOGIT_DTYPES = ("float16", "bfloat16", "float32")
 CLUSTER = 8  # blocks that share a row; the most that every Hopper GPU can schedule
-FEW_ROWS = 24  # up to so many, a whole cluster shares a row; for more, two blocks do
+FEW_ROWS = 24  # up to so many rows, CLUSTER blocks share a row; from there on, two blocks do
 WHOLE_ROWS = 128  # from so many rows on, the unfiltered draw gives each row to one block
-ROW_KIB_LESS = 28  # of a multiprocessor's shared memory, not for a block's part of a row
+RESERVED_KIB = 28  # of a multiprocessor's shared memory, that filter.cu leaves to other uses
 PENALTY_BYTES = 56 * 1024  # of shared memory, at most, for the penalties of a block's segment
-AMEND_LOGITS = 1 << 22  # that a copy of takes longer than a table of those that are penalised
-AMEND_BYTES = 64 * 1024  # the same for the penalised tokens of a whole row, in penalize.cu
-PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes at least
-MAX_RANKED = 256  # the k of the largest that sampling/stream.cu finds
+MIN_TABLE_LOGITS = 1 << 22  # from so many on, a table of penalized logits is faster than a copy
+MAX_TABLE_BYTES = 64 * 1024  # of shared memory, at most, for making the table of a row
+PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes, at least
+MAX_TOP_K = 256  # of sampling/sample_filtered.cu: kMaxTopK of topk.cuh
 FILTER_THREADS = 448  # 512 would spill
 
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig(Config):
-    """What kernels that read each row once have in common."""
+    """The kernels that read each row once."""
 
     dtype: str
     cluster: int
@@ -39,27 +39,27 @@ class RowConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig(RowConfig):
-    """sampling/sample.cu."""
+class UnfilteredConfig(RowConfig):
+    """sampling/sample_unfiltered.cu."""
 
-    penalised: bool = False  # whether it serves calls with penalties, and has memory for them
+    penalized: bool = False  # whether it serves calls with penalties, and has memory for them
 
     @property
     def smem_bytes(self) -> int:
         """At most: a launch asks for what its penalties take."""
-        return PENALTY_BYTES if self.penalised else 0
+        return PENALTY_BYTES if self.penalized else 0
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamConfig(RowConfig):
-    """sampling/stream.cu."""
+class FilteredConfig(RowConfig):
+    """sampling/sample_filtered.cu."""
 
-    mass_bins: int
+    histogram_bins: int
 
     @property
     def smem_bytes(self) -> int:
-        """Bins of mass, a column for each thread; or quads of tokens that wait for their draw."""
-        return 4 * self.mass_bins * self.threads
+        """The histogram's bins, a column for each thread; or tokens that wait for their draw."""
+        return 4 * self.histogram_bins * self.threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FilterConfig(Config):
 
     cluster: int
     resident: bool
-    row_bytes: int  # of a row, at most, in a block's shared memory
+    row_bytes: int  # of a row in a block's shared memory, at most
     blocks_per_sm: int = 2
 
     @property
@@ -87,7 +87,7 @@ class SoftmaxConfig(Config):
 
     dtype: str
     cluster: int
-    values: int  # of the row, in a thread's registers
+    values: int  # tokens of the row in a thread's registers
     blocks_per_sm: int
 
     @property
@@ -126,31 +126,30 @@ class PenalizeConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """At most: a launch asks for what its penalties take."""
-        return AMEND_BYTES
+        return MAX_TABLE_BYTES
 
 
 @functools.lru_cache(maxsize=4096)
-def sample(dtype: str, rows: int, arch: str, *, penalised: bool = False) -> Launch:
-    """Choose the kernel of a draw that no filter precedes."""
-    cluster = _cluster(rows, arch, together=penalised)
-    if capability(arch) == 90 and FEW_ROWS < rows < WHOLE_ROWS and not penalised:
+def sample_unfiltered(dtype: str, rows: int, arch: str, *, penalized: bool = False) -> Launch:
+    """Choose the kernel of a draw by temperature alone."""
+    cluster = _cluster(rows, arch, together=penalized)
+    if capability(arch) == 90 and FEW_ROWS < rows < WHOLE_ROWS and not penalized:
         cluster = 2
-    return Launch(_sample_variant(dtype, cluster, arch), (rows * cluster,))
+    return Launch(_unfiltered_variant(dtype, cluster, arch), (rows * cluster,))
 
 
 @functools.lru_cache(maxsize=4096)
-def stream(dtype: str, rows: int, arch: str) -> Launch:
-    """Choose the kernel of what one reading of the rows tells."""
+def sample_filtered(dtype: str, rows: int, arch: str) -> Launch:
+    """Choose the kernel of top-k, and of a draw after filters that need each row only once."""
     cluster = _cluster(rows, arch)
     if capability(arch) == 90 and FEW_ROWS < rows < 2 * WHOLE_ROWS:
         cluster = 2
-    return Launch(_stream_variant(dtype, cluster), (rows * cluster,))
+    return Launch(_filtered_variant(dtype, cluster), (rows * cluster,))
 
 
 def segment(vocab: int, cluster: int) -> int:
     """Tokens of a row that a block takes, at most: own_segment() of sampling/row.cuh."""
-    groups = -(-vocab // 256)
-    return -(-groups // cluster) * 256
+    return -(-vocab // (256 * cluster)) * 256
 
 
 def penalty_bytes(segment: int, length: int, triples: int) -> int:
@@ -161,7 +160,7 @@ def penalty_bytes(segment: int, length: int, triples: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def filter_rows(rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
-    """Choose the kernel of what needs whole rows; also its dynamic shared memory."""
+    """Choose the kernel of filters that need several passes; also its dynamic shared memory."""
     part = 4 * segment(vocab, CLUSTER)
     resident = part <= _row_bytes(arch)
     variant = _filter_variant(arch, resident=resident)
@@ -193,17 +192,16 @@ def penalize(dtype: str, rows: int, vocab: int, length: int, triples: int) -> tu
     return Launch(variant, (-(-vocab // size), rows)), size
 
 
-def amend(
+def penalty_table(
     dtype: str, rows: int, vocab: int, length: int, triples: int
 ) -> tuple[Launch, int, int] | None:
-    """Choose the kernel that penalises the tokens it is told of, and no others; also the bits of a
-    slot's number in a row's table, and dynamic shared memory. None if it is not worth while, or
-    there are too many tokens.
+    """Choose the kernel that makes tables of the penalized logits; also the bits of a slot's
+    number, and dynamic shared memory. None if a penalized copy is faster, or a table too large.
     """
     variant = Variant("sampling/penalize.cu", "penalize", PenalizeConfig(dtype))
-    bits = (2 * max(length + triples, 8) - 1).bit_length()  # at most half of them are taken
+    bits = (2 * max(length + triples, 8) - 1).bit_length()  # at most half of the slots are taken
     nbytes = (8 + 8 * bool(triples)) << bits
-    if rows * vocab < AMEND_LOGITS or nbytes > variant.config.smem_bytes:
+    if rows * vocab < MIN_TABLE_LOGITS or nbytes > variant.config.smem_bytes:
         return None
     return Launch(variant, (1, rows)), bits, nbytes
 
@@ -213,8 +211,8 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
     hopper = capability(arch) >= 90
     for dtype in LOGIT_DTYPES:
         for cluster in (1, 2, CLUSTER) if capability(arch) == 90 else _clusters(arch):
-            yield _sample_variant(dtype, cluster, arch)
-            yield _stream_variant(dtype, cluster)
+            yield _unfiltered_variant(dtype, cluster, arch)
+            yield _filtered_variant(dtype, cluster)
         yield from _softmax_variants(dtype, arch)
         yield penalize(dtype, 1, 1, 0, 0)[0].variant
     for resident in (False, True) if hopper else (False,):
@@ -223,7 +221,7 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
 
 
 def _clusters(arch: str) -> tuple[int, ...]:
-    """Blocks that share a row: of many rows, of few."""
+    """How many blocks share a row where there are many rows, and where there are few."""
     if capability(arch) == 90:
         return (1, CLUSTER)
     return (CLUSTER,) if capability(arch) > 90 else (1,)
@@ -234,11 +232,11 @@ def _cluster(rows: int, arch: str, *, together: bool = False) -> int:
     return clusters[0] if rows >= WHOLE_ROWS and not together else clusters[-1]
 
 
-def _sample_variant(dtype: str, cluster: int, arch: str) -> Variant:
+def _unfiltered_variant(dtype: str, cluster: int, arch: str) -> Variant:
     few = 5 if capability(arch) == 90 else 2  # newer ones need more registers
     shape = {1: (4, 2, 256), 2: (2, 2, 512), CLUSTER: (few, 1, 256)}[cluster]
-    config = SampleConfig(dtype, cluster, *shape, penalised=cluster == CLUSTER)
-    return Variant("sampling/sample.cu", "sample", config)
+    config = UnfilteredConfig(dtype, cluster, *shape, penalized=cluster == CLUSTER)
+    return Variant("sampling/sample_unfiltered.cu", "sample_unfiltered", config)
 
 
 @functools.cache
@@ -260,17 +258,20 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
     )
 
 
-def _stream_variant(dtype: str, cluster: int) -> Variant:
-    # 25 bins are as much memory as quads that wait need; with eight quads a tile none wait.
+def _filtered_variant(dtype: str, cluster: int) -> Variant:
+    # 25 bins take as much memory as the tokens that wait (Waiting of nucleus_gumbel.cuh) where a
+    # tile has up to four groups of four; with eight groups none wait.
     shape = {1: (4, 2, 256, 25), 2: (1, 2, 512, 25), CLUSTER: (2, 4, 256, 24)}[cluster]
-    return Variant("sampling/stream.cu", "stream", StreamConfig(dtype, cluster, *shape))
+    return Variant(
+        "sampling/sample_filtered.cu", "sample_filtered", FilteredConfig(dtype, cluster, *shape)
+    )
 
 
 def _row_bytes(arch: str) -> int:
-    """Of a row, what a block can hold in shared memory; 0 without clusters to share a row."""
+    """How much of a row a block can hold in shared memory; 0 without clusters to share a row."""
     if capability(arch) < 90:
         return 0
-    return (SHARED_KIB.get(capability(arch), 100) - ROW_KIB_LESS) * 1024
+    return (SHARED_KIB.get(capability(arch), 100) - RESERVED_KIB) * 1024
 
 
 def _filter_variant(arch: str, *, resident: bool) -> Variant:

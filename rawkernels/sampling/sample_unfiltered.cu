@@ -1,0 +1,202 @@
+// A token drawn from each row by temperature alone: logits (rows, vocab) -> tokens (rows,).
+// Temperature 0 takes the largest logit.
+//
+// The row is read once, with its penalties applied if there are any, and nothing of it is stored. A
+// cluster of Config::cluster blocks shares a row; grid (rows * cluster).
+#include "ptx/math.cuh"
+#include "ptx/prefetch.cuh"
+#include "ptx/registers.cuh"
+#include "sampling/gumbel_max.cuh"
+#include "sampling/params.cuh"
+#include "sampling/penalties.cuh"
+#include "sampling/vector_access.cuh"
+
+constexpr int kLoads = 8 * Config::unroll;  // of a thread, in flight together
+
+// The first of the largest logits, as a draw whose key is the logit; +inf for a bad row.
+template <class AnyPenalties>
+__device__ __forceinline__ Draw argmax(const Config::dtype* logits, Segment segment, bool vectors,
+                                       const AnyPenalties& penalties) {
+  constexpr int kCount = 2 * kLoads;
+  Draw best = {-kInfinity, -1};
+  for (int begin = segment.begin; begin < segment.end; begin += kCount * Config::threads) {
+    const ThreadTokens tokens = {begin, segment.end, vectors};
+    float x[kCount];
+    load_tokens(x, logits, tokens);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      if (tokens.has(n)) x[n] = penalties.dense(tokens.token(n), x[n]);
+    }
+    float top = x[0];
+#pragma unroll
+    for (int n = 1; n < kCount; ++n) top = ptx::max_nan(top, x[n]);
+    if (!(top <= float(best.key))) {
+      best = {top < kInfinity ? top : kInfinity, tokens.first};
+#pragma unroll
+      for (int n = kCount - 1; n >= 0; --n) {
+        if (x[n] == top) best.token = tokens.token(n);
+      }
+    }
+    __syncwarp();  // diverged lanes would go on with loads of their own
+  }
+  penalties.each_listed([&](int i) {
+    const float x = penalties.of(i, to_float(logits[i]));
+    const Draw other = {x < kInfinity ? x : kInfinity, i};
+    if (x != -kInfinity && beats(other, best)) best = other;
+  });
+  return best;
+}
+
+// Gumbel-max over a row in which any token may win. Four tokens at a time are rejected if the
+// largest of their logits with the smallest of their uniform numbers would be. Gives the winner to
+// the thread of the cluster that returns true.
+template <class AnyPenalties>
+__device__ __forceinline__ bool gumbel_max_dense(const Config::dtype* logits, Segment segment,
+                                                 float temperature, PhiloxKey key,
+                                                 const AnyPenalties& penalties, GumbelSmem& smem,
+                                                 int& winner) {
+  constexpr int kUnroll = Config::unroll;
+  constexpr int kTile = kGroup * kUnroll;  // of a warp
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float slope = log2_per_logit(temperature);
+  const auto load = [&](int i) { return penalties.of(i, to_float(logits[i])); };
+  int base = segment.begin + warp * kTile;
+  float ahead[kLoads];  // of the next tile
+  const auto load_tile = [&] {
+    if (base + kTile <= segment.end) {
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) ahead[j] = to_float(logits[base + 32 * j + lane]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        const int i = base + 32 * j + lane;
+        ahead[j] = i < segment.end ? to_float(logits[i]) : -kInfinity;
+      }
+    }
+  };
+  float x[kLoads];
+  uint4 words[kUnroll];
+  const auto start_tile = [&] {
+    const unsigned block = philox_block(base + lane);
+#pragma unroll
+    for (int group = 0; group < kUnroll; ++group) {
+      words[group] = philox_counter(block + 32 * group, kTokenStream, kUpper, key);
+    }
+    philox4x32(words, key.seed);
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = min(base + 32 * j + lane, segment.end - 1);
+      x[j] = penalties.dense(i, ahead[j]);
+    }
+  };
+  const auto prefetch_next = [&] {
+    if (Config::cluster == 1) return;  // with many rows it costs more than it gains
+    constexpr int kLine = 64 / sizeof(Config::dtype);
+    const int next = base + Config::threads * kLoads + lane * kLine;
+    if (lane * kLine < kTile && next < segment.end) ptx::prefetch_l2(logits + next);
+  };
+  load_tile();
+  prefetch_next();
+  start_tile();
+
+  float start = -kMaxFloat;  // a first threshold from four tokens a thread
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const unsigned above = philox_half(words[0], 32 * j) + 1;  // u is at most so many 2^-16
+    const float near = approx_key(x[j] * slope, above * 0x1p-16f);
+    start = fmaxf(start, near - approx_error(near));
+  }
+  init_threshold(start, smem);
+
+  while (true) {
+    const int here = base;
+    base += Config::threads * kLoads;
+    load_tile();
+    prefetch_next();
+    const float threshold = read_threshold(smem);
+    bool may_win[2 * kUnroll], any = false;
+#pragma unroll
+    for (int four = 0; four < 2 * kUnroll; ++four) {
+      const float top = largest_of_four(x + 4 * four);
+      const float least = half_plus_uniform(least_halves(words[four / 2]), four % 2);
+      may_win[four] = !(least > 0.5f + ptx::ex2(fmaf(top, slope, -threshold)));
+      any |= may_win[four];
+    }
+    if (any) {
+      unsigned contenders = 0;  // bit j: token j
+#pragma unroll
+      for (int four = 0; four < 2 * kUnroll; ++four) {
+        const uint4 number = words[four / 2];
+        const unsigned bits[4] = {number.x, number.y, number.z, number.w};
+        if (!may_win[four]) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float limit = 0.5f + ptx::ex2(fmaf(x[4 * four + j], slope, -threshold));
+          if (!(half_plus_uniform(bits[j], four % 2) > limit)) contenders |= 1u << (4 * four + j);
+        }
+      }
+      for (; contenders != 0; contenders &= contenders - 1) {
+        const int i = here + 32 * (__ffs(contenders) - 1) + lane;
+        if (i < segment.end) add_contender(i, load(i), slope, key, smem);
+      }
+    }
+    if (base >= segment.end) break;
+    __syncwarp();  // lanes that added a token would compute Philox by themselves
+    start_tile();
+  }
+  penalties.each_listed([&](int i) {
+    const float y = load(i), u = philox_uniform(key, kTokenStream, i);
+    const float threshold = read_threshold(smem);
+    if (!(u > ptx::ex2(fmaf(y, slope, -threshold)) + 0x1p-22f)) {
+      add_contender(i, y, slope, key, smem);
+    }
+  });
+  __syncthreads();
+  wait_cluster();
+  const auto scaled = [&](int, float y) { return double(y) / double(temperature); };
+  return decide(load, scaled, segment, key, smem, winner);
+}
+
+// Whether this thread is to write the row's token, and the token.
+template <class AnyPenalties>
+__device__ __forceinline__ bool draw(const SampleParams& params, int row, Segment segment,
+                                     const AnyPenalties& penalties, GumbelSmem& smem, int& token) {
+  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
+  const float temperature = fmaxf(params.temperature[row], 0.0f);
+  if (temperature > 0.0f) {
+    const PhiloxKey key = {params.seed[row], params.offset[row]};
+    return gumbel_max_dense(logits, segment, temperature, key, penalties, smem, token);
+  }
+  const bool vectors = has_vectors(params.logits, params.row_stride, params.vocab);
+  Draw best = best_of_block(argmax(logits, segment, vectors, penalties), smem.argmax);
+  wait_cluster();
+  best = best_of_cluster(best, smem.argmax);
+  token = best.key < kInfinity ? best.token : -1;
+  return threadIdx.x == 0 && rank_in_cluster() == 0;
+}
+
+extern "C" __global__ void
+#if __CUDA_ARCH__ >= 900
+__cluster_dims__(Config::cluster, 1, 1)
+#endif
+    __launch_bounds__(Config::threads, Config::blocks_per_sm)
+        sample_unfiltered(const SampleParams params, const PenaltyParams penalty_params) {
+  __shared__ GumbelSmem smem;
+  arrive_cluster();
+  init_contenders(smem);
+  const int row = ptx::opaque(blockIdx.x / Config::cluster);  // computed once, or it would spill
+  const Segment segment = own_segment(params.vocab);
+  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
+  int token;
+  bool writes;
+  bool plain = true;
+  if constexpr (Config::penalized) {
+    if (penalty_params.any) {
+      const Penalties penalties(penalty_params, row, segment, logits);
+      writes = draw(params, row, segment, penalties, smem, token);
+      plain = false;
+    }
+  }
+  if (plain) writes = draw(params, row, segment, NoPenalties(), smem, token);
+  if (writes) params.tokens[row] = token;
+}
