@@ -38,7 +38,7 @@ def check_given(function: str, **arrays: Any) -> None:
 
 
 def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
-    """Bring arguments to one side.
+    """Bring arguments to arrays of one library, on one device.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
     TypeError
         An argument is not an array.
     ValueError
-        Arguments live on different sides, or on different devices.
+        Arguments are on different devices.
     """
     cupy = sys.modules.get("cupy")
     if cupy is not None:
@@ -83,15 +83,15 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
         return np, list(named.values())
 
     arrays = {name: _as_array(function, name, array) for name, array in named.items()}
-    sides = {
+    devices = {
         name: "CPU" if isinstance(array, np.ndarray) else f"GPU {array.device.id}"
         for name, array in arrays.items()
         if array is not None
     }
-    if len(set(sides.values())) > 1:
-        where = ", ".join(f"{name} on {side}" for name, side in sides.items())
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{function}: all arrays must be on one device, got {where}")
-    xp = np if set(sides.values()) == {"CPU"} else sys.modules["cupy"]
+    xp = np if set(devices.values()) == {"CPU"} else sys.modules["cupy"]
     return xp, list(arrays.values())
 
 

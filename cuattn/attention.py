@@ -397,7 +397,7 @@ def _forward(
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
-    """Check what the functions share and hand the call to the side the arrays live on."""
+    """Check what the functions share and hand the call to the backend of their library."""
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     return_lse = check_bool(function, "return_lse", return_lse)
     return backend(xp, "attention").forward(

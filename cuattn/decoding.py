@@ -449,7 +449,7 @@ def _decode(
     return_lse: bool,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Check what both kinds of cache have, and hand the call to the side the arrays live on."""
+    """Check what both kinds of cache have, and hand the call to the backend of their library."""
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     if isinstance(num_splits, str) and num_splits != "fixed":
         raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')

@@ -161,6 +161,8 @@ def test_tiers_are_chosen_by_context():
         with dispatch.use_tiers("prefix_sm90"), pytest.raises(LookupError, match="prefix_sm90"):
             source()
     assert source() == "attention/forward_sm90.cu"
+    with pytest.raises(ValueError, match="forward_sm100"), dispatch.use_tiers("forward_sm100"):
+        pass
 
 
 @pytest.mark.parametrize("rows", ["batched", "ragged"])

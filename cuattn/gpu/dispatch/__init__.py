@@ -21,7 +21,6 @@ from cuattn.gpu.dispatch.decoding import (
     Sm90Decode,
     cache_variants,
     cache_write,
-    cascade_pays,
     decode_head_lanes,
     merge,
 )
@@ -36,7 +35,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
-from cuattn.gpu.dispatch.routing import prefers_decoding
+from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding
 from cuattn.gpu.dispatch.sampling import (
     MAX_TOP_K,
     filter_rows,
@@ -118,9 +117,14 @@ def use_tiers(*names: str) -> Iterator[None]:
 
     Raises
     ------
+    ValueError
+        A name is not that of a tier.
     LookupError
         From a call that none of them serves.
     """
+    known = [tier.name for tier in TIERS]
+    if not set(names) <= set(known):
+        raise ValueError(f"use_tiers: names are {names}, must be among {', '.join(known)}")
     token = _tiers.set(tuple(tier for tier in TIERS if tier.name in names))
     try:
         yield

@@ -482,20 +482,6 @@ def _simt_variant(dtype: str, head_dim: int) -> Variant:
     return Variant("decoding/decode_simt.cu", "decode_simt", config)
 
 
-#: What a prefix that lies in the pages must be for it to be read once for all sequences: so many
-#: bytes, when each sequence reads it (largely from L2), take as long as two more launches. With and
-#: without a variant of `prefix`; measured on an H200 with 4 to 64 sequences.
-CASCADE_BYTES = {True: 96 << 20, False: 256 << 20}
-
-
-def cascade_pays(spec: AttentionSpec, length: int, arch: str) -> bool:
-    """Whether the first `length` keys, which all sequences of a call share in their pages, should
-    be read once for all of them."""
-    row_bytes = spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    fast = arch == "sm_90a" and spec.dtype.itemsize == 2
-    return spec.batch * length * row_bytes >= CASCADE_BYTES[fast]
-
-
 @dataclasses.dataclass(frozen=True)
 class MergeConfig(Config):
     """decoding/merge.cu."""
