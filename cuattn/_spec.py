@@ -74,9 +74,13 @@ class AttentionSpec:
         rows = (self.heads_q, self.seqlen_q)
         return rows if self.rows == "ragged" else (self.batch, *rows)
 
-    def __hash__(self) -> int:
-        # On every GPU call: the fields that usually differ are enough.
+    @functools.cached_property
+    def _hash(self) -> int:
+        # The fields that usually differ are enough.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.heads_q, self.head_dim))
+
+    def __hash__(self) -> int:
+        return self._hash  # on every GPU call
 
 
 def _cached(function: Callable[..., AttentionSpec]) -> Callable[..., AttentionSpec]:

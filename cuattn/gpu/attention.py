@@ -9,7 +9,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu import debug, decoding
 from cuattn.gpu.dispatch import current_tiers
 from cuattn.gpu.memory import contiguous, copy_to_out, target, use_device
-from cuattn.gpu.plan import attention_plan, layout_key
+from cuattn.gpu.plan import Scores, attention_plan, layout_key
 
 
 @debug.checks(debug.check_attention)
@@ -84,6 +84,14 @@ def forward(
                 "seq_lens": 0 if seq_lens is None else seq_lens.data.ptr,
                 "page_table": 0 if page_table is None else page_table.data.ptr,
             }
+            scores = None
+            if not (bias is None and mask is None and alibi_slopes is None):
+                scores = Scores(
+                    layout_key(bias),
+                    layout_key(mask),
+                    layout_key(alibi_slopes),
+                    (addresses["bias"] | addresses["mask"]) % 16 == 0,
+                )
             anywhere = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"]
             attention_plan(
                 spec,
@@ -94,10 +102,7 @@ def forward(
                 v.strides,
                 result.strides,
                 anywhere % 16 == 0,
-                None if bias is None else layout_key(bias),
-                None if mask is None else layout_key(mask),
-                (addresses["bias"] | addresses["mask"]) % 16 == 0,
-                None if alibi_slopes is None else layout_key(alibi_slopes),
+                scores,
                 0 if page_table is None else k.shape[0],
                 0 if page_table is None else page_table.strides[0] // page_table.itemsize,
                 num_splits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,15 @@ class Plan:
         )
 
 
+class Scores(NamedTuple):
+    """The arrays that change a call's scores, as of :func:`layout_key`."""
+
+    bias: tuple | None
+    mask: tuple | None
+    alibi_slopes: tuple | None
+    aligned: bool  # the addresses of bias and mask are multiples of 16
+
+
 @functools.lru_cache(maxsize=4096)
 def attention_plan(
     spec: AttentionSpec,
@@ -68,10 +77,7 @@ def attention_plan(
     v: tuple[int, ...],
     out: tuple[int, ...],
     aligned: bool,
-    bias: tuple | None = None,
-    mask: tuple | None = None,
-    score_aligned: bool = True,
-    alibi_slopes: tuple | None = None,
+    scores: Scores | None = None,
     num_pages: int = 0,
     table_stride: int = 0,
     num_splits: int | str | None = None,
@@ -86,11 +92,12 @@ def attention_plan(
         The kernels to choose from.
     q, k, v, out : tuple of int
         Strides in bytes.
-    bias, mask, alibi_slopes : tuple, optional
-        As of :func:`layout_key`.
-    aligned, score_aligned, num_pages, table_stride, num_splits, partial
+    scores : Scores, optional
+        What changes scores, if anything does.
+    aligned, num_pages, table_stride, num_splits, partial
         As in :class:`cuattn.gpu.dispatch.Call`.
     """
+    bias, mask, alibi_slopes, score_aligned = scores or Scores(None, None, None, True)
     call = dispatch.Call(
         spec,
         compiler.device_arch(device),
@@ -109,9 +116,9 @@ def attention_plan(
     return Plan(dispatch.choose(call, tiers), device)
 
 
-def layout_key(array: Any) -> tuple:
+def layout_key(array: Any) -> tuple | None:
     """What of an array a plan depends on."""
-    return (array.shape, array.strides, array.dtype)
+    return None if array is None else (array.shape, array.strides, array.dtype)
 
 
 def as_kernel_argument(packed: bytes) -> np.void:
