@@ -134,9 +134,11 @@ def test_prompts_over_pages_go_forward(batch, ragged):
 
 
 def test_tokens_over_pages_go_forward_once_tiles_fill_the_device():
-    """64 tokens are half a tile: 32 thread blocks for one sequence."""
+    """64 tokens are a third of a tile: 32 thread blocks for one sequence."""
     assert not paged(64)
     assert paged(64, batch=8)
+    assert not paged(32, batch=8)  # a sixth of a tile
+    assert not paged(32, batch=64)
 
 
 def test_how_to_split_is_what_decoding_does():

@@ -22,7 +22,6 @@ from cuattn.gpu.dispatch.launch import Call, capability
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
 LEAST_SPLITS = 4  # of the keys of plain arrays
-FORWARD_ROWS = 128  # of a tile
 START_US = 6.0  # what decoding takes longer to begin, and to merge its splits
 BLOCK_BYTES = 90e3  # that one thread block reads in a microsecond, where memory has no other work
 
@@ -70,9 +69,12 @@ def prefers_decoding(call: Call) -> bool:
 
 def forward_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
     """About what a forward kernel takes: tiles in waves over the device."""
-    tiles = batch * spec.heads_q * -(-tokens_of_sequence(spec) // FORWARD_ROWS)
+    # Of sequences whose lengths are unknown here, tiles are the largest that there are.
+    known = spec.rows == spec.keys == "batched" or max(spec.head_dim, spec.head_dim_v) > 128
+    rows = 128 if known else 192
+    tiles = batch * spec.heads_q * -(-tokens_of_sequence(spec) // rows)
     waves = -(-tiles // multiprocessors)
-    return waves * _flops(spec, FORWARD_ROWS) / rates.forward_flops
+    return waves * _flops(spec, rows) / rates.forward_flops
 
 
 def decoding_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
