@@ -24,8 +24,8 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 @pytest.fixture(params=["fastest", "sm80", "simt"])
 def tier(request):
-    """What serves the calls: this GPU's fastest tier, the one for Ampere and newer, or the one
-    that runs anywhere."""
+    """The tier that serves the calls: the GPU's fastest one, the one for Ampere and newer, or the
+    one that runs anywhere."""
     from cuattn.gpu import compiler, dispatch
 
     if request.param == "sm80" and compiler.device_arch(cupy.cuda.Device().id) != "sm_90a":

@@ -2,11 +2,10 @@
 
 ``pytest benchmarks/bench_options.py --benchmark-json=benchmarks/results/NAME.json``
 
-A call that sees fewer keys, or whose sequences end within a tile, is judged by the products it
-computes (``dispatch.products_of_tiles`` counts what attention/forward_sm90.cu does): 64 queries
-times whole blocks of keys, but for the blocks that a consumer skips. The two take turns by
-themselves, since a kernel that uses all the power there is leaves a lower clock to the one that
-follows.
+A call that sees fewer keys, or whose sequences end within a tile, is judged by the products that it
+computes, as ``dispatch.products_of_tiles`` counts them: 64 queries times whole blocks of keys,
+without the blocks that a consumer skips. Each option takes turns with the plain call alone, since a
+kernel at full power leaves a lower clock to the one that follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What this GPU can do, measured in the same process as what is compared with it."""
+"""Upper limits of this GPU, measured in the same process as the kernels that are compared with
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _median(run: Callable[[int], None], launches: int, rounds: int = 9) -> float
 
 
 def copy_bytes_per_second(nbytes: int = 1 << 31) -> float:
-    """Of a copy on the device, each byte counted as it is read and as it is written."""
+    """Bytes per second of a copy on the device; a byte counts as it is read and as it is written."""
     source = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
     target = cupy.empty_like(source)
 
@@ -49,8 +50,8 @@ def _copy_kernel() -> cupy.RawKernel:
 
 
 def copied(source: cupy.ndarray) -> cupy.ndarray:
-    """A copy, by a kernel that does nothing else: what a kernel that reads and writes as much could
-    take, at this size. (A copy that is captured in a graph becomes something slower.)"""
+    """A kernel that only copies: how long a kernel that reads and writes as many bytes could take
+    at best. (A device copy captured in a graph becomes a memcpy node, which is slower.)"""
     target = cupy.empty_like(source)
     count, threads = source.nbytes // 16, 512
     assert source.nbytes % 16 == 0
@@ -60,7 +61,7 @@ def copied(source: cupy.ndarray) -> cupy.ndarray:
 
 
 def matmul_flops_per_second(dtype: str, n: int = 8192) -> float:
-    """Of cuBLAS on square matrices of random 16-bit floats, accumulated in float32."""
+    """FLOP/s of cuBLAS on square matrices of random 16-bit floats, accumulated in float32."""
     values = cupy.random.standard_normal((2, n, n), dtype=np.float32)
     if dtype == "float16":
         values = values.astype(np.float16)

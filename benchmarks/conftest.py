@@ -1,4 +1,4 @@
-"""Who takes part, on what, and what is written beside the figures."""
+"""What is recorded beside the figures (machine, versions, commit), and the ceilings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Keep of the file that pytest-benchmark has written what the report reads."""
+    """Reduce the file that pytest-benchmark has written to what the report reads."""
     file = config.getoption("benchmark_json")
     if file is not None and file.is_file():
         slim.rewrite(file)
@@ -80,7 +80,7 @@ def _output(*command: str) -> str:
 
 @pytest.fixture(scope="session")
 def ceilings() -> dict[str, float]:
-    """Of this GPU: bytes/s of a copy, FLOP/s of cuBLAS."""
+    """What this GPU reaches: bytes/s of a copy, FLOP/s of cuBLAS by dtype."""
     from benchmarks.ceilings import copy_bytes_per_second, matmul_flops_per_second
 
     return {

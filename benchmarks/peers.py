@@ -1,5 +1,5 @@
-"""Other implementations of attention, each behind the same face; those that cannot be imported stay
-away.
+"""Other implementations of attention behind one interface. Those that cannot be imported are left
+out.
 
 None is a dependency. CuPy arrays go to them by DLPack, without a copy, as 16-bit integers that are
 then seen as what they are, since not every DLPack reader knows bfloat16.
@@ -20,7 +20,7 @@ from benchmarks import timing
 
 #: Distributions whose versions belong beside a figure.
 DISTRIBUTIONS = ("torch", "jax", "dew-flash-attn-cu13")
-#: Bytes whose reading takes longer than the launch of a JAX call.
+#: Reading this many bytes takes longer than launching a JAX call.
 CAPTURE_FREE = 512 << 20
 
 

@@ -23,7 +23,7 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 #: The head_dim of the README's table.
 README_HEAD_DIM = 128
 
-#: Who stands in which column, and in which colour.
+#: The columns of the tables in order, and their colours in the plot.
 COLOURS = {
     "cuattn": "#d1495b",
     "cuattn sm80": "#edae9f",

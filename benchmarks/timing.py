@@ -72,8 +72,7 @@ class Contestant:
 
 
 class Clock:
-    """A clock that shows what a race measured: pytest-benchmark reads it, and a race moves it
-    on."""
+    """A clock for pytest-benchmark: :func:`race` advances it by the time that it measured."""
 
     now = 0.0
 
