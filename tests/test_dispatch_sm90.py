@@ -149,3 +149,14 @@ def test_launch_ids_leave_the_programs_random_numbers_alone():
     state = random.getstate()
     assert structs.launch_id() != structs.launch_id()
     assert random.getstate() == state
+
+
+def test_every_tile_sees_all_keys_where_nothing_is_bounded(rng):
+    """However many more queries there are than keys."""
+    lengths = [(20000, 16), (300, 300), (16, 20000), *rng.integers(1, 5000, (20, 2)).tolist()]
+    for seqlen_q, seqlen_k in lengths:
+        shapes = [(1, n, 2, 64) for n in (seqlen_q, seqlen_k, seqlen_k)]
+        spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3)
+        for config in {v.config for v in dispatch.variants("sm_90a") if "forward_sm90" in v.source}:
+            counts = sm90.blocks_of_keys(spec, config)
+            assert (counts == -(-seqlen_k // config.tile_n)).all()

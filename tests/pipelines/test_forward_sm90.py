@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from cuattn._spec import attention_spec
+from cuattn.gpu import dispatch
+from cuattn.gpu.dispatch import sm90
 from tests.pipelines import explorer, forward_sm90
 from tests.pipelines.forward_sm90 import Tile, pipeline, protocols
 
@@ -133,3 +137,69 @@ def test_flags_that_are_not_double_buffered_are_found():
 
 def test_a_tile_says_what_it_is():
     assert str(Tile(2, (False, True))) == "[2 blocks, skipped by 1]"
+
+
+BLOCKS = 132  # of a grid
+
+
+def tiles_of_block(spec, config, block):
+    """The tiles that a thread block works on in a call of fixed lengths, as its scheduler deals
+    them out: heads in sections, the last rows first, forward and backward in turn."""
+    counts = sm90.blocks_of_keys(spec, config).tolist()
+    heads, section = spec.batch * spec.heads_q, sm90.sm90_section(spec, config, BLOCKS)
+    even, section = section == 0, section or heads
+    for number, first in enumerate(range(0, heads, section)):
+        size = min(section, heads - first)
+        order = [(m, h) for m in reversed(range(len(counts))) for h in range(size)]
+        if even:
+            order = [(m, h) for h in range(size) for m in range(len(counts))]
+        for turn in range(-(-len(order) // BLOCKS)):
+            backward = not even and (turn + number) % 2
+            item = turn * BLOCKS + (BLOCKS - 1 - block if backward else block)
+            if item < len(order):
+                yield counts[order[item][0]]
+
+
+def call(seqlen_q, seqlen_k, heads, **options):
+    """A call's spec, and the Config of the kernel that serves it."""
+    shapes = [(1, n, heads, 128) for n in (seqlen_q, seqlen_k, seqlen_k)]
+    dtype = np.dtype(np.float16)
+    spec = attention_spec("flash_attention", *shapes, *[dtype] * 3, **options)
+    with dispatch.use_tiers("forward_sm90"):
+        return spec, dispatch.choose(dispatch.Call.contiguous(spec, "sm_90a")).variant.config
+
+
+def model_of_block(spec, config, block, **options):
+    """A thread block's model, and its tiles: of more than three blocks of keys three stand for all,
+    and no consumer skips one."""
+    p = forward_sm90.protocol(config)
+    tiles = [Tile(min(n, 3), (False,) * p.consumers) for n in tiles_of_block(spec, config, block)]
+    return pipeline(p, **options), tiles
+
+
+def test_the_call_that_hung():
+    """20000 queries and 16 keys: every block that meets keys stopped."""
+    spec, config = call(20000, 16, 12, causal=True)
+    stopped = []
+    for block in range(BLOCKS):
+        model, tiles = model_of_block(spec, config, block)
+        explorer.run(model, tiles)
+        old = forward_sm90.load_keys_and_values_of_e77b6e5
+        model, _ = model_of_block(spec, config, block, loader=old)
+        try:
+            explorer.run(model, tiles)
+        except explorer.Fault:
+            stopped.append(block)
+        assert (block in stopped) == any(tile.blocks for tile in tiles)
+    assert stopped
+
+
+@pytest.mark.parametrize("option", [{}, {"causal": True}, {"window": (3, 2)}])
+@pytest.mark.parametrize("shape", ["many queries", "many keys", "many heads"])
+def test_degenerate_calls_end(shape, option, rng):
+    lengths = {"many queries": (20000, 1), "many keys": (1, 20000), "many heads": (1, 1)}[shape]
+    heads = 500 if shape == "many heads" else 8
+    lengths = [int(n * rng.uniform(1, 3)) for n in lengths]
+    spec, config = call(*lengths, heads, **option)
+    for block in (0, int(rng.integers(BLOCKS)), BLOCKS - 1):
+        explorer.run(*model_of_block(spec, config, block))

@@ -259,7 +259,7 @@ def _blocks_seen(
     and the one after the last."""
     last_row = np.minimum(first_row + rows, spec.seqlen_q) - 1
     diagonal = spec.seqlen_k - spec.seqlen_q
-    right = spec.seqlen_k if spec.window_right is None else spec.window_right
+    right = spec.seqlen_k + spec.seqlen_q if spec.window_right is None else spec.window_right
     left = spec.seqlen_k + spec.seqlen_q if spec.window_left is None else spec.window_left
     end = np.clip(last_row + diagonal + right + 1, 0, spec.seqlen_k)
     begin = np.clip(first_row + diagonal - left, 0, end)
