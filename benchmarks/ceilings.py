@@ -33,7 +33,7 @@ def _median(run: Callable[[int], None], launches: int, rounds: int = 9) -> float
 
 
 def copy_bytes_per_second(nbytes: int = 1 << 31) -> float:
-    """Bytes per second of a copy on the device; a byte counts as it is read and as it is written."""
+    """Bytes per second of a copy on the device, counting what is read and what is written."""
     source = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
     target = cupy.empty_like(source)
 
