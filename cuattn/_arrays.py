@@ -153,6 +153,8 @@ def check_bool(function: str, name: str, value: Any) -> bool:
 
 def check_integer(function: str, name: str, value: Any) -> int:
     """Check that a number is an integer, and neither a boolean nor a float."""
+    if type(value) is int:
+        return value
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     raise TypeError(f"{function}: {name} must be an integer, got {value!r}")

@@ -28,6 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import cuattn
 from cuattn.decoding import paged_attention
 from cuattn.kvcache import PagedKVCache
+from cuattn.kvcache.pages import PageManager
 from cuattn.reference.kvcache import rotate
 
 HEADS, DIM, DIM_V, LAYERS = 2, 4, 3, 2
@@ -895,8 +896,14 @@ def test_page_tables_of_all_batch_sizes_are_not_kept():
         assert cache.page_table(ids).ctypes.data == address
 
 
-def test_threads_lose_nothing():
-    """Each has sequences of its own, and a table of its own; pages and prefixes they share."""
+def test_threads_lose_nothing(monkeypatch):
+    """Each has sequences of its own, and a table of its own; pages and prefixes they share. Others
+    have their turn where two threads would take the same pages, or the same row."""
+    for name in ("_next_free", "_double_rows"):
+        method = getattr(PageManager, name)
+        monkeypatch.setattr(
+            PageManager, name, lambda *args, m=method: (m(*args), time.sleep(1e-4))[0]
+        )
     cache = new_cache(num_pages=150, num_layers=LAYERS)
     start = threading.Barrier(4)
     interval = sys.getswitchinterval()
@@ -1024,6 +1031,7 @@ def test_a_swap_makes_room_and_shares_again():
     assert cache.swap_in(swapped) != b
     assert cache.num_free_pages == 5 - 2 - 2
     cache.swap_in(swapped)
+    cache.match_prefix([])  # what was written is noted
     before = bookkeeping(cache)
     with pytest.raises(MemoryError, match=r"swap_in: 1 more pages are needed, and 0 are free"):
         cache.swap_in(swapped)
@@ -1080,3 +1088,28 @@ def test_a_cache_is_freed_with_its_pages():
     del cache
     gc.collect()
     assert freed() is None
+
+
+def test_what_goes_with_an_evicted_page():
+    """Two sequences that wrote the same at the same time have pages of their own; one's are found,
+    and when they are evicted, the other's."""
+    cache = new_cache(num_pages=7, page_size=2)
+    ids = [cache.add_sequence(range(5)) for _ in range(2)]
+    for n in (2, 2):  # the second page of either is found behind the first of the first
+        cache.extend(ids, n)
+        start = cache.num_tokens(ids[0]) - n
+        k, v = (np.concatenate([x[start:]] * 2) for x in content(range(start + n), 0))
+        cache.write(0, ids, k, v)
+        if n == 2 and start == 0:
+            assert cache.match_prefix(range(5)) == 2
+    assert cache.match_prefix(range(5)) == 4
+    cache.remove(ids[0])
+    filled(cache, [*range(50, 58)])  # takes three free pages, and evicts the last of the first's
+    assert assert_finds_only_what_was_written(cache, [*range(5)]) == 4
+    filled(cache, [9, 9])
+    assert assert_finds_only_what_was_written(cache, [*range(5)]) == 4
+    assert cache.num_free_pages == 0
+    cache.remove(ids[1])
+    assert assert_finds_only_what_was_written(cache, [*range(5)]) == 4
+    filled(cache, [8, 8])
+    assert assert_finds_only_what_was_written(cache, [*range(5)]) == 2

@@ -15,6 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 from types import ModuleType
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
@@ -52,7 +53,7 @@ def _exclusive(
 
     @functools.wraps(method)
     def call(self: PagedKVCache, *args: P.args, **kwargs: P.kwargs) -> R:
-        me = threading.get_ident()
+        me = get_ident()
         if self._owner == me and self._lock.locked():  # to wait for it would be for ever
             raise RuntimeError(
                 f"PagedKVCache.{method.__name__}: called in the middle of another call of this "
@@ -133,9 +134,10 @@ class PagedKVCache:
     **Prefixes.** A page is found by all tokens up to its end, in a radix tree that compares every
     one of them. It is found once it is full, its tokens are known, and every layer has been
     written: a step that fails before its last ``write`` leaves nothing to be found; ``rollback``
-    takes back what it made room for. Pages that no sequence holds any
-    more are evicted when no page is free: the one released longest ago first, and of a sequence
-    its last page first.
+    takes back what it made room for. Pages that no sequence holds any more are evicted when no page
+    is free: the one released longest ago first. A sequence releases its last page first, so that
+    its beginning is evicted last; pages that were found behind an evicted one are free too, or if a
+    sequence holds them, no longer found.
 
     **Failure.** A call that raises leaves the cache as it was. KeyboardInterrupt may come in the
     middle of a call: it can lose pages, which ``reset`` brings back, but no page is ever given to
@@ -368,14 +370,23 @@ class PagedKVCache:
         if rope is not None:
             self._check_rope(name, cos, sin, rows)
             rope = (contiguous(xp, cos), contiguous(xp, sin))
-        runs_now = not self._store.device.capturing()
-        if runs_now:
-            self._manager.check_rewritable(layer, rows)
+        capturing = self._store.device.capturing()
+        if not capturing:
+            self._manager.check_rewritable(rows, layer)
         if total:
             k, v = (_flat(xp, array, total) for array in (k, v))
-            self._store.write(self._manager, layer, rows, k, v, rope=rope, interleaved=interleaved)
-        if runs_now:
-            self._manager.mark_written(layer, rows)
+            self._store.write(
+                self._manager,
+                layer,
+                rows,
+                k,
+                v,
+                rope=rope,
+                interleaved=interleaved,
+                capturing=capturing,
+            )
+        if not capturing:
+            self._manager.mark_written(rows, (layer,))
 
     @_exclusive
     def mark_written(self, ids: Sequence[int]) -> None:
@@ -390,7 +401,7 @@ class PagedKVCache:
         ids : sequence of int
             The sequences.
         """
-        self._manager.mark_written(slice(None), self._manager.rows("mark_written", ids))
+        self._manager.mark_written(self._manager.rows("mark_written", ids), range(self.num_layers))
 
     @_exclusive
     def fork(self, id: int) -> int:
@@ -457,7 +468,7 @@ class PagedKVCache:
         """
         manager = self._manager
         row = manager.row("swap_out", id)
-        manager.settle(np.array([row]))
+        manager.settle()
         k, v = self._store.read_pages(manager.table[row, : manager.held[row]].copy())
         swapped = SwappedSequence(
             tokens=manager.tokens[row, : manager.known[row]].copy(),

@@ -15,7 +15,7 @@ pages: none is ever given to two sequences, and none can be found that was not w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +35,9 @@ class Growth(NamedTuple):
     grown: np.ndarray  # how many pages each row gets
     copies: tuple[np.ndarray, np.ndarray]  # rows and columns of pages that others read too
     source: np.ndarray  # those pages
-    overwritten: np.ndarray  # pages that nobody else holds, but that can be found
+    overwritten: list[int]  # pages that nobody else holds, but that can be found
     learned: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # rows, positions and new tokens
-
-    @property
-    def num_pages(self) -> int:
-        return int(self.grown.sum()) + self.source.size
+    num_pages: int  # that are taken
 
 
 class PageManager:
@@ -64,7 +61,10 @@ class PageManager:
     indexed : int64 (rows,)
         Leading pages that have a place in the prefix index.
     layers_written : bool (num_layers, rows)
-        Which layers' part of the new tokens has been written.
+        Which layers' part of the new tokens has been written, of steps that were not written as a
+        whole.
+    marked : bool (rows,)
+        Which rows of `layers_written` are in use.
     references : int32 (num_pages,)
         How many sequences hold a page.
     """
@@ -90,6 +90,12 @@ class PageManager:
         self.length, self.written, self.known, self.known_before = np.zeros((4, 8), np.int64)
         self.held, self.new, self.indexed = np.zeros((3, 8), np.int64)
         self.layers_written = np.zeros((num_layers, 8), bool)
+        self.marked = np.zeros(8, bool)
+        self._any_marked = False
+        # Most steps write the very sequences that were extended, a layer at a time: those rows, and
+        # the layers that have not been written. This is quicker than a look at each sequence.
+        self._step_rows: np.ndarray | None = None
+        self._step_left: set[int] = set()
         # Each row's pages in the prefix index; where others hold the same tokens, theirs. Those may
         # be evicted, and then the row's own are found.
         self.paths: dict[int, list[Node]] = {}
@@ -187,23 +193,19 @@ class PageManager:
         pages = self.table[rows[partial], columns]
         findable = self.index.contains[pages]
         copied = (self.references[pages] > 1) | findable
-        copied[copied] = _all_but_the_last_owner(pages[copied], self.references)
-        growth = Growth(
-            rows=rows,
-            counts=counts,
-            stop=stop,
-            grown=grown,
-            copies=(rows[partial][copied], columns[copied]),
-            source=pages[copied],
-            overwritten=pages[findable & ~copied],
-            learned=learned,
-        )
-        if growth.num_pages > self.available:
+        if copied.any():
+            copied[copied] = _all_but_the_last_owner(pages[copied], self.references)
+            copies, source = (rows[partial][copied], columns[copied]), pages[copied]
+            overwritten = pages[findable & ~copied].tolist()
+        else:
+            copies, source, overwritten = (rows[:0], rows[:0]), rows[:0], []
+        needed = int(grown.sum()) + source.size
+        if needed > self.available:
             raise MemoryError(
-                f"PagedKVCache.extend: {growth.num_pages} more pages are needed, and "
-                f"{self.num_free} are free and {len(self.kept)} kept for reuse, of {self.num_pages}"
+                f"PagedKVCache.extend: {needed} more pages are needed, and {self.num_free} are "
+                f"free and {len(self.kept)} kept for reuse, of {self.num_pages}"
             )
-        return growth
+        return Growth(rows, counts, stop, grown, copies, source, overwritten, learned, needed)
 
     def targets(self, growth: Growth) -> np.ndarray:
         """Where the pages that others read too are to be copied, before :meth:`extend`."""
@@ -212,15 +214,14 @@ class PageManager:
 
     def extend(self, growth: Growth) -> None:
         """Make room for new tokens, as planned."""
-        rows, counts, grown = growth.rows, growth.counts, growth.grown
-        learned = growth.learned
-        self._widen(
-            int((self.held[rows] + grown).max(initial=0)),
-            0 if learned is None else int(learned[1].max(initial=-1)) + 1,
-        )
-        self.settle(rows)
+        rows, counts, grown, learned = growth.rows, growth.counts, growth.grown, growth.learned
+        if growth.num_pages:
+            self._widen(int((self.held[rows] + grown).max()))
+        if learned is not None:
+            self._widen(0, int(learned[1].max(initial=-1)) + 1)
+        self.settle()
         pages = self._take(growth.num_pages)
-        for page in growth.overwritten.tolist():
+        for page in growth.overwritten:
             self._unpublish(page)
         own, pages = pages[: growth.source.size], pages[growth.source.size :]
         if own.size:
@@ -235,7 +236,9 @@ class PageManager:
             self.held[rows] += grown
             self._changed(new_rows, new_columns)
         start = self.length[rows]
-        self.layers_written[:, rows] = False
+        if self._any_marked:
+            self.layers_written[:, rows] = False
+            self.marked[rows] = False
         self.new[rows] = counts
         self.length[rows] = growth.stop
         self.known_before[rows] = self.known[rows]
@@ -244,6 +247,8 @@ class PageManager:
             self.tokens[learned[0], learned[1]] = learned[2]
             follows = self.known[rows] >= start
             self.known[rows[follows]] = np.maximum(self.known[rows], growth.stop)[follows]
+        self._step_left = set(range(len(self.layers_written)))
+        self._step_rows = rows
 
     def check_room(self, function: str, tokens: np.ndarray, length: int) -> None:
         """Check that a sequence could be added with these tokens, and then extended to `length`."""
@@ -324,31 +329,61 @@ class PageManager:
     # ------------------------------------------------------------------------------------------
     # what has been written
 
-    def mark_written(self, layers: int | slice, rows: np.ndarray) -> None:
+    def mark_written(self, rows: np.ndarray, layers: Iterable[int]) -> None:
         """Note that some layers' part of the new tokens has been written."""
-        self.layers_written[layers, rows] = True
+        if rows is self._step_rows:
+            self._step_left.difference_update(layers)
+        else:
+            self._mark(rows, list(layers))
 
-    def check_rewritable(self, layer: int, rows: np.ndarray) -> None:
+    def check_rewritable(self, rows: np.ndarray, layer: int) -> None:
         """Check that new tokens which a layer has written before are in pages of their sequence
         alone."""
-        for row in rows[self.layers_written[layer, rows]].tolist():
+        if rows is self._step_rows and layer in self._step_left and not self._any_marked:
+            return
+        self.settle()
+        again = self.layers_written[layer, rows] | (self.written[rows] == self.length[rows])
+        for row in rows[again & (self.new[rows] > 0)].tolist():
             first = int(self.length[row] - self.new[row]) >> self._shift
             pages = self.table[row, first : int(self.held[row])]
-            if self.new[row] and (self.index.contains[pages] | (self.references[pages] > 1)).any():
+            if (self.index.contains[pages] | (self.references[pages] > 1)).any():
                 raise ValueError(
                     f"PagedKVCache.write: layer {layer} has been written for these tokens before, "
                     "and other sequences may share them since; truncate and extend to replace them"
                 )
 
-    def settle(self, rows: np.ndarray | slice) -> None:
-        """Let `written` include the new tokens that every layer has written."""
+    def _mark(self, rows: np.ndarray, layers: list[int]) -> None:
+        self._any_marked = True
+        self.marked[rows] = True
+        for layer in layers:
+            self.layers_written[layer, rows] = True
+
+    def settle(self) -> None:
+        """Let `written` include the new tokens of sequences that every layer has written."""
+        if self._step_rows is not None:
+            rows, left = self._step_rows, self._step_left
+            self._step_rows = None
+            if not left:
+                self._complete(rows)
+            elif len(left) < len(self.layers_written):
+                self._mark(rows, [i for i in range(len(self.layers_written)) if i not in left])
+        if self._any_marked:
+            rows = np.flatnonzero(self.marked)
+            done = self.layers_written[:, rows].all(axis=0)
+            self._complete(rows[done])
+            done |= self.new[rows] == 0
+            self.layers_written[:, rows[done]] = False
+            self.marked[rows[done]] = False
+            self._any_marked = not done.all()
+
+    def _complete(self, rows: np.ndarray) -> None:
+        """Let `written` include all tokens, where it included all but the new ones."""
         length, written = self.length[rows], self.written[rows]
-        done = self.layers_written[:, rows].all(axis=0) & (written == length - self.new[rows])
-        self.written[rows] = np.where(done, length, written)
+        self.written[rows] = np.where(written == length - self.new[rows], length, written)
 
     def publish(self) -> None:
         """Let full pages of known tokens be found, as far as they have been written."""
-        self.settle(slice(None))
+        self.settle()
         if self._paths_may_end:
             for row, path in self.paths.items():
                 while path and path[-1].page < 0:
@@ -460,6 +495,7 @@ class PageManager:
         arrays = {name: getattr(self, name) for name in (*self.COUNTS, "table", "tokens")}
         grown = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in arrays.items()}
         layers = self.layers_written
+        grown["marked"] = np.concatenate([self.marked, np.zeros_like(self.marked)])
         grown["layers_written"] = np.concatenate([layers, np.zeros_like(layers)], axis=1)
         rows = self.length.size
         self.__dict__.update(grown, _spare_rows=list(range(2 * rows - 1, rows - 1, -1)))

@@ -62,7 +62,10 @@ def restore(manager: PageManager, state: dict[str, np.ndarray]) -> None:
     rows = np.arange(len(ids))
     for name in manager.COUNTS:
         getattr(manager, name)[rows] = state[name]
-    manager.layers_written[:, rows] = state["layers_written"]
+    written = state["layers_written"]
+    manager.layers_written[:, rows] = written
+    manager.marked[rows] = written.any(axis=0)
+    manager._any_marked = bool(written.any())
     nodes: list[Node] = []
     places = state["node_parents"].tolist(), state["node_pages"].tolist()
     for parent, page, key in zip(*places, state["node_tokens"], strict=True):

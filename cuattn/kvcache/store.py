@@ -69,6 +69,7 @@ class PageStore:
         self._tables: collections.OrderedDict[tuple[int | None, int], _Table] = (
             collections.OrderedDict()
         )
+        self._recent: tuple[int, _Table | None] = 0, None  # the last one, and the thread it was for
 
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy pages of every layer."""
@@ -86,7 +87,7 @@ class PageStore:
 
     def page_table(self, manager: PageManager, rows: np.ndarray) -> Any:
         """The page table of some sequences, up to date."""
-        table = self._table(manager, rows)
+        table = self._table(manager, rows, self.device.capturing())
         array = table.page_table()
         if array is None:
             array = table.batch.page_table.view()
@@ -95,7 +96,7 @@ class PageStore:
 
     def seq_lens(self, manager: PageManager, rows: np.ndarray) -> Any:
         """The lengths of some sequences, up to date."""
-        table = self._table(manager, rows)
+        table = self._table(manager, rows, self.device.capturing())
         array = table.seq_lens()
         if array is None:
             array = table.batch.seq_lens.view()
@@ -112,15 +113,26 @@ class PageStore:
         *,
         rope: tuple[Any, Any] | None,
         interleaved: bool,
+        capturing: bool,
     ) -> None:
         """Put one layer's new keys and values into their slots."""
-        batch = self._table(manager, rows).batch
+        batch = self._table(manager, rows, capturing).batch
         self.device.write(k, v, *self.layers[layer], batch, rope=rope, interleaved=interleaved)
 
-    def _table(self, manager: PageManager, rows: np.ndarray) -> _Table:
+    def _table(self, manager: PageManager, rows: np.ndarray, capturing: bool) -> _Table:
         """The up-to-date table of these sequences, in this order."""
+        thread, table = self._recent
+        me = threading.get_ident()
+        if (
+            table is not None
+            and table.rows is rows
+            and table.version == manager.version
+            and thread == me
+            and not capturing
+        ):
+            return table
         width = manager.table.shape[1]
-        keys = (None, rows.size), (threading.get_ident(), rows.size)
+        keys = (None, rows.size), (me, rows.size)
         key = keys[keys[0] not in self._tables]
         table = self._tables.get(key)
         if table is None or table.batch.page_table.shape[1] != width:
@@ -145,8 +157,9 @@ class PageStore:
                 cu_new,
             )
             table.rows, table.version, table.seen = rows, manager.version, manager.num_changes
-        if key[0] is not None and self.device.capturing():
+        if key[0] is not None and capturing:
             self._tables[keys[0]] = self._tables.pop(key)
+        self._recent = me, table
         return table
 
     def _drop_tables(self, needed: tuple[int | None, int]) -> None:
