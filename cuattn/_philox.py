@@ -71,7 +71,41 @@ def uniform(seed: np.ndarray, offset: np.ndarray, size: int, stream: int = 0) ->
         The 32 bits ``x`` of each as the float32 nearest to ``(x + 1/2) / 2**32``, but never 1.
     """
     upper, lower = (_halves(seed, offset, size, 2 * stream + half) for half in range(2))
-    x = (upper << np.uint64(16) | lower).astype(np.float32)
+    return _to_float(upper, lower)
+
+
+def uniform_at(
+    seed: np.ndarray, offset: np.ndarray, index: np.ndarray, stream: int = 0
+) -> np.ndarray:
+    """Some of the numbers of :func:`uniform`.
+
+    Parameters
+    ----------
+    seed, offset : array (n,) of uint64
+        What decides each number's row.
+    index : array (n,) of integers
+        The number's index in its row.
+    stream : int
+        As in :func:`uniform`.
+
+    Returns
+    -------
+    array (n,) of float32
+    """
+    index = index.astype(np.uint64)
+    block = index >> np.uint64(8) << np.uint64(5) | index & np.uint64(31)
+    word, side = index >> np.uint64(5) & np.uint64(3), index >> np.uint64(7) & np.uint64(1)
+    halves = []
+    for half in range(2):
+        counter = (block, np.uint64(2 * stream + half), offset & _LOW, offset >> _HALF)
+        words = np.choose(word.astype(np.intp), philox4x32(counter, (seed & _LOW, seed >> _HALF)))
+        halves.append((words >> side * np.uint64(16) & np.uint64(0xFFFF)).astype(np.uint32))
+    return _to_float(*halves)
+
+
+def _to_float(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    """Uniform numbers of 32 bits, in two halves."""
+    x = (upper << np.uint32(16) | lower).astype(np.float32)
     below_one = np.float32(1 - 2.0**-24)
     return np.minimum(x * np.float32(2.0**-32) + np.float32(2.0**-33), below_one)
 
@@ -103,7 +137,9 @@ def _halves(seed: np.ndarray, offset: np.ndarray, size: int, stream: int) -> np.
         (offset >> _HALF)[:, None],
     )
     words = philox4x32(counter, ((seed & _LOW)[:, None], (seed >> _HALF)[:, None]))
-    rows = len(seed)
-    numbers = np.stack([word.reshape(rows, -1, 32) for word in words], axis=2)
-    halves = np.stack([numbers & np.uint64(0xFFFF), numbers >> np.uint64(16)], axis=2)
-    return halves.reshape(rows, -1)[:, :size]
+    halves = np.empty((len(seed), blocks // 32, 2, 4, 32), np.uint32)
+    for number, word in enumerate(words):
+        lanes = word.astype(np.uint32).reshape(len(seed), -1, 32)
+        halves[:, :, 0, number] = lanes & np.uint32(0xFFFF)
+        halves[:, :, 1, number] = lanes >> np.uint32(16)
+    return halves.reshape(len(seed), -1)[:, :size]

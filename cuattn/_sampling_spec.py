@@ -21,6 +21,7 @@ from cuattn._sampling_types import Drafts, Filters, Penalties
 
 LOGIT_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 MAX_VOCAB = (1 << 30) - 1
+MAX_TREE_DRAFTS = 256  # kMaxDrafts of rawkernels/sampling/speculate.cu
 _INT32 = np.iinfo(np.int32)
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
@@ -233,6 +234,10 @@ def drafts(
         raise ValueError(
             f"{name}: draft_probs must be ({batch}, {count}, {vocab}) with target_probs "
             f"{target_probs.shape}, has shape {draft_probs.shape}"
+        )
+    if parents is not None and count > MAX_TREE_DRAFTS:
+        raise ValueError(
+            f"{name}: draft_tokens must be at most {MAX_TREE_DRAFTS} in a row, are {count}"
         )
     for parameter, array in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if array.dtype != np.float32:

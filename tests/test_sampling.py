@@ -3,6 +3,7 @@ distribution."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import ml_dtypes
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn import sampling
-from cuattn._philox import philox4x32, row_seeds, uniform
+from cuattn._philox import philox4x32, row_seeds, uniform, uniform_at
 from cuattn.gpu import dispatch
+from cuattn.reference import sampling as reference
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
 WORD = np.uint64
@@ -81,6 +83,47 @@ def test_uniform_numbers_depend_on_their_place_alone():
     assert len(np.unique(numbers)) > 2990
     assert not np.array_equal(numbers, uniform(seed, offset, 1000, stream=1))
     assert scipy.stats.kstest(uniform(seed[:1], offset[:1], 100_000)[0], "uniform").pvalue > 1e-3
+
+
+def test_some_uniform_numbers_are_those_of_all(rng):
+    seed, offset = rng.integers(0, 2**63, (2, 4)).astype(WORD)
+    row, index = rng.integers(0, 4, 900), rng.integers(0, 5000, 900)
+    for stream in (0, 1):
+        found = uniform_at(seed[row], offset[row], index, stream)
+        assert np.array_equal(found, uniform(seed, offset, 5000, stream)[row, index])
+
+
+@given(seed=st.integers(0, 2**32))
+def test_long_rows_are_filtered_as_short_ones(seed):
+    """Whether a row is sorted whole or only as far as needed."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.choice([0.1, 1, 5]) * rng.standard_normal((6, 400))).astype(DTYPES[seed % 3])
+    logits[0] = np.round(logits[0])  # equal ones
+    logits[1, 200:], logits[2], logits[3, 7] = -np.inf, -np.inf, np.nan
+    options = {
+        "temperature": rng.choice([0, 0.3, 1, 3], 6),
+        "top_k": rng.choice([1, 5, 40, 400], 6),
+        "top_p": rng.choice([0, 0.2, 0.9, 0.999, 1], 6),
+        "min_p": rng.choice([0, 0.1], 6),
+    }
+    calls = [
+        lambda: sampling.filter_logits(logits, **options),
+        lambda: sampling.sample(logits, seed=seed, **options),
+        lambda: sampling.softmax(logits, temperature=options["temperature"]),
+        *(
+            functools.partial(lambda k, n: sampling.top_k(logits, k)[n], k, n)
+            for k in (3, 60)
+            for n in (0, 1)
+        ),
+        *(functools.partial(lambda n: sampling.logprobs(logits, top_n=9)[n], n) for n in (1, 2)),
+    ]
+    expected = [call() for call in calls]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_SORTED_VOCAB", 4)
+        patch.setattr(reference, "_FIRST_RANKS", 2)
+        patch.setattr(reference, "_CHUNK_TOKENS", 800)
+        for call, want in zip(calls, expected, strict=True):
+            assert np.array_equal(call().astype(float), want.astype(float), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -528,6 +571,9 @@ def test_what_a_draft_cannot_be_is_named(rng, seed):
         sampling.speculative_sample(drawn + 2**32, draft, target, seed=seed)
     with pytest.raises(ValueError, match="parents must fit in int32"):
         sampling.speculative_sample_tree(drawn, drawn + 2**32 - 1, draft, target, seed=seed)
+    many = [np.zeros(shape, np.float32) for shape in ((1, 257, 2), (1, 258, 2))]
+    with pytest.raises(ValueError, match="draft_tokens must be at most 256 in a row, are 257"):
+        sampling.speculative_sample_tree(np.zeros((1, 257), int), -np.ones((1, 257), int), *many)
     draft[1, 2, 3] = -0.25
     with pytest.raises(ValueError, match=r"draft_probs must not be negative, holds -0.25"):
         sampling.speculative_sample(drawn, draft, target, seed=seed)

@@ -1,18 +1,27 @@
-"""From logits to tokens, in NumPy and float64.
+"""The samplers in NumPy: what each of them means, computed in float64.
 
 A row is *bad* if it holds a NaN or +inf: its results are NaN and its token is -1. A row of nothing
 but -inf is *empty*: its probabilities are 0 and its token is -1.
+
+Rows are taken some at a time, so that their float64 copies stay in the processor's cache, and only
+as many tokens are sorted as the filters can keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from cuattn._philox import uniform
+from cuattn._philox import uniform, uniform_at
 from cuattn._sampling_types import Drafts, Filters, Penalties
 
-#: Of the uniform numbers that accept or reject draft tokens; tokens are drawn from stream 0.
+#: The stream of the uniform numbers that accept or reject draft tokens; tokens are drawn from 0.
 ACCEPT_STREAM = 1
+
+_CHUNK_TOKENS = 1 << 17  # tokens of the rows that are taken together: 1 MiB of float64
+_FIRST_RANKS = 256  # how many ranks of a row top-p looks at first
+_SORTED_VOCAB = 1024  # rows up to this long are sorted whole
 
 
 def greedy(logits: np.ndarray) -> np.ndarray:
@@ -25,16 +34,25 @@ def greedy(logits: np.ndarray) -> np.ndarray:
 
 def softmax(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:
     """Probabilities (rows, vocab) as float32."""
-    logits = logits.astype(np.float64)
-    keep = np.isfinite(logits)
-    cold = temperature == 0
-    keep[cold] &= np.arange(logits.shape[1]) == np.argmax(logits[cold], axis=1)[:, None]
-    return _probabilities(logits, keep, temperature).astype(np.float32)
+    result = np.empty(logits.shape, np.float32)
+    for rows in _chunks(logits):
+        x, top = _shifted(logits[rows])
+        cold = temperature[rows] == 0
+        first = np.argmax(x[cold], axis=1)
+        x /= np.where(cold, 1.0, temperature[rows].astype(np.float64))[:, None]
+        np.exp(x, out=x)
+        total = x.sum(axis=1, keepdims=True)
+        x *= 1 / np.where(total == 0, 1, total)
+        x[cold] = np.arange(x.shape[1]) == first[:, None]
+        x[top == -np.inf] = 0
+        x[~(top < np.inf)] = np.nan
+        result[rows] = x
+    return result
 
 
 def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k largest and where they are; a bad row gives NaN and -1."""
-    order = _descending(logits.astype(np.float64))[:, :k]
+    order = _ranked(logits.astype(np.float32, copy=False), k)
     values = np.take_along_axis(logits, order, axis=1)
     bad = _bad(logits)
     values[bad] = np.nan
@@ -44,49 +62,77 @@ def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 def kept(logits: np.ndarray, filters: Filters) -> np.ndarray:
     """Which tokens the filters leave, (rows, vocab)."""
-    logits = logits.astype(np.float64)
-    finite = np.isfinite(logits) & ~_bad(logits)[:, None]
-    temperature = np.where(filters.temperature == 0, 1.0, filters.temperature.astype(np.float64))
-    scaled = np.where(finite, logits, -np.inf)
-    with np.errstate(invalid="ignore"):  # an empty row: -inf - -inf
-        scaled = (scaled - scaled.max(axis=1, keepdims=True)) / temperature[:, None]
-    with np.errstate(divide="ignore"):
-        likely = scaled >= np.log(filters.min_p.astype(np.float64))[:, None]
-    count = np.where(filters.temperature == 0, 1, filters.top_k)
-    if min(*filters.top_p, *filters.typical_p) >= 1 and count.min() >= logits.shape[1]:
-        return finite & likely  # no filter goes by rank, and ranking is most of the work
+    vocab = logits.shape[1]
+    cold = filters.temperature == 0
+    scaled, top = _shifted(logits)
+    scaled /= np.where(cold, 1.0, filters.temperature.astype(np.float64))[:, None]
+    keep = np.isfinite(logits.astype(np.float32, copy=False)) & (top < np.inf)[:, None]
+    if filters.min_p.any():
+        with np.errstate(divide="ignore"):
+            keep &= scaled >= np.log(filters.min_p.astype(np.float64))[:, None]
+    count = np.where(cold, 1, filters.top_k)
+    ranked = (count < vocab) | (filters.top_p < 1) | (filters.typical_p < 1)
+    if ranked.any():
+        some = Filters(*(values[ranked] for values in filters))._replace(top_k=count[ranked])
+        wide = logits[ranked].astype(np.float32, copy=False)
+        keep[ranked] = _kept_by_rank(wide, scaled[ranked], keep[ranked], some)
+    return keep
 
-    order = _descending(logits)
-    scaled = np.take_along_axis(scaled, order, axis=1)  # descending from 0
-    mass = np.exp(scaled)
-    mass[~np.isfinite(scaled)] = 0
-    keep = np.isfinite(scaled) & (np.arange(logits.shape[1]) < count[:, None])
-    keep &= _first_mass(mass * keep, filters.top_p)
-    keep &= np.take_along_axis(likely, order, axis=1)
 
+def _kept_by_rank(
+    logits: np.ndarray, scaled: np.ndarray, keep: np.ndarray, filters: Filters
+) -> np.ndarray:
+    """What top-k, top-p and typical-p leave of the tokens that min-p keeps.
+
+    `scaled` are the logits less the row's largest, over temperature. Top-p counts the probability
+    of what top-k leaves, whatever min-p keeps of it.
+    """
+    vocab = logits.shape[1]
     typical = filters.typical_p < 1
+    ranks = min(vocab, max(_FIRST_RANKS, filters.top_k[filters.top_k < vocab].max(initial=0)))
+    if vocab <= _SORTED_VOCAB or typical.any():
+        ranks = vocab
+    total = np.exp(scaled).sum(axis=1) if ranks < vocab else None
+    while True:
+        order = _ranked(logits, ranks)
+        some = np.take_along_axis(scaled, order, axis=1)  # descending from 0
+        within = np.isfinite(some) & (np.arange(ranks) < filters.top_k[:, None])
+        p = np.where(within, np.exp(some), 0)
+        sums = p.sum(axis=1)
+        if total is not None:
+            sums = np.where(filters.top_k > ranks, total, sums)
+        within &= _shortest_run(p, filters.top_p, sums)
+        # Where the last of these ranks is kept, the run may go on behind it.
+        if ranks == vocab or not (within[:, -1] & (filters.top_k > ranks)).any():
+            break
+        ranks = min(vocab, 8 * ranks)
+    within &= np.take_along_axis(keep, order, axis=1)
+
     if typical.any():
-        left = mass[typical] * keep[typical]
+        left = p[typical] * within[typical]
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.sum(np.where(left > 0, scaled[typical], 0) * left, axis=1) / left.sum(axis=1)
-            distance = np.abs(scaled[typical] - mean[:, None])  # = |-log p - entropy|
-        distance[~keep[typical]] = np.inf
+            mean = np.sum(np.where(left > 0, some[typical], 0) * left, axis=1) / left.sum(axis=1)
+            distance = np.abs(some[typical] - mean[:, None])  # = |-log p - entropy|
+        distance[~within[typical]] = np.inf
         nearest = np.argsort(distance, axis=1, kind="stable")
-        chosen = _first_mass(np.take_along_axis(left, nearest, axis=1), filters.typical_p[typical])
-        within = np.zeros_like(chosen)
-        np.put_along_axis(within, nearest, chosen, axis=1)
-        keep[typical] &= within
+        left = np.take_along_axis(left, nearest, axis=1)
+        chosen = _shortest_run(left, filters.typical_p[typical], left.sum(axis=1))
+        among = np.zeros_like(chosen)
+        np.put_along_axis(among, nearest, chosen, axis=1)
+        within[typical] &= among
 
     result = np.zeros_like(keep)
-    np.put_along_axis(result, order, keep, axis=1)
+    np.put_along_axis(result, order, within, axis=1)
     return result
 
 
 def filter_logits(logits: np.ndarray, filters: Filters) -> np.ndarray:
     """Logits over temperature where kept, else -inf, as float32; a bad row is NaN."""
-    temperature = np.where(filters.temperature == 0, 1.0, filters.temperature.astype(np.float64))
-    scaled = logits.astype(np.float64) / temperature[:, None]
-    result = np.where(kept(logits, filters), scaled, -np.inf).astype(np.float32)
+    result = np.empty(logits.shape, np.float32)
+    for rows in _chunks(logits):
+        some = Filters(*(values[rows] for values in filters))
+        keep = kept(logits[rows], some)
+        result[rows] = np.where(keep, _over_temperature(logits[rows], some.temperature), -np.inf)
     result[_bad(logits)] = np.nan
     return result
 
@@ -103,10 +149,14 @@ def sample(
         logits = apply_penalties(logits, penalties)
     if not filters.temperature.any():
         return greedy(logits)
-    keep = kept(logits, filters)
-    temperature = np.where(filters.temperature == 0, 1.0, filters.temperature.astype(np.float64))
-    scaled = np.where(keep, logits.astype(np.float64) / temperature[:, None], -np.inf)
-    return _tokens(_race(scaled, seed, offset), np.where(_bad(logits)[:, None], np.nan, scaled))
+    tokens = np.empty(len(logits), np.int32)
+    for rows in _chunks(logits):
+        some = Filters(*(values[rows] for values in filters))
+        keep = kept(logits[rows], some)
+        scaled = np.where(keep, _over_temperature(logits[rows], some.temperature), -np.inf)
+        tokens[rows] = _gumbel_max(scaled, seed[rows], offset[rows])
+    tokens[_bad(logits)] = -1
+    return tokens
 
 
 def apply_penalties(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
@@ -114,14 +164,13 @@ def apply_penalties(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
     tokens, repetition, frequency, presence, bias, allowed = penalties
     rows, vocab = logits.shape
     result = logits.astype(np.float64)
-    counts = np.zeros((rows, vocab))
-    row, _ = np.nonzero((tokens >= 0) & (tokens < vocab))
-    np.add.at(counts, (row, tokens[(tokens >= 0) & (tokens < vocab)]), 1)
-    seen = counts > 0
-    factor = repetition.astype(np.float64)[:, None]
-    result = np.where(seen, np.where(result > 0, result / factor, result * factor), result)
-    result -= frequency.astype(np.float64)[:, None] * counts
-    result -= presence.astype(np.float64)[:, None] * seen
+    row, place = np.nonzero((tokens >= 0) & (tokens < vocab))
+    there, count = np.unique(row * vocab + tokens[row, place], return_counts=True)
+    row, token = np.divmod(there, vocab)
+    x = result[row, token]
+    factor = repetition.astype(np.float64)[row]
+    x = np.where(x > 0, x / factor, x * factor)
+    result[row, token] = x - frequency.astype(np.float64)[row] * count - presence[row]
     if isinstance(bias, tuple):
         where, token, value = bias
         inside = (where >= 0) & (where < rows) & (token >= 0) & (token < vocab)
@@ -178,10 +227,10 @@ def speculative_sample(
             if rest.sum() > 0:
                 left = rest / rest.sum()
         residuals[row] = left
-    bad = ~np.isfinite(residuals).all(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = np.log(residuals)
-    last = _tokens(_race(scaled, seed, offset), np.where(bad[:, None], np.nan, scaled))
+    last = _gumbel_max(scaled, seed, offset)
+    last[~np.isfinite(residuals).all(axis=1)] = -1
     tokens[np.arange(rows), accepted] = last
     return tokens, accepted
 
@@ -190,79 +239,109 @@ def logprobs(
     logits: np.ndarray, tokens: np.ndarray | None, top_n: int
 ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """Log-probabilities of chosen tokens, and of the `top_n` likeliest with their indices."""
-    scores = _log_softmax(logits)
+    log_sum = np.empty((len(logits), 1))
+    for rows in _chunks(logits):
+        log_sum[rows] = _log_sum(logits[rows])
+
+    def at(indices: np.ndarray) -> np.ndarray:
+        x = np.take_along_axis(logits, indices, axis=1).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            return np.where(log_sum == -np.inf, -np.inf, x - log_sum).astype(np.float32)
+
     chosen = None
     if tokens is not None:
         inside = (tokens >= 0) & (tokens < logits.shape[1])
-        chosen = np.take_along_axis(scores, np.where(inside, tokens, 0), axis=1)
-        chosen = np.where(inside, chosen, np.nan).astype(np.float32)
+        chosen = np.where(inside, at(np.where(inside, tokens, 0)), np.float32(np.nan))
     if not top_n:
         return chosen, None, None
     _, indices = top_k(logits, top_n)
-    best = np.take_along_axis(scores, np.maximum(indices, 0), axis=1).astype(np.float32)
-    return chosen, best, indices
+    return chosen, at(np.maximum(indices, 0)), indices
 
 
 def beam_step(logits: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The best continuations of each row's beams: scores, tokens, parents, all (rows, beams)."""
     rows, beams, vocab = logits.shape
-    total = _log_softmax(logits.reshape(rows * beams, vocab)).reshape(rows, beams, vocab)
-    total += scores.astype(np.float64)[:, :, None]
+    flat = logits.reshape(rows * beams, vocab)
+    with np.errstate(invalid="ignore"):
+        total = flat - _log_sum(flat) + scores.astype(np.float64).reshape(-1, 1)
     total[np.isnan(total)] = -np.inf
-    flat = total.reshape(rows, beams * vocab)
-    order = _descending(flat)[:, :beams]
-    best = np.take_along_axis(flat, order, axis=1)
+    total = total.reshape(rows, beams * vocab)
+    order = _ranked(total, beams)
+    best = np.take_along_axis(total, order, axis=1)
     dead = best == -np.inf
     tokens = np.where(dead, -1, order % vocab).astype(np.int32)
     return best.astype(np.float32), tokens, np.where(dead, -1, order // vocab).astype(np.int32)
 
 
-def _race(scaled: np.ndarray, seed: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Argmax of scores with Gumbel noise: a draw from their softmax."""
-    u = uniform(seed, offset, scaled.shape[1]).astype(np.float64)
-    return np.argmax(scaled - np.log(-np.log1p(-u)), axis=1)
-
-
-def _tokens(best: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """-1 for rows that have no finite logit, or a NaN or +inf."""
-    row = _bad(logits) | ~np.isfinite(logits).any(axis=-1)
-    return np.where(row, -1, best).astype(np.int32)
+def _chunks(logits: np.ndarray) -> Iterator[slice]:
+    """Rows that are taken together."""
+    step = max(1, _CHUNK_TOKENS // logits.shape[1])
+    for begin in range(0, len(logits), step):
+        yield slice(begin, begin + step)
 
 
 def _bad(logits: np.ndarray) -> np.ndarray:
-    return ~(logits < np.inf).all(axis=-1)
+    return ~(logits.astype(np.float32, copy=False).max(axis=1) < np.inf)
 
 
-def _descending(logits: np.ndarray) -> np.ndarray:
-    return np.argsort(-logits, axis=1, kind="stable")
+def _shifted(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits less the largest of their row, which is 0 for this in an empty or a bad row; and the
+    largest."""
+    x = logits.astype(np.float64)
+    top = x.max(axis=1)
+    with np.errstate(invalid="ignore"):
+        x -= np.where(np.isfinite(top), top, 0)[:, None]
+    x[~(top < np.inf)] = -np.inf
+    return x, top
 
 
-def _first_mass(mass: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """The shortest prefix of each row that holds `share` of its mass; all of it for a share of
-    1."""
-    before = np.cumsum(mass, axis=1) - mass
-    target = share.astype(np.float64) * mass.sum(axis=1)
-    first = np.arange(mass.shape[1]) == 0
+def _over_temperature(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    return logits / np.where(temperature == 0, 1.0, temperature.astype(np.float64))[:, None]
+
+
+def _ranked(x: np.ndarray, count: int) -> np.ndarray:
+    """Indices (rows, count) of the largest, descending, equals by index; any for a row with a
+    NaN."""
+    rows, vocab = x.shape
+    if vocab <= _SORTED_VOCAB or count > vocab // 8:
+        return np.argsort(-x, axis=1, kind="stable")[:, :count]
+    order = np.zeros((rows, count), np.int64)
+    for row in range(rows):
+        least = np.partition(x[row], vocab - count)[vocab - count]
+        above = np.flatnonzero(x[row] > least)
+        chosen = np.concatenate([above, np.flatnonzero(x[row] == least)[: count - len(above)]])
+        order[row, : len(chosen)] = chosen[np.argsort(-x[row, chosen], kind="stable")]
+    return order
+
+
+def _shortest_run(p: np.ndarray, share: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """The shortest prefix of each row that holds `share` of `total`; all of it for a share of 1."""
+    before = np.cumsum(p, axis=1) - p
+    target = share.astype(np.float64) * total
+    first = np.arange(p.shape[1]) == 0
     return (before < target[:, None]) | (share >= 1)[:, None] | first
 
 
-def _probabilities(logits: np.ndarray, keep: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    bad = _bad(logits)
-    temperature = np.where(temperature == 0, 1.0, temperature.astype(np.float64))[:, None]
-    left = np.where(keep, logits, -np.inf)
-    top = np.max(left, axis=1, keepdims=True)
-    with np.errstate(invalid="ignore", over="ignore"):
-        mass = np.where(keep, np.exp((left - top) / temperature), 0)
-        result = mass / np.maximum(mass.sum(axis=1, keepdims=True), 1e-300)
-    result[bad] = np.nan
-    return result
+def _gumbel_max(scaled: np.ndarray, seed: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """The token with the largest score plus Gumbel noise: a draw from the softmax of the scores; -1
+    for a row of nothing but -inf."""
+    there = scaled > -np.inf
+    row, token = np.nonzero(there)
+    if 8 * len(row) < scaled.size:  # few tokens may win: no others need noise
+        u = uniform_at(seed[row], offset[row], token)
+        keys = np.full(scaled.shape, -np.inf)
+        keys[row, token] = scaled[row, token] - np.log(-np.log1p(-u.astype(np.float64)))
+    else:
+        u = uniform(seed, offset, scaled.shape[1]).astype(np.float64)
+        keys = scaled - np.log(-np.log1p(-u))
+    return np.where(there.any(axis=1), np.argmax(keys, axis=1), -1).astype(np.int32)
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    top = np.max(logits, axis=1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        result = logits - top - np.log(np.sum(np.exp(logits - top), axis=1, keepdims=True))
-    result[np.isneginf(top[:, 0])] = -np.inf
-    result[_bad(logits)] = np.nan
-    return result
+def _log_sum(logits: np.ndarray) -> np.ndarray:
+    """The logarithm of the sum of exponentials, (rows, 1); -inf for an empty row, NaN for a bad
+    one."""
+    x, top = _shifted(logits)
+    with np.errstate(divide="ignore"):
+        result = np.log(np.exp(x, out=x).sum(axis=1)) + np.where(np.isfinite(top), top, 0)
+    result[~(top < np.inf)] = np.nan
+    return result[:, None]

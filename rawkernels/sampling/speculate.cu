@@ -10,7 +10,7 @@
 #include "sampling/gumbel_max.cuh"
 #include "sampling/params.cuh"
 
-constexpr int kMaxDrafts = 256;
+constexpr int kMaxDrafts = 256;  // of a tree; in a chain no second draft is rejected
 constexpr int kAhead = 8;  // loads in flight together
 
 // A probability; a negative one counts as 0, a NaN as a NaN.
