@@ -1113,3 +1113,14 @@ def test_what_goes_with_an_evicted_page():
     assert assert_finds_only_what_was_written(cache, [*range(5)]) == 4
     filled(cache, [8, 8])
     assert assert_finds_only_what_was_written(cache, [*range(5)]) == 2
+
+
+def test_no_step_has_more_tokens_than_kernels_count():
+    cache = new_cache()
+    ids = [cache.add_sequence(), cache.add_sequence()]
+    cache._manager.num_pages = 2**30  # as if: their arrays would take gigabytes
+    with pytest.raises(ValueError, match=r"extend: n is 2147483648 in all, .* at most 2147483647"):
+        cache.extend(ids, 2**30)
+    cache.extend(ids, 1)
+    with pytest.raises(ValueError, match=r"for a sequence of 2147483648 tokens; both must be"):
+        cache.extend(ids[:1], 2**31 - 1)

@@ -24,6 +24,11 @@ class Batch:
 
     def __init__(self, pages: cupy.ndarray, batch: int, width: int) -> None:
         _refuse_capture("the page table")
+        if batch * width >= 2**31:  # entries are counted in int32
+            raise ValueError(
+                f"PagedKVCache.page_table: ids has {batch} sequences of up to {width} pages, whose "
+                f"table must have fewer than {2**31} entries; a lower max_seqlen makes it narrower"
+            )
         with use_device(pages):
             self.page_table = cupy.zeros((batch, width), np.int32)
             self.seq_lens = cupy.zeros(batch, np.int32)

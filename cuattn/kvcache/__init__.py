@@ -35,7 +35,7 @@ from cuattn._backend import contiguous, contiguous_last_axis, reshaped
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn.decoding import MAX_PAGE_SIZE
 from cuattn.kvcache import snapshot
-from cuattn.kvcache.pages import MAX_SEQLEN, PageManager
+from cuattn.kvcache.pages import MAX_TOKENS, PageManager
 from cuattn.kvcache.store import PageStore
 
 __all__ = ["PagedKVCache"]
@@ -192,7 +192,7 @@ class PagedKVCache:
             ("head_dim", head_dim, MAX_HEAD_DIM),
             ("head_dim_v", head_dim_v, MAX_HEAD_DIM),
             ("num_layers", num_layers, None),
-            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, MAX_SEQLEN),
+            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, MAX_TOKENS),
         ):
             sizes[label] = size = check_integer(name, label, value)
             if size < 1 or (largest is not None and size > largest):
@@ -247,7 +247,7 @@ class PagedKVCache:
             The sequence's id.
         """
         known = np.zeros(0, np.int64) if tokens is None else _tokens("add_sequence", tokens)
-        limit = MAX_SEQLEN if self.max_seqlen is None else self.max_seqlen
+        limit = MAX_TOKENS if self.max_seqlen is None else self.max_seqlen
         if known.size > limit:
             what = limit if self.max_seqlen is None else f"max_seqlen={limit}"
             raise ValueError(
@@ -779,6 +779,8 @@ def _loaded(saved: bytes, xp: str) -> PagedKVCache:
 
 def _counts(function: str, n: Any, sequences: int) -> np.ndarray:
     """Numbers of new tokens, one for each sequence."""
+    if type(n) is int and 0 <= n <= MAX_TOKENS:
+        return np.full(sequences, n)
     check_unmasked(f"PagedKVCache.{function}", "n", n)
     try:
         given = np.asarray(n)
@@ -789,8 +791,8 @@ def _counts(function: str, n: Any, sequences: int) -> np.ndarray:
             f"PagedKVCache.{function}: n is {n}, must be an integer or one for each of the "
             f"{sequences} sequences"
         )
-    if given.size and not (given.min() >= 0 and given.max() <= MAX_SEQLEN):
-        raise ValueError(f"PagedKVCache.{function}: n is {n}, must be from 0 to {MAX_SEQLEN}")
+    if given.size and not (given.min() >= 0 and given.max() <= MAX_TOKENS):
+        raise ValueError(f"PagedKVCache.{function}: n is {n}, must be from 0 to {MAX_TOKENS}")
     return np.broadcast_to(given.astype(np.int64), (sequences,))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from cuattn.kvcache.prefixes import Node, PrefixIndex
 
 MAX_CHANGES = 1024  # of the page table, noted for batches that are not up to date
-MAX_SEQLEN = 2**31 - 1  # kernels count tokens in int32
+MAX_TOKENS = 2**31 - 1  # of a sequence, and new ones of a step: kernels count in int32
 
 
 class Growth(NamedTuple):
@@ -179,12 +179,17 @@ class PageManager:
         """What an extend has to do; raises what stands against it."""
         start = self.length[rows]
         stop = start + counts
-        limit = MAX_SEQLEN if self.max_seqlen is None else self.max_seqlen
-        if stop.size and stop.max() > limit:
-            what = limit if self.max_seqlen is None else f"max_seqlen={limit}"
+        if self.max_seqlen is not None and stop.max(initial=0) > self.max_seqlen:
             raise ValueError(
                 f"PagedKVCache.extend: a sequence would have {stop.max()} tokens, must be at most "
-                f"{what}"
+                f"max_seqlen={self.max_seqlen}"
+            )
+        if self.num_pages * self.page_size > MAX_TOKENS and (
+            stop.max(initial=0) > MAX_TOKENS or counts.sum() > MAX_TOKENS
+        ):
+            raise ValueError(
+                f"PagedKVCache.extend: n is {counts.sum()} in all, for a sequence of {stop.max()} "
+                f"tokens; both must be at most {MAX_TOKENS}"
             )
         learned = None if tokens is None else self._learned(rows, start, counts, tokens)
         grown = np.maximum(((stop + self.page_size - 1) >> self._shift) - self.held[rows], 0)
@@ -220,21 +225,22 @@ class PageManager:
         if learned is not None:
             self._widen(0, int(learned[1].max(initial=-1)) + 1)
         self.settle()
-        pages = self._take(growth.num_pages)
+        if growth.num_pages:
+            pages = self._take(growth.num_pages)
+            own, pages = pages[: growth.source.size], pages[growth.source.size :]
+            if own.size:
+                self.table[growth.copies] = own
+                np.subtract.at(self.references, growth.source, 1)
+                self._changed(*growth.copies)
+            if pages.size:
+                new_rows = np.repeat(rows, grown)
+                first = np.repeat(np.cumsum(grown) - grown, grown)
+                new_columns = np.repeat(self.held[rows], grown) + np.arange(pages.size) - first
+                self.table[new_rows, new_columns] = pages
+                self.held[rows] += grown
+                self._changed(new_rows, new_columns)
         for page in growth.overwritten:
             self._unpublish(page)
-        own, pages = pages[: growth.source.size], pages[growth.source.size :]
-        if own.size:
-            self.table[growth.copies] = own
-            np.subtract.at(self.references, growth.source, 1)
-            self._changed(*growth.copies)
-        if pages.size:
-            new_rows = np.repeat(rows, grown)
-            first = np.repeat(np.cumsum(grown) - grown, grown)
-            new_columns = np.repeat(self.held[rows], grown) + np.arange(pages.size) - first
-            self.table[new_rows, new_columns] = pages
-            self.held[rows] += grown
-            self._changed(new_rows, new_columns)
         start = self.length[rows]
         if self._any_marked:
             self.layers_written[:, rows] = False
@@ -547,17 +553,19 @@ class PageManager:
         if before is None or seen < self._forgotten:
             before = np.full(rows.size, -1, np.intp)
             seen = self.num_changes
-        moved = np.flatnonzero(before != rows)
+        moved = rows[:0] if before is rows else np.flatnonzero(before != rows)
         held = self.held[rows[moved]]
         positions = [np.repeat(moved, held)]
-        columns = [np.arange(held.sum()) - np.repeat(np.cumsum(held) - held, held)]
-        position_of = np.full(self.length.size, -1, np.intp)
-        position_of[rows] = np.arange(rows.size)
-        position_of[rows[moved]] = -1
-        for changed_rows, changed_columns in self._changes[seen - self._forgotten :]:
-            position = position_of[changed_rows]
-            positions.append(position[position >= 0])
-            columns.append(changed_columns[position >= 0])
+        columns = [np.arange(positions[0].size) - np.repeat(held.cumsum() - held, held)]
+        changes = self._changes[seen - self._forgotten :]
+        if changes:
+            position_of = np.full(self.length.size, -1, np.intp)
+            position_of[rows] = np.arange(rows.size)
+            position_of[rows[moved]] = -1
+            for changed_rows, changed_columns in changes:
+                position = position_of[changed_rows]
+                positions.append(position[position >= 0])
+                columns.append(changed_columns[position >= 0])
         return np.concatenate(positions), np.concatenate(columns)
 
 
