@@ -27,6 +27,7 @@ from cuattn._spec import (
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
 
 MAX_PAGE_SIZE = 256
+MAX_CAPACITY = (1 << 30) - 1  # positions of kernels, and their limits without a window, are below
 
 
 def flash_decode(
@@ -451,6 +452,12 @@ def _decode(
 ) -> tuple[Any, Any]:
     """Check what both kinds of cache have, and hand the call to the backend of their library."""
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
+    if spec.seqlen_k > MAX_CAPACITY:
+        name = "page_table" if spec.keys == "paged" else "k_cache"
+        raise ValueError(
+            f"{function}: {name} has room for {spec.seqlen_k} keys of a sequence, must be "
+            f"{MAX_CAPACITY} at most"
+        )
     if isinstance(num_splits, str) and num_splits != "fixed":
         raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
     if num_splits is not None and not isinstance(num_splits, str):

@@ -296,6 +296,15 @@ PAGED_CASES = [
         f"cu_seqlens_q is {np.int64([0, 3, 2**32 + 5])}, {RISE} 5 at most",
     ),
     (
+        {
+            "k_pages": zeros(1, 256, *PAGED["k_pages"].shape[2:]),
+            "v_pages": zeros(1, 256, *PAGED["v_pages"].shape[2:]),
+            "page_table": np.zeros((2, 1 << 22), np.int32),
+        },
+        ValueError,
+        "page_table has room for 1073741824 keys of a sequence, must be 1073741823 at most",
+    ),
+    (
         {"seq_lens": np.int64([12, 2**31])},
         ValueError,
         "seq_lens has 2147483648, must be from -2147483648 to 2147483647",

@@ -5,15 +5,15 @@
 //   of any strides, or (total, heads, head_dim) of sequences end to end; float16, bfloat16,
 //   float32, float64. Sums, softmax and shared memory are float, or double for float64.
 //
-//   One block computes kTileM queries of one head: it walks over the keys they may see, kTileN at a
-//   time, and keeps for each query the running maximum m, the sum l of exp(s - m) and O = sum of
-//   exp(s - m) * v.
+//   One block computes kTileM queries of one head: it iterates over the keys that they may see,
+//   kTileN at a time, and keeps for each query the running maximum m, the sum l of exp(s - m) and O
+//   = sum of exp(s - m) * v.
 //
-//   A thread has kRows queries, kThreadRows apart, and every sixteenth column of the scores, of O
-//   every sixteenth vector: both products are outer products of registers, fed from shared memory
-//   in slabs. Each is a sum of chains of kChain products: one chain over all would round too often.
-//   The 16 threads that share a query are half a warp, so a row's maximum is four shuffles away. At
-//   most 48 KiB of shared memory, all static.
+//   A thread has kRows queries, kThreadRows apart, with every sixteenth column of their scores and
+//   every sixteenth vector of O: both products are outer products of registers, fed from slabs in
+//   shared memory. Each is a sum of chains of kChain products, since one chain over all would round
+//   too often. The 16 threads that share a query are half a warp, so that a row's maximum takes
+//   four shuffles. At most 48 KiB of shared memory, all static.
 //
 //   H200, 2026-11-22: float32, 2048 queries and keys, 30.6 TFLOP/s at head_dim 64, 30.0 at
 //   128, 25.9 at 256, where a cuBLAS product of float32 matrices, without TF32, reaches 50.6.
@@ -24,7 +24,7 @@
 
 constexpr int kTileM = Config::tile_m;
 constexpr int kTileN = Config::tile_n;
-constexpr int kHeadDimV = Config::head_dim_v;  // padded; head_dim is walked over at run time
+constexpr int kHeadDimV = Config::head_dim_v;  // padded; head_dim is a loop at run time
 constexpr int kThreadCols = 16;
 constexpr int kThreadRows = Config::thread_rows;
 constexpr int kRows = kTileM / kThreadRows;
@@ -44,12 +44,13 @@ constexpr int kColsAtOnce = least(kCols, 4);
 constexpr int kVecsAtOnce = least(kVecsV, 32 / (kRows * kVec));
 
 static_assert(kTileM % kThreadRows == 0 && kTileN % kThreadCols == 0,
-              "threads cover the scores evenly");
-static_assert(kHeadDimV % (kThreadCols * kVec) == 0, "threads cover O evenly");
-static_assert(kTileN % kDepthV == 0, "whole slabs of V");
-static_assert(kCols % kColsAtOnce == 0 && kVecsV % kVecsAtOnce == 0, "chains cover S and O");
-static_assert(kDepth % kChain == 0 && kDepthV % kChain == 0, "chains end with a slab");
-static_assert(Config::threads == kThreadRows * kThreadCols, "a thread for each place");
+              "threads must share the scores evenly");
+static_assert(kHeadDimV % (kThreadCols * kVec) == 0, "threads must share O evenly");
+static_assert(kTileN % kDepthV == 0, "a tile must be whole slabs of V");
+static_assert(kCols % kColsAtOnce == 0 && kVecsV % kVecsAtOnce == 0, "chains must cover S and O");
+static_assert(kDepth % kChain == 0 && kDepthV % kChain == 0, "chains must end with a slab");
+static_assert(Config::threads == kThreadRows * kThreadCols,
+              "Config::threads must be a thread for each place");
 
 __device__ __forceinline__ const Vec& vec(const Acc& first) {
   return reinterpret_cast<const Vec&>(first);
@@ -64,7 +65,7 @@ struct Smem {
     };
     alignas(16) Acc v[kDepthV][kHeadDimV];
   };
-  // What is needed once a slab or a tile, and registers are too few for.
+  // Used once for each slab or tile; registers are too few for it.
   Acc row_max[kTileM];
   Acc row_sum[kRows][Config::threads];  // each thread's own
   tile::Sequence seq;
@@ -106,12 +107,12 @@ __device__ __forceinline__ void multiply_scores(Acc (&s)[kRows][kCols], const Sm
     }
 }
 
-// O += P V over the slab of V, whose first key is column `key` of P. kGuarded: V holds infinities
-// or NaN, which a key that a query does not see must not pass on, since 0 * NaN is NaN.
-template <bool kGuarded>
+// O += P V over the slab of V, whose first key is column `key` of P. kNonfinite: V holds
+// infinities or NaN, which must not reach a query that does not see their key: 0 * NaN is NaN.
+template <bool kNonfinite>
 __device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecsV][kVec], const Smem& smem,
                                                 int key) {
-  constexpr int kKeys = kGuarded ? 1 : kVec;  // of P at a time: the rare case can do with less
+  constexpr int kKeys = kNonfinite ? 1 : kVec;  // of P at a time: the rare case can do with less
   struct alignas(kKeys * sizeof(Acc)) Keys {
     Acc x[kKeys];
   };
@@ -121,7 +122,7 @@ __device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecsV][kVec], c
 #pragma unroll
     for (int first = 0; first < kVecsV; first += kVecsAtOnce) {
       Acc chain[kRows][kVecsAtOnce][kVec] = {};
-#pragma unroll(kGuarded ? 1 : kChain / kVec)
+#pragma unroll(kNonfinite ? 1 : kChain / kVec)
       for (int n = 0; n < kChain; n += kKeys) {
         Keys p[kRows];
 #pragma unroll
@@ -136,9 +137,9 @@ __device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecsV][kVec], c
             for (int i = 0; i < kRows; ++i)
 #pragma unroll
               for (int f = 0; f < kVec; ++f)
-                if (!kGuarded && n + e == 0)
+                if (!kNonfinite && n + e == 0)
                   chain[i][c][f] = p[i].x[e] * v.x[f];
-                else if (!kGuarded || p[i].x[e] != 0)
+                else if (!kNonfinite || p[i].x[e] != 0)
                   chain[i][c][f] = fma(p[i].x[e], v.x[f], chain[i][c][f]);
           }
       }
@@ -286,8 +287,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 
     for (int n = 0; n < kTileN; n += kDepthV) {
       __syncthreads();  // K, or the slab of V before this, has been used
-      const bool odd = load_slab<kHeadDimV>(smem.v, smem.from_v, key + n, 0);
-      if (__syncthreads_or(odd))
+      const bool nonfinite = load_slab<kHeadDimV>(smem.v, smem.from_v, key + n, 0);
+      if (__syncthreads_or(nonfinite))
         multiply_values<true>(o, smem, n);
       else
         multiply_values<false>(o, smem, n);

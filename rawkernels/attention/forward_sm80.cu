@@ -1,14 +1,14 @@
-// Attention forward on mma.sync: any GPU from Ampere on, float16 and bfloat16.
+// Attention forward on tensor cores (mma.sync), for Ampere and newer: float16 and bfloat16.
 //
-// One block takes kTileM queries of one head of one sequence and walks over the keys they see,
-// kTileN at a time, from the right. A warp has kRows of the queries: S = Q K^T, the online softmax
-// and O += P V stay in its registers, and P is S's accumulators repacked. While S is computed,
-// cp.async brings V of the same keys; while O is, K of the next.
+// One block takes kTileM queries of one head of one sequence and iterates over the keys they see,
+// kTileN at a time, from the last to the first. A warp has kRows of the queries: S = Q K^T, the
+// online softmax and O += P V stay in its registers, and P is S's accumulators repacked. cp.async
+// loads V of the same keys while S is computed, and K of the next keys while O is.
 //
-// 0 · NaN is NaN, so a value that is not finite would reach queries that do not see it. It is rare:
-// where an output is not finite, the block walks over its keys three times more (tile::Content):
-// with V's finite values alone, then with ones where V is NaN or inf, and where it is NaN or -inf.
-// O tells then which outputs are NaN, inf or -inf.
+// 0 · NaN is NaN, so a value that is not finite would reach queries that do not see it. That is
+// rare: where an output is not finite, the block makes three more passes over its keys
+// (tile::Content): with V's finite values alone, then with ones where V is NaN or inf, and with
+// ones where it is NaN or -inf. O of these passes tells which outputs are NaN, inf or -inf.
 //
 // H200, bfloat16, 2026-11-21, beside FlashAttention-2 in the same run, 8192 tokens: TFLOP/s at
 // head_dim 64, 128, 256: 338, 384, 315 to its 306, 345, 325 (docs/notes/forward_sm80.md has all
@@ -32,17 +32,18 @@ using T = Config::dtype;
 constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
 constexpr int kTileM = Config::tile_m, kTileN = Config::tile_n;
 constexpr int kThreads = Config::threads, kRows = kTileM / (kThreads / 32), kBlocks = kRows / 16;
-static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp has whole m16 blocks");
-static_assert(kTileN % 16 == 0, "whole k16 steps of P·V");
-static_assert(kDimV <= kDim, "a warp's O fits where its Q was");
+static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp's rows must be whole m16 blocks");
+static_assert(kTileN % 16 == 0, "P·V must be whole k16 steps");
+static_assert(kDimV <= kDim, "a warp's O must fit where its Q was");
 
 using TileQ = tile::Swizzled<kDim / 8>;  // and K's
 using TileV = tile::Swizzled<kDimV / 8>;
 constexpr int kBytesQ = kTileM * TileQ::kRowBytes, kBytesK = kTileN * TileQ::kRowBytes;
 constexpr int kBytesV = kTileN * TileV::kRowBytes;
-static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes, "a tile of each");
+static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes,
+              "Config::smem_bytes must hold a tile of each");
 static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0,
-              "the permutation counts rows from a multiple of 128 bytes");
+              "swizzled tiles must begin at multiples of 128 bytes");
 
 extern __shared__ __align__(128) unsigned char smem[];
 
@@ -153,19 +154,19 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
   }
 }
 
-// An output that values of the kind of this walk go into with some weight.
-__device__ __forceinline__ T with_special(T out, T weight, int walk) {
+// The output, given the weight in it of the values that `pass` is for.
+__device__ __forceinline__ T with_nonfinite(T out, T weight, int pass) {
   const float value = static_cast<float>(out), infinity = tile::infinity();
   if (static_cast<float>(weight) == 0.0f || value != value) return out;
-  if (walk == tile::kPositive) return static_cast<T>(infinity);
+  if (pass == tile::kPositive) return static_cast<T>(infinity);
   return static_cast<T>(value == infinity ? infinity - infinity : -infinity);
 }
 
-// Divides by the sums, writes lse, and sends O out in whole chunks through the shared memory of the
-// warp's Q. The last walks change what the finite one left.
+// Divides by the sums, writes lse, and writes O in whole chunks by way of the shared memory of the
+// warp's Q. The last passes change what the finite one left.
 __device__ __forceinline__ void finish(const ForwardParams& params, const Problem& p, Output& o,
                                        const tile::OnlineSoftmax (&softmax)[kBlocks],
-                                       unsigned char* staged, int walk) {
+                                       unsigned char* staged, int pass) {
   const int lane = threadIdx.x % 32;
   const int warp_row = p.tile * kTileM + threadIdx.x / 32 * kRows;
 #pragma unroll
@@ -194,7 +195,7 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
       }
     }
     tile::scale_rows(o[m], factor);
-    if (walk >= tile::kPositive) {  // any weight counts, also one that 16 bits would lose
+    if (pass >= tile::kPositive) {  // any weight counts, also one that 16 bits would lose
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) o[m][i] = o[m][i] == 0.0f ? 0.0f : 1.0f;
     }
@@ -214,12 +215,12 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
     if (warp_row + row >= p.seqlen_q || chunk * 8 >= params.head_dim_v) continue;
     const unsigned char* elements = staged + TileV::at(row, chunk);
     T* target = out + row * params.out_stride.seq + chunk * 8;
-    if (whole && walk < tile::kPositive) {
+    if (whole && pass < tile::kPositive) {
       *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
     } else {
       for (int e = 0; e < min(8, params.head_dim_v - chunk * 8); ++e) {
         const T element = reinterpret_cast<const T*>(elements)[e];
-        target[e] = walk < tile::kPositive ? element : with_special(target[e], element, walk);
+        target[e] = pass < tile::kPositive ? element : with_nonfinite(target[e], element, pass);
       }
     }
   }
@@ -227,14 +228,14 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
 
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     forward_sm80(const __grid_constant__ ForwardParams params) {
-  __shared__ Problem stored;  // for what needs it late: registers are full
+  __shared__ Problem stored;  // for the epilogue: registers are full
   const Problem p = find_problem(params);
   if (p.tile < 0) return;
   if (threadIdx.x == 0) stored = p;
   const int head_kv = p.head / (params.heads_q / params.heads_kv);
   const int first_row = p.tile * kTileM, rows = min(kTileM, p.seqlen_q - first_row);
 
-  // The keys that any of the rows see, and the tiles that hold them.
+  // The keys that some of the rows see, and the tiles that hold them.
   const auto visibility = tile::Visibility::from_row(first_row, kTileM, params.window_left,
                                                      params.window_right, p.seqlen_q, p.seqlen_k);
   const tile::Range keys = visibility.keys_of_any(0, rows - 1);
@@ -270,9 +271,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
 
   const float scale_log2 = score_scale(params) * tile::kLog2e;
 
-  // Again with what is not finite set apart, where an output is not.
+  // More passes, with what is not finite set apart, where an output is not.
 #pragma unroll 1
-  for (int walk = tile::kValues; walk <= tile::kNegative; ++walk) {
+  for (int pass = tile::kValues; pass <= tile::kNegative; ++pass) {
     load_q.load(smem_q, first_row, 0, p.seqlen_q);
     if (first_key <= last_key) load_k.load(smem_k, last_key, key_begin, key_end);
     Output o = {};
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
 
       ptx::cp_async_wait_all();  // for K, and the first time Q
       __syncthreads();
-      load_v.load(smem_v, key, key_begin, key_end, walk);
+      load_v.load(smem_v, key, key_begin, key_end, pass);
       if (active) multiply_qk(s, lane_q, lane_k);
 
       ptx::cp_async_wait_all();  // for V
@@ -316,8 +317,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
           }
         }
         Weights weights;
-        // From here on one straight piece of code: exponentials of later keys run beside the
-        // products of earlier ones.
+        // No branch from here on: exponentials of later keys overlap with products of earlier ones.
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m) {
           softmax[m].exponentiate(s[m], scale_log2);
@@ -334,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) zeros[i % 4] = fmaf(o[m][i], 0.0f, zeros[i % 4]);
     const bool done = !__syncthreads_or(zeros[0] + zeros[1] + zeros[2] + zeros[3] != 0.0f);
-    if (walk != tile::kValues || done) finish(params, stored, o, softmax, staged, walk);
-    if (walk == tile::kValues && done) break;
+    if (pass != tile::kValues || done) finish(params, stored, o, softmax, staged, pass);
+    if (pass == tile::kValues && done) break;
     __syncthreads();
   }
 }

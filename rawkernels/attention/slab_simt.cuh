@@ -31,13 +31,13 @@ __device__ Matrix matrix(const void* base, const Strides& strides, int batch, lo
   return {data, strides.seq, rows, columns, packed};
 }
 
-// Copies kSlabRows x kColumns elements from (row, column) on into a slab; zeros where the matrix
-// has ended, so that nothing beyond it is multiplied. Returns whether this thread saw an infinity
-// or a NaN.
+// Copies kSlabRows x kColumns elements from (row, column) on into a slab; zeros past the matrix's
+// end, so that nothing beyond it is multiplied. Returns whether this thread saw an infinity or a
+// NaN.
 template <int kColumns, int kSlabRows, int kPitch>
 __device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], Matrix from, int row,
                                           int column) {
-  bool odd = false;
+  bool nonfinite = false;
   if (from.packed) {
     constexpr int kRowVecs = kColumns / kVec;
     constexpr int kRowsAtOnce = Config::threads / kRowVecs;
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], Matrix
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         values.x[e] = static_cast<Acc>(loaded[i].x[e]);
-        odd |= !isfinite(values.x[e]);
+        nonfinite |= !isfinite(values.x[e]);
       }
       if (r + i * kRowsAtOnce < kSlabRows)
         reinterpret_cast<Vec&>(slab[r + i * kRowsAtOnce][c]) = values;
@@ -69,9 +69,9 @@ __device__ __forceinline__ bool load_slab(Acc (&slab)[kSlabRows][kPitch], Matrix
       const bool inside = row + r < from.rows && column + c < from.columns;
       const Acc value =
           inside ? static_cast<Acc>(from.data[(row + r) * from.stride + column + c]) : 0;
-      odd |= !isfinite(value);
+      nonfinite |= !isfinite(value);
       slab[r][c] = value;
     }
   }
-  return odd;
+  return nonfinite;
 }

@@ -10,12 +10,12 @@
 namespace tile {
 
 // Panels of kPanelChunks chunks a row, row after row; a tile of more chunks a row has more panels,
-// kPanelBytes apart. Rows of an even number of 64-byte pieces permute groups of eight chunks by row
-// % 8, as TMA's 128-byte swizzle does, others groups of four by row / 2 % 4 (their odd rows start
-// half way).
+// kPanelBytes apart. Rows of a multiple of 128 bytes permute groups of eight chunks by row % 8, as
+// TMA's 128-byte swizzle does; rows of 64 bytes more permute groups of four by row / 2 % 4, since
+// every second one starts in the middle of the banks.
 template <int kPanelChunks, int kPanelBytes = 0>
 struct Swizzled {
-  static_assert(kPanelChunks % 4 == 0, "rows are whole pieces of 64 bytes");
+  static_assert(kPanelChunks % 4 == 0, "rows must be multiples of 64 bytes");
   static constexpr int kRowBytes = kPanelChunks * 16;
   static constexpr int kGroup = kPanelChunks % 8 == 0 ? 8 : 4;  // chunks permuted among themselves
   static constexpr int kGroups = kPanelChunks / kGroup;
@@ -60,7 +60,7 @@ enum Content { kValues, kFinite, kPositive, kNegative };
 // kThreads threads and cp.async.
 template <class T, class Tile, int kRows, int kThreads>
 class TileLoader {
-  static_assert(sizeof(T) == 2, "a chunk has eight elements");
+  static_assert(sizeof(T) == 2, "a chunk must hold eight elements");
   static constexpr int kCols = Tile::kRowBytes / 2;
   static constexpr int kRowsPerPass = kThreads / Tile::kGroup;
   static_assert(kThreads % (8 * Tile::kGroup) == 0 && kRows % kRowsPerPass == 0,
