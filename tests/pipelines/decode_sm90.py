@@ -71,8 +71,8 @@ def attend(block: int, warp: int, p: Protocol, own, counts) -> Iterator[NamedTup
         """A tile of keys and values, by a warp that is at tile `at` of its ring."""
         if tile < count:
             yield Advance(ring, tile - at)
+            yield Arrive(full, copies=1)
             yield Copy(full, ring)
-            yield Arrive(full)
             yield Advance(ring, at - tile)
 
     if warp == 0:

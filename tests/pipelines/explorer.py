@@ -65,10 +65,11 @@ class Wait(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Arrive `times` times."""
+    """Arrive `times` times, and announce so many copies: ``arrive.expect_tx``."""
 
     barrier: str
     times: int = 1
+    copies: int = 0
 
 
 class Sync(NamedTuple):
@@ -79,7 +80,8 @@ class Sync(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Start a copy into memory whose end counts for the current phase of the barrier."""
+    """Start a copy into memory that counts for the current phase of the barrier, which cannot end
+    before all copies that were announced to it have."""
 
     barrier: str
     memory: str
@@ -178,6 +180,7 @@ class _Process:
 class _Barrier:
     phase: int = 0  # how many have ended
     arrived: int = 0
+    copies: int = 0  # that were announced and have not ended, or have ended less those announced
     knows: int = 0  # what those know who have arrived
     ended: int = 0  # what those knew who arrived in the last phase
     ends: tuple[int, int] = (0, 0)  # the events of the last two ends
@@ -271,21 +274,23 @@ class _State:
             case Wait(name, before):
                 _, stage, phase = self._place(process, self.pipeline.barriers[name][0])
                 return self._wait(number, name, stage, phase - before)
-            case Arrive(name, times):
+            case Arrive(name, times, copies):
                 stage = self._place(process, self.pipeline.barriers[name][0])[1]
-                self._arrive(number, name, stage, times)
+                self._arrive(number, name, stage, times, copies)
             case Sync(name, times):
                 # In two steps: the arrival, then the wait for the phase it counted for.
                 awaited = _Await(name, self.barriers[name, 0].phase)
                 process.operations[process.done] = awaited
                 process.operations.insert(process.done, Arrive(name, times))
-                self._arrive(number, name, 0, times)
+                self._arrive(number, name, 0, times, 0)
             case _Await(name, phase):
                 return self._wait(number, name, 0, phase)
             case Copy(name, memory):
                 stage = self._place(process, self.pipeline.barriers[name][0])[1]
-                copied = self._write(number, memory)
-                self.barriers[name, stage].knows |= process.knows | copied
+                barrier = self.barriers[name, stage]
+                barrier.knows |= process.knows | self._write(number, memory)
+                barrier.copies -= 1
+                self._end_phase(name, stage)
             case Read(memory):
                 self._read(number, memory)
             case Write(memory):
@@ -308,7 +313,7 @@ class _State:
         barrier.waits += ((phase, number, event),)
         return True
 
-    def _arrive(self, number: int, name: str, stage: int, times: int) -> None:
+    def _arrive(self, number: int, name: str, stage: int, times: int, copies: int) -> None:
         barrier, process = self.barriers[name, stage], self.processes[number]
         count = self.pipeline.barriers[name][1]
         if barrier.ends[1] & ~process.knows:
@@ -317,10 +322,16 @@ class _State:
                 f"{barrier.phase - 1}, and count for that"
             )
         barrier.arrived += times
+        barrier.copies += copies
         barrier.knows |= process.knows
         if barrier.arrived > count:
             raise _Broken(f"{_at(name, stage)} gets {barrier.arrived} arrivals, of {count}")
-        if barrier.arrived < count:
+        self._end_phase(name, stage)
+
+    def _end_phase(self, name: str, stage: int) -> None:
+        """If all have arrived that are to."""
+        barrier, count = self.barriers[name, stage], self.pipeline.barriers[name][1]
+        if barrier.arrived < count or barrier.copies:
             return
         for phase, waiter, event in barrier.waits:
             if phase == barrier.phase - 1 and event & ~barrier.knows:
@@ -392,7 +403,7 @@ class _State:
             for stage in range(first[ring], first[ring] + size):
                 barrier = self.barriers[name, stage % size]
                 use = barrier.phase * size + stage % size - first[ring]
-                parts.append((use if uses[ring] else 0, barrier.arrived))
+                parts.append((use if uses[ring] else 0, barrier.arrived, barrier.copies))
         if not exact:
             return tuple(parts)
 
@@ -445,10 +456,11 @@ class _State:
                 case operation:
                     yield f"{name}: at {doing}, {_written(operation)}"
                     continue
-            arrived = self.barriers[barrier, stage].arrived
+            state = self.barriers[barrier, stage]
+            copies = f" and lacks {state.copies} copies" if state.copies else ""
             yield (
                 f"{name}: at {doing}, waits for {_at(barrier, stage)}, use {use}, "
-                f"which has {arrived} of {count} arrivals"
+                f"which has {state.arrived} of {count} arrivals{copies}"
             )
 
 

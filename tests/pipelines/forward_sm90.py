@@ -122,9 +122,10 @@ def read_tile(warps: int = 1) -> Iterator[NamedTuple]:
 
 def load(p: Protocol, what: str, *parts: str) -> Iterator[NamedTuple]:
     yield Wait(f"empty_{what}", before=True)
-    for part in parts or (what,):
+    parts = parts or (what,)
+    yield Arrive(f"full_{what}", copies=len(parts))
+    for part in parts:
         yield Copy(f"full_{what}", part)
-    yield Arrive(f"full_{what}")
 
 
 def value_parts(p: Protocol) -> tuple[str, ...]:
@@ -198,7 +199,7 @@ def guard_values(guard: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
             for consumer in range(guard, p.consumers, p.guards):
                 yield Wait(f"rows.empty.{consumer}", before=True)
                 yield Copy(f"rows.full.{consumer}", f"rows.{consumer}")
-                yield Arrive(f"rows.full.{consumer}", 32)
+                yield Arrive(f"rows.full.{consumer}", 32, copies=1)
                 yield Advance(f"rows.{consumer}")
         yield Wait("full_v")
         yield Write(f"v.{guard}")

@@ -15,7 +15,10 @@ from cuattn.gpu import compiler
 #: What each model was written after.
 SKELETONS = {
     f"{kernel}.cu": pathlib.Path(__file__).with_name(f"{kernel.partition('/')[2]}.txt")
-    for kernel in ("attention/forward_sm90", "decoding/decode_sm90", "decoding/decode_sm80")
+    for kernel in (
+        *("attention/forward_sm90", "decoding/decode_sm90", "decoding/decode_sm80"),
+        "sampling/softmax",
+    )
 }
 
 #: Functions that models repeat whole: how decoding shares out its work, and who merges what.
