@@ -7,9 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cuattn import flash_attention, flash_decode
+
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import compiler  # noqa: E402
+from cuattn.gpu import compiler, dispatch, plan  # noqa: E402
 from cuattn.gpu.params import UNBOUNDED  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -176,3 +178,75 @@ def test_scores_and_their_derivatives_by_the_contract(launch, softcap, has_alibi
         expected = np.where(hidden, -np.inf, unit * (want + (bias[1] if i == 0 else 0)))
         np.testing.assert_allclose(scores[i], expected, rtol=rounding, atol=rounding)
         np.testing.assert_allclose(derivatives[i], unit * slope, rtol=rounding, atol=rounding)
+
+
+USER_SCORES = """
+template <class T, bool kFast, bool kLog2>
+struct ScoreMod {
+  using Acc = tile::Accumulator<T>;
+  tile::ScoreInputs inputs;
+
+  struct Term {
+    Acc scale;
+    __device__ Acc operator()(Acc score, const tile::ScoreRow<Acc>& row, int key) const {
+      const int number = row.head % 3 - 2 * row.batch + (5 * row.query + key) % 7;
+      return (score * scale + static_cast<Acc>(number)) * (kLog2 ? Acc(1.4426950408889634) : 1);
+    }
+  };
+  __device__ Acc slope(int, int) const { return 0; }
+  template <class Visit>
+  __device__ void terms(const Visit& visit) const {
+    visit(Term{static_cast<Acc>(inputs.scale)});
+  }
+};
+"""
+
+
+def user_bias(batch, heads, queries, keys):
+    """What USER_SCORES adds."""
+    b, h, i, j = np.ogrid[:batch, :heads, :queries, :keys]
+    return (h % 3 - 2 * b + (5 * i + j) % 7).astype(np.float64)
+
+
+@pytest.fixture
+def user_scores(monkeypatch):
+    """Kernels compiled from now on take USER_SCORES."""
+
+    def full_source(variant):
+        return variant.config.prelude() + compiler.resolve(variant.source, USER_SCORES)
+
+    monkeypatch.setattr(compiler, "full_source", full_source)
+    compiler.kernel.cache_clear()
+    plan.attention_plan.cache_clear()
+    yield
+    compiler.kernel.cache_clear()
+    plan.attention_plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("tier", ["forward_sm80", "forward_simt"])
+def test_scores_of_a_functor_of_ones_own(user_scores, tier, dtype, rng):
+    q, k, v = (rng.standard_normal((2, n, 6, 64)).astype(dtype) for n in (150, 170, 170))
+    slopes = np.zeros(6, np.float32)  # takes the variants that have scores
+    with dispatch.use_tiers(tier, "forward_simt"):
+        out = flash_attention(
+            *map(cupy.asarray, (q, k, v)), causal=True, alibi_slopes=cupy.asarray(slopes)
+        ).get()
+    wide = [a.astype(np.float64) for a in (q, k, v)]
+    want = flash_attention(*wide, causal=True, bias=user_bias(2, 6, 150, 170))
+    np.testing.assert_allclose(out, want, atol={2: 4e-3, 4: 1e-5, 8: 1e-12}[q.itemsize])
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tier", ["decode_sm90", "decode_sm80", "decode_simt"])
+def test_scores_of_a_functor_of_ones_own_in_decoding(user_scores, tier, tokens, rng):
+    lens = np.array([130, 600], np.int32)
+    q = rng.standard_normal((2, tokens, 6, 64)).astype(np.float16)
+    k, v = (rng.standard_normal((2, 600, 2, 64)).astype(np.float16) for _ in "kv")
+    with dispatch.use_tiers(tier, "decode_simt"):
+        out = flash_decode(*map(cupy.asarray, (q, k, v, lens))).get()
+    bias = user_bias(2, 6, tokens, 600)
+    for b, n in enumerate(lens):
+        wide = [a.astype(np.float64) for a in (q[b], k[b, :n], v[b, :n])]
+        want = flash_attention(*wide, causal=True, bias=bias[b, ..., :n])
+        np.testing.assert_allclose(out[b], want, atol=4e-3)
