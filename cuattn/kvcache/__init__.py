@@ -139,9 +139,10 @@ class PagedKVCache:
     its beginning is evicted last; pages that were found behind an evicted one are free too, or if a
     sequence holds them, no longer found.
 
-    **Failure.** A call that raises leaves the cache as it was. KeyboardInterrupt may come in the
-    middle of a call: it can lose pages, which ``reset`` brings back, but no page is ever given to
-    two sequences or found without having been written.
+    **Failure.** A call that refuses its arguments, or finds too few pages, leaves the cache as it
+    was; one that fails on the device leaves all sequences as they were. KeyboardInterrupt may come
+    in the middle of a call: it can lose pages, which ``reset`` brings back, but no page is ever
+    given to two sequences or found without having been written.
 
     **Threads** may use a cache at the same time, each its own sequences; calls take turns. On a GPU
     they must use the same stream, or order theirs, since pages pass from one to the other. The
