@@ -180,7 +180,7 @@ def test_strides_of_axes_of_length_1_do_not_count(rows, keys):
 
 def walk(spec, config, section, blocks):
     """The tiles (head of the batch, tile of rows) of each block: FixedWalk in
-    attention/work_sm90.cuh."""
+    attention/scheduler_sm90.cuh."""
     heads, tiles_m = spec.heads_q * spec.batch, -(-spec.seqlen_q // config.tile_m)
     found = [[] for _ in range(blocks)]
     step = section or heads

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from cuattn._spec import attention_spec
-from cuattn.gpu import dispatch, structs, tensormap
+from cuattn.gpu import compiler, dispatch, structs, tensormap
+from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch import Call, Layout, sm90
 from cuattn.gpu.params import SM90_PARAMS
 from cuattn.gpu.tensormap import TensorMap
@@ -40,7 +43,7 @@ def test_maps_of_fixed_lengths():
 
 
 def test_maps_of_varlen_calls_end_where_sequences_do():
-    """The address of a coordinate, as attention/work_sm90.cuh gives it: within a sequence, and of
+    """The address of a coordinate, as tile/ragged.cuh gives it: within a sequence, and of
     its rows alone."""
     launch = choose((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
     assert launch.workspace_bytes > 0
@@ -55,6 +58,100 @@ def test_maps_of_varlen_calls_end_where_sequences_do():
             offset = sum(c * s for c, s in zip(coordinates[1:], m.strides, strict=True)) % 2**64
             if inside:
                 assert offset == (begin + row) * m.strides[0] + m.strides[1]
+
+
+def caches(rows, keys, *, page_size=16, head_dim=128, **options):
+    """The launch of prompts over 3 caches of 1000 keys, or over 200 pages: ragged of 700 rows in
+    all, or of 300 each."""
+    q, batch = ((3, 300, 8, head_dim), (3,)) if rows == "batched" else ((700, 8, head_dim), ())
+    spec = attention_spec(
+        "paged_attention",
+        q,
+        *[(*batch, 1008, 2, head_dim)] * 2,
+        *[BFLOAT16] * 3,
+        keys=keys,
+        page_size=page_size if keys == "paged" else 0,
+        **{"sequences": 3} if rows == "ragged" else {},
+        **{"causal": True, **options},
+    )
+    call = Call.contiguous(spec, "sm_90a", num_pages=200, table_stride=70)
+    return dispatch.choose(call, (sm90.Sm90Forward(),))
+
+
+@pytest.mark.parametrize("rows", ["batched", "ragged"])
+@pytest.mark.parametrize("page_size", [None, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+def test_keys_of_caches_are_found_in_their_pages(rows, page_size, head_dim):
+    """As page_of_lane and load_pages of attention/produce_sm90.cuh find them."""
+    launch = caches(
+        rows,
+        "cached" if page_size is None else "paged",
+        page_size=page_size or 0,
+        head_dim=head_dim,
+    )
+    config, keys = launch.variant.config, launch.tensor_maps["k"]
+    assert (config.paged_kv, config.seq_lens, config.varlen) == (True, True, rows == "ragged")
+    assert launch.workspace_bytes > 0
+    packed = launch.arguments[1].pack(collections.defaultdict(int, dict.fromkeys(MAPS, b"")))
+    fields = SM90_PARAMS.unpack(packed)
+    assert fields["table_stride"] == 70
+    assert fields["section"] >= 1
+    slots = page_size or 1008
+    assert keys.shape == (head_dim, slots, 2, 200 if page_size else 3)
+    boxes = [lane << fields["box_shift"] for lane in range(32)]
+    assert boxes[-1] >= config.tile_n  # 32 lanes are enough
+    for block in (0, 3):
+        covered = []
+        for key in (block * config.tile_n + first for first in boxes if first < config.tile_n):
+            page, slot = key >> fields["page_shift"], key & (1 << fields["page_shift"]) - 1
+            assert page == (key // page_size if page_size else 0)
+            assert page_size is None or slot + keys.box[1] <= page_size
+            assert key == page * slots + slot
+            covered += range(key, key + keys.box[1])
+        assert covered == list(range(block * config.tile_n, (block + 1) * config.tile_n))
+
+
+def test_a_cache_takes_the_tile_of_ragged_keys():
+    """So that results are the same bit for bit."""
+    for options in ({}, {"window": (100, 0)}, {"softcap": 20.0}):
+        config = caches("ragged", "paged", **options).variant.config
+        plain = choose(
+            (700, 8, 128), *[(900, 2, 128)] * 2, sequences=3, **{"causal": True, **options}
+        ).variant.config
+        assert config == dataclasses.replace(plain, paged_kv=True, seq_lens=True)
+
+
+def test_caches_that_are_left_to_others():
+    for options in ({"page_size": 4}, {"scale": -1.0}):
+        with pytest.raises(LookupError):
+            caches("batched", "paged", **options)
+
+
+#: Features that combine freely, though no call asks for these combinations yet.
+COMBINATIONS = [
+    {"pack_gqa": True},
+    {"pack_gqa": True, "varlen": True, "bound_right": True},
+    {"pack_gqa": True, "paged_kv": True, "seq_lens": True, "varlen": True, "bound_left": True},
+    {"pack_gqa": True, "score": True, "bound_left": True, "bound_right": True},
+    {"split_kv": True, "out_dtype": "float32"},
+    {"split_kv": True, "out_dtype": "float32", "varlen": True, "bound_right": True},
+    {"split_kv": True, "paged_kv": True, "seq_lens": True, "out_dtype": "float32"},
+    {"seq_lens": True},
+    {"out_dtype": "float32", "elementwise": True, "score": True, "tile_n": 80, "q_stages": 1},
+    {"paged_kv": True, "elementwise": True, "score": True, "tile_n": 80, "q_stages": 1},
+]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="NVIDIA's compiler does not exist for macOS")
+@pytest.mark.parametrize("features", COMBINATIONS, ids=lambda features: "+".join(features))
+def test_features_combine(features):
+    plain = sm90.Sm90ForwardConfig(
+        "bfloat16", 128, 128, tile_n=128, warpgroups=2, q_stages=2, bound_left=False,
+        bound_right=False, varlen=False, score=False, elementwise=False,
+    )  # fmt: skip
+    config = dataclasses.replace(plain, **features)
+    variant = Variant("attention/forward_sm90.cu", "forward_sm90", config)
+    assert compiler.report(variant, "sm_90a").warnings == ()
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32), np.dtype(bool)])

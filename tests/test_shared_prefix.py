@@ -54,7 +54,12 @@ def test_64_sequences_fill_the_device_once():
     assert dispatch.sm90.prefix_tiles(spec, launch.variant.config, 132) == (16, 8)
     assert launch.grid == (128,)
     assert launch.parts == 8
-    assert launch.variant.config.prefix
+    config = launch.variant.config
+    assert (config.pack_gqa, config.paged_kv, config.split_kv, config.seq_lens) == (
+        *(True,) * 3,
+        False,
+    )
+    assert config.out_dtype == "float32"
     assert launch.variant.config.tile_m == 128
 
 
@@ -154,8 +159,8 @@ def sm90_params(launch):
     data=st.data(),
 )
 def test_copies_bring_the_rows_that_are_written_out(group, heads, row, data):
-    """A row's token and head as Tile::packed of attention/work_sm90.cuh has them, and the element
-    that the copy engine puts there.
+    """A row's token and head as Tile::packed of attention/tile_sm90.cuh has them, and the element
+    that TMA puts there.
     """
     strides = np.empty((1, 100, heads * group, 128), BFLOAT16).strides
     spec = spec_of(100, 512, heads=heads, group=group, page_size=None)
@@ -167,7 +172,7 @@ def test_copies_bring_the_rows_that_are_written_out(group, heads, row, data):
         return
     box = (index % group, index // group)  # (head of the group, token): the first runs fastest
     assert box < (queries.box[1], queries.box[2] + 1)
-    coordinates = (box[0], row // 64 * tokens + box[1], head_kv)
+    coordinates = (head_kv * group + box[0], row // 64 * tokens + box[1], 0)
     offset = sum(c * s for c, s in zip(coordinates, queries.strides, strict=True))
     token, head = row // 64 * tokens + index // group, head_kv * group + index % group
     assert offset == token * strides[1] + head * strides[2]
@@ -178,7 +183,7 @@ def test_copies_bring_the_rows_that_are_written_out(group, heads, row, data):
 @pytest.mark.parametrize("page_size", [8, 32, 128, 256, None])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_are_found_in_their_pages(head_dim, page_size):
-    """As page_of_lane and load_pages of attention/prefix_sm90.cuh find them."""
+    """As page_of_lane and load_pages of attention/produce_sm90.cuh find them."""
     spec = spec_of(64, 1024, heads=2, dims=(head_dim, head_dim), page_size=page_size)
     launch = choose(spec)
     config, keys = launch.variant.config, launch.tensor_maps["k"]
@@ -186,6 +191,7 @@ def test_keys_are_found_in_their_pages(head_dim, page_size):
     assert keys == launch.tensor_maps["v"]
     assert tensormap.addressable(keys.strides)
     assert keys.box == (64, 1 << plan["box_shift"], 1, 1)
+    assert plan["num_splits"] == launch.parts
     for block in (0, 3):
         for lane in range(config.tile_n >> plan["box_shift"]):
             key = block * config.tile_n + (lane << plan["box_shift"])

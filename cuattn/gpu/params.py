@@ -33,14 +33,18 @@ FORWARD_PARAMS = Struct(
 SM90_PARAMS = Struct(
     "Sm90Params",
     ("ptx::TensorMap", "q k v bias mask"),
-    ("Taken*", "taken"),
-    ("unsigned long long", "ticket"),
+    ("Scheduler*", "scheduler"),
+    ("unsigned long long", "launch_id"),
     ("int", "section"),
     ("float", "cap_scale score_scale scale_log2"),
     ("const int*", "page_table"),
-    ("int", "page_shift box_shift bias_mapped mask_mapped"),
-    taken="workspace",
-    ticket="launch_id",
+    ("unsigned char", "page_shift box_shift"),
+    ("bool", "bias_mapped mask_mapped"),
+    ("int", "num_splits"),
+    ("const int*", "seq_lens"),
+    ("int", "table_stride num_pages"),
+    scheduler="workspace",
+    launch_id="launch_id",
 )
 
 DECODE_PARAMS = Struct(
@@ -357,9 +361,10 @@ def decode_arguments(
 
 
 def _row_strides(spec: AttentionSpec, strides: tuple[int, ...]) -> list[int]:
-    """Element strides of batch, seq and head."""
+    """Element strides of batch (or page), seq and head; 0 for a batch that ragged arrays have
+    not."""
     elements = [stride // spec.dtype.itemsize for stride in strides[:-1]]
-    return [0, *elements] if spec.rows == "ragged" else elements
+    return [0] * (3 - len(elements)) + elements
 
 
 def _batch_stride(slopes: tuple | None) -> int:

@@ -31,6 +31,8 @@ class Type(NamedTuple):
 
 POINTER = Type("Q", 8, 8, 1)
 _SCALARS = {
+    "bool": Type("?", 1, 1, 1),
+    "unsigned char": Type("B", 1, 1, 1),
     "int": Type("i", 4, 4, 1),
     "unsigned": Type("I", 4, 4, 1),
     "long long": Type("q", 8, 8, 1),

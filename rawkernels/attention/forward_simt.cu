@@ -18,8 +18,8 @@
 //   H200, 2026-11-22: float32, 2048 queries and keys, 30.6 TFLOP/s at head_dim 64, 30.0 at
 //   128, 25.9 at 256, where a cuBLAS product of float32 matrices, without TF32, reaches 50.6.
 #include "attention/slab_simt.cuh"
+#include "tile/ragged.cuh"
 #include "tile/score_mod.cuh"
-#include "tile/varlen.cuh"
 #include "tile/visibility.cuh"
 
 constexpr int kTileM = Config::tile_m;

@@ -22,10 +22,10 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
+#include "tile/ragged.cuh"
 #include "tile/score_mod.cuh"
 #include "tile/softmax.cuh"
 #include "tile/swizzle.cuh"
-#include "tile/varlen.cuh"
 #include "tile/visibility.cuh"
 
 using T = Config::dtype;

@@ -1,22 +1,26 @@
 // Attention forward on Hopper: out = softmax(scale * Q K^T) V with wgmma, TMA and specialised
-// warps.
+// warps, after FlashAttention-3 (Shah et al., 2024).
 //
 //   q (batch, seqlen_q, heads_q, head_dim), k and v with heads_kv heads, out, or varlen (total,
-//   heads, head_dim); float16 or bfloat16; strides of 16 bytes; scale > 0.
-//   One block an SM, walking over tiles of 64 * Config::warpgroups queries of one head
-//   (attention/work_sm90.cuh). Warpgroup 0 produces (attention/produce_sm90.cuh): warp 0 brings K
-//   and V, block after block of keys, through a ring of stages; warp 1 finds tiles and brings their
-//   queries; the others guard (kGuards). Warpgroups 1 and on consume: 64 queries each, scores
+//   heads, head_dim); float16 or bfloat16; strides of 16 bytes; scale > 0. k and v may also lie in
+//   pages, with lengths that the device knows (Config::paged_kv, Config::seq_lens).
+//   One persistent block an SM, which works on tile after tile of 64 * Config::warpgroups rows
+//   (attention/scheduler_sm90.cuh). Warpgroup 0 produces (attention/produce_sm90.cuh): warp 0 loads
+//   K and V, block after block of keys, into a ring of stages; warp 1 finds tiles and loads their
+//   queries; the others filter values that are not finite, where masks may hide them
+//   (attention/filter_sm90.cuh). Warpgroups 1 and on consume: 64 rows each, scores
 //   (attention/score_sm90.cuh) and O in registers.
-//   A prefix that many sequences share (Config::prefix) is one sequence's keys, in pages: its tiles
-//   pack query heads, and parts of the keys have float32 results (attention/prefix_sm90.cuh).
+//   Rows of a tile are queries of one head, or of all heads that share a key head
+//   (Config::pack_gqa); the keys of a tile may be cut into parts, with a result each
+//   (Config::split_kv).
 //   701 TFLOP/s at head_dim 128, seqlen 16384 on an H200 (2026-11-21), where cuBLAS reached 682.
 //
-// A consumer never drains: while P V of one block runs, so does Q K^T of the next, be it of the
-// same tile or of the next one, and the next block's exponentials hide behind the products of this
+// Software pipelining: P V of one block of keys and Q K^T of the next are in flight together,
+// across tile boundaries too, and the next block's exponentials hide behind the products of this
 // and of the other consumers.
+#include "attention/epilogue_sm90.cuh"
+#include "attention/filter_sm90.cuh"
 #include "attention/layout_sm90.cuh"
-#include "attention/prefix_sm90.cuh"
 #include "attention/produce_sm90.cuh"
 #include "attention/score_sm90.cuh"
 #include "ptx/bar.cuh"
@@ -49,89 +53,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
   ptx::wgmma_commit_group();
 }
 
-// Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
-// so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
-__device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
-                                             const tile::OnlineSoftmax& softmax, float scale_log2,
-                                             const ForwardParams& params, const Tile& tile,
-                                             int row) {
-  const int lane = threadIdx.x % 32;
-  const bool odd = lane % 2;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float sum = tile::quad_sum(softmax.row_sum[i]);
-    float max = tile::OnlineSoftmax::offset(softmax.row_max[i], scale_log2);
-    if (kBent && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
-    float rescale = 1.0f;
-    if (params.sinks != nullptr) {
-      const float sink = static_cast<const float*>(params.sinks)[tile.head] * tile::kLog2e;
-      if (sum == 0.0f) max = fmaxf(sink, -3.402823466e38f);  // no keys: it weighs nothing
-      const float larger = fmaxf(max, sink);
-      rescale = ptx::ex2(max - larger);
-      sum = sum * rescale + ptx::ex2(sink - larger);
-      max = larger;
-    }
-    const float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
-    const bool exists = tile.exists(params, row + 8 * i);
-    const long long offset = tile.out_offset(params, row + 8 * i) + lane % 4 * 2;
-    if constexpr (Config::prefix) {
-      float* const out = static_cast<float*>(params.out) + offset;
-#pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j)
-        if (exists && 8 * j < params.head_dim_v)
-          *reinterpret_cast<float2*>(out + 8 * j) =
-              make_float2(o[4 * j + 2 * i] * inverse, o[4 * j + 2 * i + 1] * inverse);
-    } else {
-      T* const out = static_cast<T*>(params.out) + offset + (odd ? 6 : 0);
-#pragma unroll
-      for (int step = 0; step < kHeadDimV / 16; ++step) {
-        const unsigned low =
-            tile::pack<T>(o[8 * step + 2 * i] * inverse, o[8 * step + 2 * i + 1] * inverse);
-        const unsigned high =
-            tile::pack<T>(o[8 * step + 2 * i + 4] * inverse, o[8 * step + 2 * i + 5] * inverse);
-        const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
-        if (exists && 16 * step + (odd ? 8 : 0) < params.head_dim_v)
-          *reinterpret_cast<uint2*>(out + 16 * step) =
-              odd ? make_uint2(other, high) : make_uint2(low, other);
-      }
-    }
-    if (exists && params.lse != nullptr && lane % 4 == 0)
-      static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] =
-          (max + ptx::lg2(sum)) * tile::kLn2;
-  }
-}
-
-// Gives the values of a tile that the guards have replaced by 0 to the outputs of a warp's 16
-// queries, of which `row` is the first, where they see them: as many lanes as there are pieces of
-// 16 bytes in a row of V go through the keys. Rarely called.
-__device__ __forceinline__ void restore_values(const ForwardParams& params, const Tile& tile,
-                                               int row) {
-  const Tile::Partial guarded = tile.guarded(params);
-  const int column = threadIdx.x % 32 * 8;
-  __syncwarp();
-  if (column >= params.head_dim_v) return;
-#pragma unroll 1
-  for (int key = tile.block_begin * kTileN; key < min(tile.block_end * kTileN, tile.keys.length);
-       ++key) {
-    if (!guarded.has(key / kTileN)) continue;
-    const uint4 values = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.v) +
-                                                         tile.value_offset(params, key) + column);
-    if (finite_halves(values.x) == values.x && finite_halves(values.y) == values.y &&
-        finite_halves(values.z) == values.z && finite_halves(values.w) == values.w)
-      continue;
-#pragma unroll 1
-    for (int query = row; query < row + 16; ++query) {
-      if (!tile.sees(params, query, key)) continue;
-      T* const out = static_cast<T*>(params.out) + tile.out_offset(params, query) + column;
-#pragma unroll 1
-      for (int i = 0; i < 8; ++i) {
-        const float value = static_cast<float>(reinterpret_cast<const T*>(&values)[i]);
-        if (!isfinite(value)) out[i] = static_cast<T>(static_cast<float>(out[i]) + value);
-      }
-    }
-  }
-}
-
 __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
                                         const Sm90Params& sm90, int consumer) {
   // Consumers take turns in issuing products, so that one's exponentials run beside another's
@@ -146,12 +67,12 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   ScoreRows& rows = score_rows(smem, consumer);
   unsigned rows_parity = 0;
   const float scale_log2 = sm90.scale_log2;
-  Ring<kStages> ring_k, ring_v;
-  Ring<kSlots> ring_q;
-  Ring<TileQueue::kSize> ring;
-  Tile::Partial hidden;  // blocks of the tile that call for a mask
-  int number = 0;        // of the tile, modulo 2
-  float slope = 0.0f;    // ALiBi's
+  tile::PipelineState<kStages> stage_k, stage_v;
+  tile::PipelineState<kStagesQ> stage_q;
+  tile::PipelineState<TileQueue::kSize> queue;
+  Tile::Partial hidden;       // blocks of the tile that call for a mask
+  int number = 0;             // of the tile, modulo 2
+  float slope[kSlopes] = {};  // ALiBi's
   tile::OnlineSoftmax softmax;
   float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
   unsigned p[kTileN / 4];
@@ -165,14 +86,20 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   bool skips = false;     // one block before the next scores
   // The next tile that has keys.
   const auto find_tile = [&] {
-    Tile tile = read_tile(smem, ring);
-    while (kGuards > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, ring);
+    Tile tile = read_tile(smem, queue);
+    while (kFilterWarps > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, queue);
     if (tile.row < 0) return tile;
     if (Config::score && params.alibi_slopes != nullptr)
-      slope = ptx::rcp(sm90.score_scale) *
-              static_cast<const float*>(
-                  params.alibi_slopes)[tile.batch * params.alibi_batch_stride + tile.head];
-    hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 63);
+#pragma unroll
+      for (int i = 0; i < kSlopes; ++i) {
+        int head = tile.head;
+        if constexpr (Config::pack_gqa)
+          head = tile.packed(params, tile.row + first_row + 8 * i).head;
+        slope[i] = ptx::rcp(sm90.score_scale) *
+                   static_cast<const float*>(
+                       params.alibi_slopes)[tile.batch * params.alibi_batch_stride + head];
+      }
+    hidden = tile.partial(params, tile.row + 64 * consumer, tile.row + 64 * consumer + 64);
     block = tile.block_end;
     last_block = tile.block_begin;
     if (kSkipsBlocks && consumer == kWarpgroups - 1) {
@@ -187,30 +114,34 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   if (tile.row < 0) return;
 
   // As soon as the tile's last scores are there, or a step later, which spares a branch a block:
-  // with two slots, and where NVRTC 13.0 has the register for it.
-  constexpr bool kReleasesLate = kSlots > 1 && !Config::score;
+  // with two stages, and where NVRTC 13.0 has the register for it.
+  constexpr bool kReleasesLate = kStagesQ > 1 && !Config::score;
   const auto release_queries = [&] {
-    arrive_warp(smem.empty_q[ring_q.index][consumer]);
-    ring_q.advance();
+    tile::arrive_warp(smem.empty_q[stage_q.index][consumer]);
+    stage_q.advance();
   };
   // What becomes of the products of Q and K, before and while exponentials are taken.
   const auto receive_scores = [&](bool fresh) __attribute__((always_inline)) {
     ptx::wgmma_keep(s);
-    arrive_warp(smem.empty_k[ring_k.index]);
-    ring_k.advance();
+    tile::arrive_warp(smem.empty_k[stage_k.index]);
+    stage_k.advance();
     if (!kReleasesLate && block == last_block) release_queries();
     const int row = tile.row + first_row, column = block * kTileN + lane_column;
     if constexpr (Config::score) {
-      const float distance = static_cast<float>(row + tile.diagonal() - column);
-      if (bent.bend(s, distance)) return;
-      if (kBent || sm90.cap_scale != 0.0f || slope != 0.0f)
+      float distance[kSlopes];
+#pragma unroll
+      for (int i = 0; i < kSlopes; ++i)
+        distance[i] =
+            static_cast<float>(tile.query_of(params, row + 8 * i) + tile.diagonal() - column);
+      if (bent.bend(s, distance[0])) return;
+      if (kBent || sm90.cap_scale != 0.0f || slope[0] != 0.0f)
         bend_scores(s, sm90.cap_scale, slope, distance);
     }
     if constexpr (Config::elementwise) {
       ptx::mbarrier_wait(rows.full, rows_parity);
       rows_parity ^= 1;
       add_score_rows(s, rows, params, sm90.score_scale);
-      arrive_warp(rows.empty);
+      tile::arrive_warp(rows.empty);
     }
     if ((fresh || Config::bound_right || Config::bound_left) && hidden.has(block)) {
       if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
@@ -219,30 +150,32 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     }
   };
   const auto await_values = [&] {
-    ptx::mbarrier_wait((kGuards > 0 ? smem.checked_v : smem.full_v)[ring_v.index], ring_v.parity);
+    ptx::mbarrier_wait((kFilterWarps > 0 ? smem.filtered_v : smem.full_v)[stage_v.index],
+                       stage_v.parity);
   };
   const auto release_values = [&] {
-    arrive_warp(smem.empty_v[ring_v.index]);
-    ring_v.advance();
+    tile::arrive_warp(smem.empty_v[stage_v.index]);
+    stage_v.advance();
   };
-  // Whether guards have replaced values of the tile; to be asked before its last ones are released.
-  const auto was_cleaned = [&] {
-    if (kGuards == 0) return false;
-    const bool cleaned = smem.cleaned[number][0] || smem.cleaned[number][1];
+  // Whether the nonfinite filter has replaced values of the tile; to be asked before its last ones
+  // are released.
+  const auto was_filtered = [&] {
+    if (kFilterWarps == 0) return false;
+    const bool replaced = smem.replaced[number][0] || smem.replaced[number][1];
     number ^= 1;
-    return cleaned;
+    return replaced;
   };
-  const auto finish = [&](const tile::OnlineSoftmax& softmax, const Tile& tile, bool cleaned) {
+  const auto finish = [&](const tile::OnlineSoftmax& softmax, const Tile& tile, bool replaced) {
     write_output(o, softmax, scale_log2, params, tile, tile.row + first_row);
-    if (cleaned) restore_values(params, tile, tile.row + first_row - threadIdx.x % 32 / 4);
+    if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);
   };
 
   // The keys of a block that is skipped, in turn, and its values after those of the one before.
   const auto skip_keys = [&] {
     if (!skips) return;
-    ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
-    arrive_warp(smem.empty_k[ring_k.index]);
-    ring_k.advance();
+    ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
+    tile::arrive_warp(smem.empty_k[stage_k.index]);
+    stage_k.advance();
     wait_turn();
     pass_turn();
   };
@@ -261,11 +194,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   skip_values();
   --block;
   ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
-  ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
+  ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
   if (kFirstTurn) wait_turn();
   ptx::wgmma_keep(s);
   ptx::wgmma_fence();
-  multiply_keys(s, smem.q[0][consumer], smem.k[ring_k.index]);
+  multiply_keys(s, smem.q[0][consumer], smem.k[stage_k.index]);
   if (kFirstTurn) pass_turn();
   ptx::wgmma_wait_group<0>();
   receive_scores(true);
@@ -276,18 +209,18 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
   // The scores of the next block beside the values of the one before.
   const auto step = [&](bool fresh, const Tile& finished) __attribute__((always_inline)) {
     --block;
-    ptx::mbarrier_wait(smem.full_k[ring_k.index], ring_k.parity);
+    ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
     await_values();
     wait_turn();
     ptx::wgmma_keep(s);
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
-    multiply_keys(s, smem.q[ring_q.index][consumer], smem.k[ring_k.index]);
-    multiply_values(o, p, smem.v[ring_v.index]);
+    multiply_keys(s, smem.q[stage_q.index][consumer], smem.k[stage_k.index]);
+    multiply_values(o, p, smem.v[stage_v.index]);
     if (!kKeepsTurn) pass_turn();
     // A tile's first block is computed as a block's very first is: who comes before changes no bit.
     bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
-                fresh || hidden.has(block), slope);
+                fresh || hidden.has(block), slope[0]);
     ptx::wgmma_wait_group<1>();
     if (kKeepsTurn) pass_turn();
     receive_scores(fresh);
@@ -303,11 +236,11 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
     // than exponentials first, on an H200).
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
-    const bool cleaned = fresh && was_cleaned();
+    const bool replaced = fresh && was_filtered();
     release_values();
     if (fresh) {
       skip_values();
-      finish(before, finished, cleaned);
+      finish(before, finished, replaced);
       clear();
     } else if (grown) {
       tile::scale_rows(o, correction);
@@ -326,19 +259,19 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       tile = finished;
       break;
     }
-    ptx::mbarrier_wait(smem.full_q[ring_q.index][consumer], ring_q.parity);
+    ptx::mbarrier_wait(smem.full_q[stage_q.index][consumer], stage_q.parity);
     step(true, finished);
   }
 
   await_values();
   ptx::wgmma_keep(o);
   ptx::wgmma_fence();
-  multiply_values(o, p, smem.v[ring_v.index]);
+  multiply_values(o, p, smem.v[stage_v.index]);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_keep(o);
-  const bool cleaned = was_cleaned();
+  const bool replaced = was_filtered();
   release_values();
-  finish(softmax, tile, cleaned);
+  finish(softmax, tile, replaced);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
@@ -357,10 +290,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::mbarrier_init(smem.full_k[i], 1);
       ptx::mbarrier_init(smem.full_v[i], 1);
       ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
-      ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kGuards);
-      if (kGuards > 0) ptx::mbarrier_init(smem.checked_v[i], kGuards);
+      ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kFilterWarps);
+      if (kFilterWarps > 0) ptx::mbarrier_init(smem.filtered_v[i], kFilterWarps);
     }
-    for (int i = 0; i < kSlots * kWarpgroups; ++i) {
+    for (int i = 0; i < kStagesQ * kWarpgroups; ++i) {
       ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
       ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
     }
@@ -370,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     }
     for (int i = 0; i < TileQueue::kSize; ++i) {
       ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kGuards + Config::prefix);
+      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kFilterWarps + kValueWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -378,14 +311,18 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if constexpr (Config::prefix) {
-      produce_prefix(smem, params, sm90, warp);
-    } else if (warp == 0) {
-      load_keys_and_values(smem, sm90);
+    if (warp == 0) {
+      if constexpr (kValueWarps > 0)
+        load_one_of_both<kPanelsK>(smem, smem.k, sm90.k, smem.full_k, smem.empty_k, sm90);
+      else
+        load_keys_and_values(smem, sm90);
     } else if (warp == 1) {
-      load_queries(smem, params, sm90);
-    } else if (kGuards > 0) {
-      guard_values(smem, params, sm90, warp - 2);
+      schedule_tiles(smem, params, sm90);
+    } else if constexpr (kFilterWarps > 0) {
+      filter_values(smem, params, sm90, warp - 2);
+    } else if constexpr (kValueWarps > 0) {
+      if (warp == 2)
+        load_one_of_both<kPanelsV>(smem, smem.v, sm90.v, smem.full_v, smem.empty_v, sm90);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -1,14 +1,15 @@
 // Constants and shared memory of attention/forward_sm90.cu.
 #pragma once
 
-#include "attention/work_sm90.cuh"
+#include "attention/scheduler_sm90.cuh"
 #include "ptx/mbarrier.cuh"
+#include "tile/pipeline.cuh"
 
 using T = Config::dtype;
 
 constexpr int kWarpgroups = Config::warpgroups;  // that consume
 constexpr int kTileN = Config::tile_n;
-constexpr int kHeadDim = Config::head_dim;  // of q and k, padded: the copy engine fills with zeros
+constexpr int kHeadDim = Config::head_dim;  // of q and k, padded: TMA fills with zeros
 constexpr int kHeadDimV = Config::head_dim_v;
 // A tile lies in shared memory as panels of 64 columns, 128 bytes a row.
 constexpr int kPanelColumns = 64;
@@ -18,14 +19,18 @@ constexpr int kPanelsV = (kHeadDimV + 63) / 64;
 constexpr int kPanelBytesQ = 64 * kRowBytes;
 constexpr int kPanelBytesK = kTileN * kRowBytes;
 constexpr int kStages = Config::stages;
-constexpr int kSlots = Config::q_slots;
+constexpr int kStagesQ = Config::q_stages;
 
-// Warps that look for infinities and NaN among values that not every query of a tile sees, and put
-// 0 in their place: a hidden key's weight is 0, but 0 * NaN is NaN. Consumers give them to the
-// queries that do see them.
-// They write tiles without any key, too.
-constexpr int kGuards =
-    Config::bound_left || Config::bound_right || Config::elementwise || Config::varlen ? 2 : 0;
+// Warps of the nonfinite filter (attention/filter_sm90.cuh), where some query of a tile may not see
+// some of its keys, or none at all.
+constexpr int kFilterWarps = Config::bound_left || Config::bound_right || Config::elementwise ||
+                                     Config::varlen || Config::seq_lens
+                                 ? 2
+                                 : 0;
+
+// Where pages are small a block takes dozens of TMA boxes: where a warp is free for it, V has one
+// of its own.
+constexpr int kValueWarps = Config::paged_kv && kFilterWarps == 0 ? 1 : 0;
 
 // A consumer skips a block of keys that none of its own 64 queries sees: the last consumer the
 // first block of a tile, the others the last. One at a time, as its values wait for the next
@@ -43,19 +48,19 @@ constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups == 2 ?
 constexpr int kConsumerRegisters = (kWarpgroups == 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
 
 struct Smem {
-  alignas(1024) unsigned char q[kSlots][kWarpgroups][kPanelsK * kPanelBytesQ];
+  alignas(1024) unsigned char q[kStagesQ][kWarpgroups][kPanelsK * kPanelBytesQ];
   alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
   alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
-  // The copy engine's bytes -> all consumers, for V with guards -> the guards; every consumer warp,
-  // and guards for V -> warp 0.
+  // TMA's bytes -> all consumers, or the filter warps for V where there are any; every consumer
+  // warp, and every filter warp for V -> the loading warp.
   ptx::Mbarrier full_k[kStages], empty_k[kStages];
   ptx::Mbarrier full_v[kStages], empty_v[kStages];
-  // The copy engine's bytes -> one consumer; its warps -> warp 1.
-  ptx::Mbarrier full_q[kSlots][kWarpgroups], empty_q[kSlots][kWarpgroups];
-  ptx::Mbarrier checked_v[kStages];  // guards -> all consumers
-  // By a guard: it has replaced values of a tile. Guards are one tile ahead of consumers at most,
-  // as values of a third would need a third stage.
-  bool cleaned[2][2];
+  // TMA's bytes -> one consumer; its warps -> the scheduler's warp.
+  ptx::Mbarrier full_q[kStagesQ][kWarpgroups], empty_q[kStagesQ][kWarpgroups];
+  ptx::Mbarrier filtered_v[kStages];  // every filter warp -> all consumers
+  // By a filter warp: it has replaced values of a tile. Filter warps are one tile ahead of
+  // consumers at most, as values of a third would need a third stage.
+  bool replaced[2][2];
   TileQueue queue;
 };
 
@@ -66,7 +71,7 @@ constexpr int kBiasPitch = kTileN + 8;
 struct ScoreRows {
   alignas(128) unsigned char bias[64 * kBiasPitch * sizeof(float)];
   alignas(128) unsigned char mask[64 * kTileN];
-  // The lanes of a guard, and the copy engine's bytes -> the consumer; its warps -> the guard.
+  // The lanes of a filter warp, and TMA's bytes -> the consumer; its warps -> the filter warp.
   ptx::Mbarrier full, empty;
 };
 static_assert(!Config::elementwise || kTileN % 32 == 16,
@@ -80,29 +85,12 @@ static_assert(Config::threads == 128 * (kWarpgroups + 1),
 static_assert(kWarpgroups == 2 || kWarpgroups == 3,
               "consumers take turns, and have the registers that two or three can have");
 static_assert(kStages == 2,
-              "a consumer holds one stage while it waits for the next; Smem::cleaned");
+              "a consumer holds one stage while it waits for the next; Smem::replaced");
+static_assert(!(Config::pack_gqa && Config::elementwise),
+              "bias and mask are loaded as rows of one head");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");
 
 __device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
   return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
-}
-
-// Which stage of a ring, and the parity of its current use.
-template <int kSize>
-struct Ring {
-  int index = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++index == kSize) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-__device__ __forceinline__ void arrive_warp(ptx::Mbarrier& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
 }

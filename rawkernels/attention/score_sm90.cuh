@@ -17,27 +17,40 @@ __device__ __forceinline__ int lane_row() {
   return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
+// Rows of a lane that may have slopes of their own: both, where rows are of several heads.
+constexpr int kSlopes = Config::pack_gqa ? 2 : 1;
+
 // Softcap and ALiBi, but for a factor of score_scale, which `slope` has been divided by. `distance`
-// is that from the lane's first query to its first key. The tanh is an instruction with an error of
+// is that from the lane's queries to its first key. The tanh is an instruction with an error of
 // 2^-11, which is what rounding scores to 16 bits costs.
-__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], float cap_scale, float slope,
-                                            float distance) {
+__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], float cap_scale,
+                                            const float (&slope)[kSlopes],
+                                            const float (&distance)[kSlopes]) {
   if (cap_scale != 0.0f) {
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) s[i] = ptx::tanh(s[i] * cap_scale);
   }
-  if (slope != 0.0f) {
+  if constexpr (Config::pack_gqa) {
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i)
-      s[i] = fmaf(-slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)),
-                  s[i]);
+      s[i] = fmaf(-slope[i / 2 % 2],
+                  fabsf(distance[i / 2 % 2] - static_cast<float>(i / 4 * 8 + i % 2)), s[i]);
+  } else if (slope[0] != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i)
+      s[i] = fmaf(-slope[0],
+                  fabsf(distance[0] + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
   }
 }
 
 // Sets scores of keys after the last that a query sees to -inf, and of those before the first.
 __device__ __forceinline__ void hide_later_keys(float (&s)[kTileN / 2], const ForwardParams& params,
                                                 const Tile& tile, int row, int column) {
-  const int end[2] = {tile.end_key(params, row) - column, tile.end_key(params, row + 8) - column};
+  int end[2] = {tile.end_key(params, row) - column, tile.end_key(params, row + 8) - column};
+  if constexpr (Config::pack_gqa) {
+    end[0] = tile.end_key(params, tile.query_of(params, row)) - column;
+    end[1] = tile.end_key(params, tile.query_of(params, row + 8)) - column;
+  }
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i)
     if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) s[i] = tile::negative_infinity();
@@ -45,8 +58,11 @@ __device__ __forceinline__ void hide_later_keys(float (&s)[kTileN / 2], const Fo
 __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
                                                   const ForwardParams& params, const Tile& tile,
                                                   int row, int column) {
-  const int first[2] = {tile.first_key(params, row) - column,
-                        tile.first_key(params, row + 8) - column};
+  int first[2] = {tile.first_key(params, row) - column, tile.first_key(params, row + 8) - column};
+  if constexpr (Config::pack_gqa) {
+    first[0] = tile.first_key(params, tile.query_of(params, row)) - column;
+    first[1] = tile.first_key(params, tile.query_of(params, row + 8)) - column;
+  }
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i)
     if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) s[i] = tile::negative_infinity();
@@ -87,6 +103,7 @@ struct BentScores {
   __device__ __forceinline__ void expect(int block_distance, bool partial, float head_slope) {
     const bool aside = block_distance >= kTileN - 1 || block_distance <= -63;
     kind = partial ? kOther : bounded ? kCapped : sm90.cap_scale == 0.0f && aside ? kAside : kOther;
+    if (Config::pack_gqa && kind == kAside) kind = kOther;  // rows have slopes of their own
     slope = block_distance > 0 ? head_slope : -head_slope;
   }
 
@@ -217,12 +234,12 @@ __device__ __forceinline__ bool copy_rows(unsigned char* rows, int pitch, const 
 }
 
 // Brings the rows of a consumer, the first of which is `row`, and the keys of a block from `column`
-// on, by the copy engine where it can. All lanes of a warp together; each arrives at `full`.
+// on, by TMA where it can. All lanes of a warp together; each arrives at `full`.
 __device__ __forceinline__ void load_score_rows(ScoreRows& rows, const ForwardParams& params,
                                                 const Sm90Params& sm90, const Tile& tile, int row,
                                                 int column) {
   bool copying = true;
-  int bytes = 0;  // of the copy engine
+  int bytes = 0;  // of TMA
   const auto load = [&](unsigned char* place, int pitch, const ptx::TensorMap& map,
                         const void* array, int mapped, const ScoreStrides& stride, int size) {
     if (array == nullptr) return;

@@ -1,4 +1,4 @@
-"""What only the Hopper kernel can get wrong: blocks that work on many tiles, and the copy engine's
+"""What only the Hopper kernel can get wrong: blocks that work on many tiles, and TMA's
 maps."""
 
 from __future__ import annotations

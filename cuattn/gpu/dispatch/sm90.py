@@ -13,17 +13,17 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import Call, Launch, Layout, Strides
-from cuattn.gpu.params import SM90_PARAMS, forward_arguments
+from cuattn.gpu.dispatch.launch import Call, Launch, Layout
+from cuattn.gpu.params import CONTIGUOUS_PAGE_SHIFT, SM90_PARAMS, forward_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-TAKEN_BYTES = 16  # Sm90Params::Taken
-FAR_ROWS = 1 << 30  # kFarRows
+SCHEDULER_BYTES = 16  # Sm90Params::Scheduler
+FAR_ROWS = 1 << 30  # kFarRows of tile/ragged.cuh
 ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
-_UNPAGED_SHIFT = 30  # all keys lie in one page
+_MIN_PAGE = 8  # rows that TMA's swizzle permutes together
 _ANY_STRIDE = 16  # of an axis of length 1
 
 
@@ -36,18 +36,26 @@ class Sm90ForwardConfig(Config):
     head_dim_v: int
     tile_n: int
     warpgroups: int  # of 64 queries each
-    q_slots: int
+    q_stages: int
     bound_left: bool
     bound_right: bool
-    varlen: bool
+    varlen: bool  # rows of q are ragged; those of k and v too, unless paged_kv or seq_lens
     score: bool  # softcap, alibi_slopes or what is elementwise
     elementwise: bool  # bias or mask
-    prefix: bool = False  # of all queries: rows pack query heads, keys lie in pages, in parts
+    pack_gqa: bool = False  # rows of a tile are those of all query heads that share a key head
+    paged_kv: bool = False  # k and v lie in pages
+    seq_lens: bool = False  # the device knows how many keys there are; slots beyond hold anything
+    split_kv: bool = False  # the keys of a tile are cut into parts, with a result each
+    out_dtype: str = ""  # of what is written: dtype where not said, or float32
     stages: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.out_dtype:
+            object.__setattr__(self, "out_dtype", self.dtype)
 
     @property
     def tile_m(self) -> int:
-        """Queries of a tile."""
+        """Rows of a tile: queries, or with pack_gqa queries and heads."""
         return 64 * self.warpgroups
 
     @property
@@ -64,7 +72,7 @@ class Sm90ForwardConfig(Config):
     def smem_bytes(self) -> int:
         """Panels of 64 columns, a KiB of barriers, and rows of bias and mask."""
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
-        queries = self.q_slots * self.tile_m * panels * 128
+        queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
         return queries + keys + 1024 + rows
@@ -77,7 +85,7 @@ class Sm90Tile:
 
     tile_n: int
     warpgroups: int
-    q_slots: int = 2  # of queries: with two, one tile's products run into the next's
+    q_stages: int = 2  # of queries: with two, one tile's products run into the next's
     speed: float = 1.0
 
 
@@ -90,9 +98,9 @@ SM90_TILES = {
     (96, 96): (Sm90Tile(112, 3), Sm90Tile(128, 2, speed=0.9)),
     (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
     (64, 256): (Sm90Tile(96, 2),),
-    (192, 128): (Sm90Tile(128, 2, q_slots=1),),
-    (192, 192): (Sm90Tile(112, 2, q_slots=1),),
-    (256, 256): (Sm90Tile(80, 2, q_slots=1),),
+    (192, 128): (Sm90Tile(128, 2, q_stages=1),),
+    (192, 192): (Sm90Tile(112, 2, q_stages=1),),
+    (256, 256): (Sm90Tile(80, 2, q_stages=1),),
 }
 #: The tile of calls with softcap or alibi_slopes: registers are what these take.
 SM90_SCORE_TILES = {
@@ -100,28 +108,34 @@ SM90_SCORE_TILES = {
     (96, 96): Sm90Tile(96, 3),
     (128, 128): Sm90Tile(80, 3),
     (64, 256): Sm90Tile(80, 2),
-    (192, 128): Sm90Tile(112, 2, q_slots=1),
-    (192, 192): Sm90Tile(96, 2, q_slots=1),
-    (256, 256): Sm90Tile(80, 2, q_slots=1),
+    (192, 128): Sm90Tile(112, 2, q_stages=1),
+    (192, 192): Sm90Tile(96, 2, q_stages=1),
+    (256, 256): Sm90Tile(80, 2, q_stages=1),
 }
 #: The tile of calls with bias or mask, which take their share of shared memory.
 SM90_ELEMENTWISE_TILES = {
     (64, 64): Sm90Tile(112, 3),
-    (96, 96): Sm90Tile(80, 3, q_slots=1),
-    (128, 128): Sm90Tile(80, 3, q_slots=1),
+    (96, 96): Sm90Tile(80, 3, q_stages=1),
+    (128, 128): Sm90Tile(80, 3, q_stages=1),
     (64, 256): Sm90Tile(80, 2),
-    (192, 128): Sm90Tile(80, 2, q_slots=1),
-    (192, 192): Sm90Tile(80, 2, q_slots=1),
-    (256, 256): Sm90Tile(48, 2, q_slots=1),
+    (192, 128): Sm90Tile(80, 2, q_stages=1),
+    (192, 192): Sm90Tile(80, 2, q_stages=1),
+    (256, 256): Sm90Tile(48, 2, q_stages=1),
 }
 
 #: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
-#: bounds more.
+#: bounds more. Prompts over a cache are causal, and no variant is for those that are not.
 SM90_BOUNDS = ((False, False), (False, True), (True, True))
+SM90_CACHE_BOUNDS = SM90_BOUNDS[1:]
 
 
 class Sm90Forward:
-    """16-bit calls that TMA can address, with scores that scaling keeps in order."""
+    """16-bit calls that TMA can address, with scores that scaling keeps in order.
+
+    Keys may lie in pages, or in caches of which the device knows how much is used: such a cache is
+    one page a sequence. A tile has rows of one sequence alone, so a sequence's results are bit for
+    bit those of the ragged call with the same keys one after the other.
+    """
 
     name = "forward_sm90"
     decodes = False
@@ -130,9 +144,13 @@ class Sm90Forward:
         """The launch for a call, or None."""
         spec = call.spec
         dims = spec.head_dim, spec.head_dim_v
+        cached = spec.keys in ("cached", "paged")
+        ragged = spec.rows == "ragged"
         if (
             call.arch != "sm_90a"
-            or spec.keys not in ("batched", "ragged")
+            or call.partial is not None
+            or spec.kv_dtype != spec.dtype
+            or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
             or spec.dtype.itemsize != 2
             or not call.addressable
             or spec.head_dim_v % 8
@@ -145,12 +163,17 @@ class Sm90Forward:
         configs = [
             config
             for config in _configs(
-                spec.dtype.name, padded, spec.rows == "ragged", call.has_score, call.elementwise
+                spec.dtype.name,
+                padded,
+                call.has_score,
+                call.elementwise,
+                varlen=ragged,
+                cached=cached,
             )
             if (config.bound_left, config.bound_right) >= bounded
         ]
         config = min(configs, key=functools.partial(_time, spec))
-        if spec.rows == "ragged":
+        if ragged:
             tiles = (spec.seqlen_q // config.tile_m + spec.batch) * spec.heads_q
         else:
             tiles = -(-spec.seqlen_q // config.tile_m) * spec.batch * spec.heads_q
@@ -168,10 +191,12 @@ class Sm90Forward:
                     tensor_maps,
                     has_bias=call.bias is not None,
                     section=sm90_section(spec, config, blocks),
+                    table_stride=call.table_stride,
+                    num_pages=call.num_pages,
                 ),
             ),
             tensor_maps,
-            workspace_bytes=TAKEN_BYTES if spec.rows == "ragged" else 0,
+            workspace_bytes=SCHEDULER_BYTES if ragged or cached else 0,
         )
 
     def variants(self, arch: str) -> Iterator[Variant]:
@@ -179,9 +204,12 @@ class Sm90Forward:
         if arch != "sm_90a":
             return
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_TILES):
-            for varlen in (False, True):
-                for score in ((False, False), (True, False), (True, True))[: 2 if varlen else 3]:
-                    yield from map(_variant, _configs(dtype, dims, varlen, *score))
+            for varlen, cached in itertools.product((False, True), repeat=2):
+                # Bias and mask come with batched rows and keys alone.
+                scores = ((False, False), (True, False), (True, True))
+                for score in scores[: 2 if varlen or cached else 3]:
+                    configs = _configs(dtype, dims, *score, varlen=varlen, cached=cached)
+                    yield from map(_variant, configs)
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -193,9 +221,10 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
     sequences of unknown lengths, of which some may be a few times as long as the mean, it is the
     most: the more tiles of a length there are, the less the last ones leave blocks idle.
     """
-    heads = spec.heads_q if spec.rows == "ragged" else spec.heads_q * spec.batch
+    dynamic = config.varlen or config.seq_lens
+    heads = spec.heads_q if dynamic else spec.heads_q * spec.batch
     seqlen_k = spec.seqlen_k
-    if spec.rows == "ragged":
+    if spec.keys == "ragged":
         seqlen_k = min(seqlen_k, LONG * -(-seqlen_k // max(1, spec.batch)))
     group = spec.heads_q // spec.heads_kv
     key_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / group
@@ -207,7 +236,7 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
         rows = -(-blocks // section) * config.tile_m  # of a head, at the same time
         return section * min(seqlen_k, rows + window) * key_bytes
 
-    if spec.rows == "ragged":
+    if dynamic:
         most = max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
         return -(-heads // -(-heads // most))
     cost = _costs(spec, config)
@@ -281,25 +310,34 @@ SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
 
 
 def _configs(
-    dtype: str, dims: tuple[int, int], varlen: bool, score: bool, elementwise: bool
+    dtype: str,
+    dims: tuple[int, int],
+    score: bool,
+    elementwise: bool,
+    *,
+    varlen: bool,
+    cached: bool,
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
-    tiles = SM90_TILES[dims][: 1 if varlen else None]
+    tiles = SM90_TILES[dims][: 1 if varlen or cached else None]
     if score:
         tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
-    for bounds in SM90_BOUNDS[-1:] if score else SM90_BOUNDS:
+    all_bounds = SM90_CACHE_BOUNDS if cached else SM90_BOUNDS
+    for bounds in all_bounds[-1:] if score else all_bounds:
         for tile in tiles:
             yield Sm90ForwardConfig(
                 dtype,
                 *dims,
                 tile_n=tile.tile_n,
                 warpgroups=tile.warpgroups,
-                q_slots=tile.q_slots,
+                q_stages=tile.q_stages,
                 bound_left=bounds[0],
                 bound_right=bounds[1],
                 varlen=varlen,
                 score=score,
                 elementwise=elementwise,
+                paged_kv=cached,
+                seq_lens=cached,
             )
 
 
@@ -325,8 +363,9 @@ def _arguments(
     *,
     has_bias: bool = False,
     section: int = 0,
-    page_shift: int = 0,
-    box_shift: int = 0,
+    table_stride: int = 0,
+    num_pages: int = 0,
+    num_splits: int = 1,
 ) -> Arguments:
     """Pack SM90_PARAMS but for what each launch fills in."""
     cap_scale, score_scale, scale_log2 = score_scales(spec, has_bias=has_bias)
@@ -335,10 +374,14 @@ def _arguments(
         cap_scale=cap_scale,
         score_scale=score_scale,
         scale_log2=scale_log2,
-        page_shift=page_shift,
-        box_shift=box_shift,
+        # A key's page, and the box of a block that a lane loads: shifts of a key's number.
+        page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
+        box_shift=(tensor_maps["k"].box[1] - 1).bit_length(),
         bias_mapped=tensor_maps["bias"] is not None,
         mask_mapped=tensor_maps["mask"] is not None,
+        num_splits=num_splits,
+        table_stride=table_stride,
+        num_pages=num_pages,
     )
 
 
@@ -352,11 +395,15 @@ def score_scales(spec: AttentionSpec, *, has_bias: bool) -> tuple[float, float, 
 def _tensor_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
     """The maps of q, k, v, bias and mask; None for one that is not there, or out of TMA's reach."""
     spec, strides = call.spec, call.strides
-    keys, heads = spec.seqlen_k, spec.heads_kv
+    if config.pack_gqa:
+        q = _packed_rows(spec, strides.q)
+    else:
+        q = _rows(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
+    keys = _pages if config.paged_kv else _keys
     return {
-        "q": _rows(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS),
-        "k": _rows(spec, (keys, heads, spec.head_dim), strides.k, config.tile_n),
-        "v": _rows(spec, (keys, heads, spec.head_dim_v), strides.v, config.tile_n),
+        "q": q,
+        "k": keys(call, config, spec.head_dim, strides.k),
+        "v": keys(call, config, spec.head_dim_v, strides.v),
         "bias": _scores(call.bias if call.score_aligned else None, config.bias_pitch),
         "mask": _scores(call.mask if call.score_aligned else None, config.tile_n),
     }
@@ -369,7 +416,7 @@ def _rows(
     head, head_dim).
 
     Outer is the batch. For varlen it counts rows once more, and there is another axis, which leads
-    back by FAR_ROWS: Sequence in attention/work_sm90.cuh says why.
+    back by FAR_ROWS: tile/ragged.cuh says why.
     """
     length, heads, head_dim = shape
     row, head = strides[-3:-1]
@@ -379,6 +426,55 @@ def _rows(
         far = (head_dim, FAR_ROWS, heads, length + 1, FAR_ROWS + 1)
         return TensorMap(dtype, far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
     return TensorMap(dtype, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
+
+
+def _packed_rows(spec: AttentionSpec, strides: tuple[int, ...]) -> TensorMap:
+    """The axes (head_dim, head, row, outer) of q, as `_rows` has them: a box has all heads that
+    share a key head."""
+    group = spec.heads_q // spec.heads_kv
+    rows = _rows(
+        spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS // group
+    )
+    head_dim, length, heads, *outer = rows.shape
+    row, head, *steps = rows.strides
+    column, box_rows, _, *box = rows.box
+    return TensorMap(
+        spec.dtype,
+        (head_dim, heads, length, *outer),
+        (head, row, *steps),
+        (column, group, box_rows, *box),
+    )
+
+
+def _keys(
+    call: Call, config: Sm90ForwardConfig, head_dim: int, strides: tuple[int, ...]
+) -> TensorMap:
+    """The axes of k or v whose rows are batched or ragged."""
+    spec = call.spec
+    return _rows(spec, (spec.seqlen_k, spec.heads_kv, head_dim), strides, config.tile_n)
+
+
+def _pages(
+    call: Call, config: Sm90ForwardConfig, head_dim: int, strides: tuple[int, ...]
+) -> TensorMap:
+    """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence.
+
+    A box is a whole block of keys, or the largest power of two of them that divides both a block
+    and a page.
+    """
+    spec = call.spec
+    box_rows = config.tile_n
+    pages, slots = spec.batch, spec.seqlen_k
+    if spec.keys == "paged":
+        pages, slots = call.num_pages, spec.page_size
+        box_rows = min(slots, config.tile_n & -config.tile_n)
+    page, slot, head = strides[:3]
+    return TensorMap(
+        spec.dtype,
+        (head_dim, slots, spec.heads_kv, pages),
+        (slot, head, page),
+        (_PANEL_COLUMNS, box_rows, 1, 1),
+    )
 
 
 def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
@@ -406,7 +502,6 @@ def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
 #: part of one.
 PREFIX_TILE_KEYS = {64: 128, 128: 128, 256: 64}
 MIN_PREFIX_ROWS = 9  # packed
-MIN_PREFIX_PAGE = 8  # rows of the copy engine's swizzle
 MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
 
 
@@ -442,34 +537,30 @@ class Sm90Prefix:
             or group > 64
             or spec.seqlen_q * group < MIN_PREFIX_ROWS
             or not 0 < spec.seqlen_k < 1 << 29
-            or (spec.keys == "paged" and spec.page_size < MIN_PREFIX_PAGE)
+            or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
             or spec.scale <= 0.0
         ):
             return None
         head_dim = next(n for n in PREFIX_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
         variant = _prefix_variant(spec.dtype.name, head_dim)
         config = variant.config
-        tensor_maps = _prefix_maps(call, config)
+        tensor_maps = _tensor_maps(call, config)
         if not all(addressable(tensor_maps[array].strides) for array in "qkv"):
             return None
         tiles, parts = prefix_tiles(spec, config, call.multiprocessors)
-        rows = spec.heads_q * spec.head_dim_v
-        out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * rows, rows, spec.head_dim_v, 1)]
-        q, k, v = ((0, *array[-3:]) for array in call.strides[:3])
+        row = spec.heads_q * spec.head_dim_v
+        out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
         return Launch(
             variant,
             (min(tiles * parts, call.multiprocessors),),
             (
-                forward_arguments(
-                    dataclasses.replace(spec, batch=parts), Strides(q, k, v, tuple(out))
-                ),
+                forward_arguments(spec, call.strides._replace(out=tuple(out))),
                 _arguments(
                     spec,
                     tensor_maps,
-                    page_shift=spec.page_size.bit_length() - 1
-                    if spec.keys == "paged"
-                    else _UNPAGED_SHIFT,
-                    box_shift=tensor_maps["k"].box[1].bit_length() - 1,
+                    table_stride=call.table_stride,
+                    num_pages=call.num_pages,
+                    num_splits=parts,
                 ),
             ),
             tensor_maps,
@@ -509,44 +600,15 @@ def _prefix_variant(dtype: str, head_dim: int) -> Variant:
         head_dim,
         tile_n=PREFIX_TILE_KEYS[head_dim],
         warpgroups=2,
-        q_slots=1 if head_dim == 256 else 2,
+        q_stages=1 if head_dim == 256 else 2,
         bound_left=False,
         bound_right=False,
         varlen=False,
         score=False,
         elementwise=False,
-        prefix=True,
+        pack_gqa=True,
+        paged_kv=True,
+        split_kv=True,
+        out_dtype="float32",
     )
     return _variant(config)
-
-
-def _prefix_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
-    """The maps of q (token, head, head_dim) and of k and v, (page, slot, head, head_dim) or without
-    the pages' axis."""
-    spec, strides = call.spec, call.strides
-    paged = spec.keys == "paged"
-    count, size = (call.num_pages, spec.page_size) if paged else (1, spec.seqlen_k)
-    group = spec.heads_q // spec.heads_kv
-    token, head = strides.q[-3:-1]
-    box_rows = min(size, config.tile_n) if paged else config.tile_n
-
-    def keys(head_dim: int, array: tuple[int, ...]) -> TensorMap:
-        return TensorMap(
-            spec.dtype,
-            (head_dim, size, spec.heads_kv, count),
-            (*array[-3:-1], array[0] if paged else size * array[-3]),
-            (_PANEL_COLUMNS, box_rows, 1, 1),
-        )
-
-    return {
-        "q": TensorMap(
-            spec.dtype,
-            (spec.head_dim, group, spec.seqlen_q, spec.heads_kv),
-            (head, token, group * head),
-            (_PANEL_COLUMNS, group, _WARPGROUP_ROWS // group, 1),
-        ),
-        "k": keys(spec.head_dim, strides.k),
-        "v": keys(spec.head_dim_v, strides.v),
-        "bias": None,
-        "mask": None,
-    }

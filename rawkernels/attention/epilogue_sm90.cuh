@@ -1,0 +1,93 @@
+// The epilogue of attention/forward_sm90.cu: what a consumer does with O when it is through with a
+// tile.
+#pragma once
+
+#include "attention/filter_sm90.cuh"
+#include "tile/softmax.cuh"
+
+// Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
+// so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
+__device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
+                                             const tile::OnlineSoftmax& softmax, float scale_log2,
+                                             const ForwardParams& params, const Tile& tile,
+                                             int row) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane % 2;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float sum = tile::quad_sum(softmax.row_sum[i]);
+    float max = tile::OnlineSoftmax::offset(softmax.row_max[i], scale_log2);
+    if (kBent && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
+    float rescale = 1.0f;
+    int head = tile.head;
+    if constexpr (Config::pack_gqa) head = tile.packed(params, row + 8 * i).head;
+    const float* sinks = static_cast<const float*>(params.sinks);
+    if constexpr (Config::split_kv) sinks = tile.split() == 0 ? sinks : nullptr;
+    if (sinks != nullptr) {
+      const float sink = sinks[head] * tile::kLog2e;
+      if (sum == 0.0f) max = fmaxf(sink, -3.402823466e38f);  // no keys: it weighs nothing
+      const float larger = fmaxf(max, sink);
+      rescale = ptx::ex2(max - larger);
+      sum = sum * rescale + ptx::ex2(sink - larger);
+      max = larger;
+    }
+    const float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
+    const bool exists = tile.exists(params, row + 8 * i);
+    const long long offset = tile.out_offset(params, row + 8 * i) + lane % 4 * 2;
+    if constexpr (sizeof(Out) == sizeof(float)) {
+      float* const out = static_cast<float*>(params.out) + offset;
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j)
+        if (exists && 8 * j < params.head_dim_v)
+          *reinterpret_cast<float2*>(out + 8 * j) =
+              make_float2(o[4 * j + 2 * i] * inverse, o[4 * j + 2 * i + 1] * inverse);
+    } else {
+      T* const out = static_cast<T*>(params.out) + offset + (odd ? 6 : 0);
+#pragma unroll
+      for (int step = 0; step < kHeadDimV / 16; ++step) {
+        const unsigned low =
+            tile::pack<T>(o[8 * step + 2 * i] * inverse, o[8 * step + 2 * i + 1] * inverse);
+        const unsigned high =
+            tile::pack<T>(o[8 * step + 2 * i + 4] * inverse, o[8 * step + 2 * i + 5] * inverse);
+        const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+        if (exists && 16 * step + (odd ? 8 : 0) < params.head_dim_v)
+          *reinterpret_cast<uint2*>(out + 16 * step) =
+              odd ? make_uint2(other, high) : make_uint2(low, other);
+      }
+    }
+    if (exists && params.lse != nullptr && lane % 4 == 0)
+      static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] =
+          (max + ptx::lg2(sum)) * tile::kLn2;
+  }
+}
+
+// Adds the values of a tile that the nonfinite filter has replaced by 0 to the outputs of a warp's
+// 16 rows, of which `first_row` is the first, where they see them: as many lanes as there are
+// 16-byte words in a row of V go through the keys. Rarely called.
+__device__ __forceinline__ void restore_values(const ForwardParams& params, const Sm90Params& sm90,
+                                               const Tile& tile, int first_row) {
+  const Tile::Partial filtered = tile.filtered(params);
+  const int column = threadIdx.x % 32 * 8;
+  __syncwarp();
+  if (column >= params.head_dim_v) return;
+#pragma unroll 1
+  for (int key = tile.block_begin * kTileN; key < min(tile.block_end * kTileN, tile.keys.length);
+       ++key) {
+    if (!filtered.has(key / kTileN)) continue;
+    const uint4 values = *reinterpret_cast<const uint4*>(
+        static_cast<const T*>(params.v) + tile.value_offset(params, sm90, key) + column);
+    if (finite_halves(values.x) == values.x && finite_halves(values.y) == values.y &&
+        finite_halves(values.z) == values.z && finite_halves(values.w) == values.w)
+      continue;
+#pragma unroll 1
+    for (int row = first_row; row < first_row + 16; ++row) {
+      if (!tile.sees(params, row, key)) continue;
+      Out* const out = static_cast<Out*>(params.out) + tile.out_offset(params, row) + column;
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i) {
+        const float value = static_cast<float>(reinterpret_cast<const T*>(&values)[i]);
+        if (!isfinite(value)) out[i] = static_cast<Out>(static_cast<float>(out[i]) + value);
+      }
+    }
+  }
+}

@@ -1,0 +1,272 @@
+// The tile scheduler of attention/forward_sm90.cu: which thread block works on which tiles, in what
+// order. One warp of a block finds its tiles and passes them to the others through a queue.
+#pragma once
+
+#include "attention/tile_sm90.cuh"
+#include "ptx/acquire_release.cuh"
+#include "ptx/mbarrier.cuh"
+
+__device__ __forceinline__ int scheduled_heads(const ForwardParams& params) {
+  if constexpr (Config::pack_gqa) return params.heads_kv;
+  return params.heads_q;
+}
+
+// Sets the head of a tile: number `head` of those that are scheduled.
+__device__ __forceinline__ void set_head(Tile& tile, const ForwardParams& params, int head) {
+  if constexpr (Config::pack_gqa) {
+    tile.head = head * group_of(params);
+    tile.head_kv = head;
+  } else {
+    tile.head = head;
+    tile.head_kv = head / group_of(params);
+  }
+}
+
+// Tiles whose costs the host knows. Where they all cost the same, tile i is that of block i modulo
+// the grid. Else, as under a causal mask, the later rows cost more: the tiles of a section of
+// heads, few enough that their keys and values stay in L2, are dealt out last first, forward and
+// backward in turn, as is one section after another, so that every block's sum comes out the same.
+struct StaticTileScheduler {
+  const ForwardParams& params;
+  const Sm90Params& sm90;
+  int heads, tiles_m, section;  // heads of all sequences, and of all parts of their keys
+  bool even;                    // all tiles cost the same: one section, head after head
+  int first_head = 0, round = 0;
+
+  __device__ __forceinline__ StaticTileScheduler(const ForwardParams& params,
+                                                 const Sm90Params& sm90)
+      : params(params),
+        sm90(sm90),
+        heads(scheduled_heads(params) * params.batch * num_splits(sm90)),
+        tiles_m((params.seqlen_q + queries_of_tile(params) - 1) / queries_of_tile(params)) {
+    even = sm90.section == 0;
+    section = even ? heads : sm90.section;
+  }
+
+  __device__ __forceinline__ Tile next() {
+    const int grid = gridDim.x;
+    for (; first_head < heads; first_head += section, round = 0) {
+      const int size = min(section, heads - first_head);
+      while (round * grid < size * tiles_m) {
+        const bool backward = !even && (round + first_head / section) % 2;
+        const int item = round++ * grid + (backward ? grid - 1 - blockIdx.x : blockIdx.x);
+        if (item < size * tiles_m)
+          return tile(first_head + (even ? item / tiles_m : item % size),
+                      even ? item % tiles_m : tiles_m - 1 - item / size);
+      }
+    }
+    Tile none;
+    none.row = -1;
+    return none;
+  }
+
+  __device__ __forceinline__ Tile tile(int head_of_all, int m) const {
+    Tile tile;
+    tile.batch = head_of_all / scheduled_heads(params);
+    set_head(tile, params, head_of_all % scheduled_heads(params));
+    if constexpr (Config::split_kv) {
+      tile.set_split(tile.batch / params.batch);
+      tile.batch %= params.batch;
+    }
+    tile.row = m * kTileM;
+    tile.queries = {params.seqlen_q, 0, tile.batch};
+    tile.keys = {params.seqlen_k, 0, tile.batch};
+    tile.find_blocks(params, sm90);
+    return tile;
+  }
+};
+
+// Sequence `index` of a batch whose lengths the device knows; its tile is left to the caller.
+__device__ __forceinline__ tile::Sequence find_sequence(const ForwardParams& params,
+                                                        const Sm90Params& sm90, int index) {
+  if constexpr (kRaggedKeys) {
+    return tile::sequence(params, index);
+  } else {
+    const tile::Rows q = Config::varlen
+                             ? tile::ragged_rows(params.cu_seqlens_q, params.seqlen_q, index)
+                             : tile::Rows{0, params.seqlen_q};
+    const int keys = Config::seq_lens ? tile::clamped(sm90.seq_lens[index], 0, params.seqlen_k)
+                                      : params.seqlen_k;
+    return {index, q.begin, 0, q.length, keys, -1};
+  }
+}
+
+// The tiles of a batch of up to 32 sequences, those that cost the most first: under a causal mask
+// by their place among the sequence's keys, the last first, else by how many keys there are. One
+// warp's lanes know a sequence each. Not where windows make the tiles' costs much the same: there
+// the warp has no registers left.
+struct SortedTiles {
+  static constexpr int kMost = Config::bound_left ? 0 : 32;
+  static constexpr bool kByPlace = Config::bound_right;
+
+  int count = 0;  // of the lane's sequence
+  int first = 0;  // the place of its first; else its lowest number, as sequences follow each other
+
+  __device__ __forceinline__ SortedTiles(const ForwardParams& params, const Sm90Params& sm90) {
+    if (!serves(params)) return;
+    const int lane = threadIdx.x % 32, tile_m = queries_of_tile(params);
+    int keys = -1;
+    if (lane < params.batch) {
+      const tile::Sequence mine = find_sequence(params, sm90, lane);
+      count = (mine.seqlen_q + tile_m - 1) / tile_m;
+      keys = mine.seqlen_k;
+      if (kByPlace) first = max(0, mine.seqlen_k - mine.seqlen_q) / tile_m;
+    }
+    if (kByPlace) return;
+#pragma unroll 1
+    for (int other = 0; other < params.batch; ++other) {
+      const int other_keys = __shfl_sync(~0u, keys, other);
+      const int other_count = __shfl_sync(~0u, count, other);
+      if (other_keys > keys || (other_keys == keys && other < lane)) first += other_count;
+    }
+  }
+
+  __device__ __forceinline__ static bool serves(const ForwardParams& params) {
+    return kMost > 0 && params.batch <= kMost;
+  }
+
+  // All lanes together, with the same number.
+  __device__ __forceinline__ tile::Sequence find(const ForwardParams& params,
+                                                 const Sm90Params& sm90, int number) const {
+    int place = 0;
+    bool mine;
+    if (kByPlace) {
+      int after = __reduce_max_sync(~0u, first + count);  // no tile has this place or a later one
+      int later = 0;  // how many tiles have a place after `place`
+      while (place < after) {
+        const int middle = (place + after) / 2;
+        const int beyond = __reduce_add_sync(~0u, min(count, max(0, first + count - middle - 1)));
+        if (number < beyond) {
+          place = middle + 1;
+        } else {
+          after = middle;
+          later = beyond;
+        }
+      }
+      mine = place >= first && place < first + count;
+      const unsigned have = __ballot_sync(~0u, mine);
+      mine &= __popc(have & ((1u << threadIdx.x % 32) - 1)) == number - later;
+      place -= first;
+    } else {
+      mine = number >= first && number < first + count;
+      place = first + count - 1 - number;
+    }
+    const unsigned owner = __ballot_sync(~0u, mine);
+    if (owner == 0) return {0, 0, 0, 0, 0, -1};
+    const int index = __ffs(owner) - 1;
+    tile::Sequence found = find_sequence(params, sm90, index);
+    found.tile = __shfl_sync(~0u, place, index);
+    return found;
+  }
+};
+
+// Tiles whose costs only the device can know are taken by whichever block is free: the tiles of a
+// section of heads at a time, sorted or, of a larger batch, last first. All lanes of one warp
+// together.
+struct DynamicTileScheduler {
+  const ForwardParams& params;
+  const Sm90Params& sm90;
+  const SortedTiles sorted;
+  unsigned item = blockIdx.x;  // the first of each block is given
+
+  __device__ __forceinline__ DynamicTileScheduler(const ForwardParams& params,
+                                                  const Sm90Params& sm90)
+      : params(params), sm90(sm90), sorted(params, sm90) {
+    if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
+      sm90.scheduler->next_tile = gridDim.x;
+      ptx::store_release(&sm90.scheduler->initialised, sm90.launch_id);
+    }
+  }
+
+  __device__ __forceinline__ Tile next() {
+    Tile tile;
+    tile.row = -1;
+    while (item < total() && tile.row < 0) {
+      const int first_head = item / (slots() * sm90.section) * sm90.section;
+      const int size = min(sm90.section, heads() - first_head);
+      const unsigned place = item - first_head * slots();
+      const tile::Sequence found = find(place / size);
+      tile.row = found.tile * kTileM;
+      tile.batch = found.index;
+      int head = first_head + place % size;
+      if constexpr (Config::split_kv) {
+        tile.set_split(head / scheduled_heads(params));
+        head %= scheduled_heads(params);
+      }
+      set_head(tile, params, head);
+      if constexpr (Config::varlen)
+        tile.queries = tile::ragged_tma_rows(static_cast<int>(found.begin_q), found.seqlen_q);
+      else
+        tile.queries = {found.seqlen_q, 0, found.index};
+      if constexpr (kRaggedKeys)
+        tile.keys = tile::ragged_tma_rows(static_cast<int>(found.begin_k), found.seqlen_k);
+      else
+        tile.keys = {found.seqlen_k, 0, found.index};
+      tile.find_blocks(params, sm90);
+      item = take();
+    }
+    return tile;
+  }
+
+ private:
+  // The sequence and the tile of one of a head's slots.
+  __device__ __forceinline__ tile::Sequence find(int number) const {
+    if (SortedTiles::serves(params)) return sorted.find(params, sm90, number);
+    const int slot = slots() - 1 - number;
+    const int tile_m = queries_of_tile(params);
+    if constexpr (Config::varlen) {
+      const int index = tile::sequence_of_slot(params.cu_seqlens_q, params.batch, slot, tile_m);
+      tile::Sequence found = find_sequence(params, sm90, index);
+      found.tile =
+          tile::tile_of_slot(static_cast<int>(found.begin_q), found.seqlen_q, index, slot, tile_m);
+      return found;
+    } else {
+      tile::Sequence found = find_sequence(params, sm90, slot / tiles_of_sequence());
+      found.tile = slot % tiles_of_sequence();
+      return found;
+    }
+  }
+
+  __device__ __forceinline__ int heads() const {
+    return scheduled_heads(params) * num_splits(sm90);
+  }
+  __device__ __forceinline__ int tiles_of_sequence() const {
+    return (params.seqlen_q + queries_of_tile(params) - 1) / queries_of_tile(params);
+  }
+  __device__ __forceinline__ unsigned slots() const {
+    return Config::varlen ? params.seqlen_q / queries_of_tile(params) + params.batch
+                          : tiles_of_sequence() * params.batch;
+  }
+  __device__ __forceinline__ unsigned total() const { return slots() * heads(); }
+
+  __device__ __forceinline__ unsigned take() const {
+    unsigned taken;
+    if (threadIdx.x % 32 == 0) {
+      while (ptx::load_acquire(&sm90.scheduler->initialised) != sm90.launch_id) {
+      }
+      taken = atomicAdd(&sm90.scheduler->next_tile, 1);
+      // The last of all: a replay of this launch in a CUDA graph must not find the launch_id.
+      if (taken == total() + gridDim.x - 1) sm90.scheduler->initialised = ~sm90.launch_id;
+    }
+    return __shfl_sync(~0u, taken, 0);
+  }
+};
+
+template <bool kIsDynamic>
+struct TileSchedulerOf {
+  using Type = StaticTileScheduler;
+};
+template <>
+struct TileSchedulerOf<true> {
+  using Type = DynamicTileScheduler;
+};
+using TileScheduler = TileSchedulerOf<kDynamic>::Type;
+
+// The tiles that the scheduler's warp finds, for all warps that work on them.
+struct TileQueue {
+  static constexpr int kSize = 4;
+
+  Tile tiles[kSize];
+  ptx::Mbarrier full[kSize];   // the scheduler's warp -> readers
+  ptx::Mbarrier empty[kSize];  // every reading warp -> the scheduler's warp
+};

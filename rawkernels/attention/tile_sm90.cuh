@@ -1,0 +1,258 @@
+// A tile of attention/forward_sm90.cu: 64 * Config::warpgroups rows of queries, and the keys that
+// they see. Where TMA finds them, where results go, and what else the kernel is told about a call.
+#pragma once
+
+#include "attention/params.cuh"
+#include "kvcache/pages.cuh"
+#include "ptx/tma.cuh"
+#include "tile/ragged.cuh"
+
+using Out = Config::out_dtype;  // of what is written: the inputs' type, or float
+
+constexpr int kTileM = 64 * Config::warpgroups;
+
+// Rows of k and v lie as cu_seqlens_k says.
+constexpr bool kRaggedKeys = Config::varlen && !Config::paged_kv && !Config::seq_lens;
+// Sequences whose lengths only the device knows: thread blocks take tiles as they get free.
+constexpr bool kDynamic = Config::varlen || Config::seq_lens;
+
+struct Sm90Params {
+  // Dimensions (head_dim, row, head, outer), see tile::TmaRows; with Config::pack_gqa q's are
+  // (head_dim, head, row, outer), with Config::paged_kv those of k and v (head_dim, slot, head,
+  // page).
+  ptx::TensorMap q, k, v;
+  ptx::TensorMap bias, mask;  // (key, query, head, batch), of length 1 where broadcast
+  // The dynamic scheduler's: next_tile holds once `initialised` is the launch's launch_id. Any
+  // content will do before.
+  struct Scheduler {
+    unsigned long long initialised;
+    unsigned next_tile;
+  }* scheduler;
+  unsigned long long launch_id;  // a random number of this launch's own
+  int section;  // heads that are worked on together; 0: fixed-length tiles cost the same
+  // Scores are softcap * tanh(cap_scale * q·k), or scale * q·k where cap_scale is 0. The last
+  // factor waits: kernels keep scores over score_scale, unless there is a bias, and exp(x) is
+  // exp2(x * log2(e)).
+  float cap_scale, score_scale, scale_log2;
+  // Config::paged_kv: a kvcache::PageTable. One TMA box has 2^box_shift keys, or fewer where one
+  // brings a whole block.
+  const int* page_table;
+  unsigned char page_shift, box_shift;
+  bool bias_mapped, mask_mapped;  // whether TMA can address them
+  // Config::split_kv: the keys of each tile are cut into as many parts, with a result each. Those
+  // of a part follow those of the part before: out is (num_splits, <what it is without>).
+  int num_splits;
+  const int* seq_lens;  // Config::seq_lens: (batch,), how many keys each sequence has
+  int table_stride, num_pages;
+};
+
+__device__ __forceinline__ kvcache::PageTable page_table(const Sm90Params& sm90) {
+  return {sm90.page_table, sm90.table_stride, sm90.page_shift, sm90.num_pages};
+}
+
+// With Config::pack_gqa the rows of a tile are those of all query heads that share a key head: a
+// warpgroup's 64 rows are as many queries as fit with all of these heads, query after query, and
+// the rest idle.
+__device__ __forceinline__ int group_of(const ForwardParams& params) {
+  return params.heads_q / params.heads_kv;
+}
+__device__ __forceinline__ int queries_of_64_rows(const ForwardParams& params) {
+  return 64 / group_of(params);
+}
+__device__ __forceinline__ int queries_of_tile(const ForwardParams& params) {
+  if constexpr (Config::pack_gqa) return queries_of_64_rows(params) * Config::warpgroups;
+  return kTileM;
+}
+
+__device__ __forceinline__ int num_splits(const Sm90Params& sm90) {
+  if constexpr (Config::split_kv) return sm90.num_splits;
+  return 1;
+}
+
+// Which part of the keys a tile has, as a base that is empty where keys are not split.
+template <bool kIsSplit>
+struct SplitOfTile {
+  __device__ __forceinline__ int split() const { return 0; }
+  __device__ __forceinline__ void set_split(int) {}
+};
+template <>
+struct SplitOfTile<true> {
+  int part;
+  __device__ __forceinline__ int split() const { return part; }
+  __device__ __forceinline__ void set_split(int split) { part = split; }
+};
+
+struct Tile : SplitOfTile<Config::split_kv> {
+  tile::TmaRows queries, keys;
+  int row;                     // the first of the tile's rows; negative: no tiles are left
+  int head, head_kv, batch;    // with pack_gqa, `head` is the first of the group
+  int block_begin, block_end;  // blocks of keys that some query of the tile sees
+
+  __device__ __forceinline__ bool empty() const { return block_begin == block_end; }
+
+  __device__ __forceinline__ int diagonal() const { return keys.length - queries.length; }
+
+  // ------------------------------------------------------------------------- rows: (query, head)
+
+  struct Packed {
+    int query, head;
+    bool used;
+  };
+  __device__ __forceinline__ Packed packed(const ForwardParams& params, int row) const {
+    const int group = group_of(params), queries = queries_of_64_rows(params);
+    const int index = row % 64, query = index / group;
+    return {row / 64 * queries + query, head + index - query * group, query < queries};
+  }
+
+  // Rows are queries where they are not packed. (Said with `if constexpr` wherever consumers ask: a
+  // function for it makes NVRTC 13.5 order their code differently, and spill.)
+  __device__ __forceinline__ int query_of(const ForwardParams& params, int row) const {
+    if constexpr (Config::pack_gqa) return packed(params, row).query;
+    return row;
+  }
+
+  __device__ __forceinline__ bool exists(const ForwardParams& params, int row) const {
+    if constexpr (Config::pack_gqa) {
+      const Packed at = packed(params, row);
+      return at.used && at.query < queries.length;
+    }
+    return row < queries.length;
+  }
+
+  // ------------------------------------------------------- the keys that a query sees by position
+
+  // From first_key to before end_key.
+  __device__ __forceinline__ int first_key(const ForwardParams& params, int query) const {
+    return Config::bound_left ? query + diagonal() - params.window_left : 0;
+  }
+
+  __device__ __forceinline__ int end_key(const ForwardParams& params, int query) const {
+    return Config::bound_right ? min(query + diagonal() + params.window_right + 1, keys.length)
+                               : keys.length;
+  }
+
+  // Whether none of a consumer's 64 rows sees the tile's first block, or its last.
+  __device__ __forceinline__ bool hides_first_block(const ForwardParams& params,
+                                                    int consumer) const {
+    int first = row + 64 * consumer;
+    if constexpr (Config::pack_gqa) first = query_of(params, first);
+    return first_key(params, first) >= (block_begin + 1) * Config::tile_n &&
+           block_end - block_begin > 1;
+  }
+  __device__ __forceinline__ bool hides_last_block(const ForwardParams& params,
+                                                   int consumer) const {
+    int end = row + 64 * consumer + 64;
+    if constexpr (Config::pack_gqa) end = query_of(params, end);
+    const int last = min(end, queries.length) - 1;
+    return end_key(params, last) <= (block_end - 1) * Config::tile_n && block_end - block_begin > 1;
+  }
+
+  // Blocks in which some of the rows from `first` to before `end`, multiples of 64, does not see
+  // some key: those before `before`, and from `from` on.
+  struct Partial {
+    int before, from;
+
+    __device__ __forceinline__ bool has(int block) const {
+      return block >= from || (Config::bound_left && block < before);
+    }
+  };
+  __device__ __forceinline__ Partial partial(const ForwardParams& params, int first,
+                                             int end) const {
+    if constexpr (Config::pack_gqa) {
+      first = query_of(params, first);
+      end = query_of(params, end);
+    }
+    const int first_key_of_last = max(first_key(params, end - 1), 0);
+    return {(first_key_of_last + Config::tile_n - 1) / Config::tile_n,
+            max(end_key(params, first), 0) / Config::tile_n};
+  }
+
+  // Blocks whose values the nonfinite filter goes through: those that are hidden from some query of
+  // the tile. Slots past a sequence's end hold anything with Config::seq_lens; else TMA gives zeros
+  // for them.
+  __device__ __forceinline__ Partial filtered(const ForwardParams& params) const {
+    if (Config::elementwise && params.mask != nullptr) return {0, 0};
+    Partial filtered = partial(params, row, row + kTileM);
+    int first = row;
+    if constexpr (Config::pack_gqa) first = query_of(params, row);
+    if (!Config::seq_lens && end_key(params, first) == keys.length) filtered.from = block_end;
+    return filtered;
+  }
+
+  __device__ __forceinline__ bool sees(const ForwardParams& params, int row, int key) const {
+    int query = row;
+    if constexpr (Config::pack_gqa) {
+      if (!packed(params, row).used) return false;
+      query = packed(params, row).query;
+    }
+    if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query))
+      return false;
+    const ScoreStrides& stride = params.mask_stride;
+    return !Config::elementwise || params.mask == nullptr ||
+           params.mask[batch * stride.batch + head * stride.head + query * stride.row +
+                       key * stride.col];
+  }
+
+  // ----------------------------------------------------------------------------- where things lie
+
+  __device__ __forceinline__ long long value_offset(const ForwardParams& params,
+                                                    const Sm90Params& sm90, int key) const {
+    if constexpr (Config::paged_kv) {
+      const kvcache::PageTable table = page_table(sm90);
+      return table.page(batch, key) * params.v_stride.batch + head_kv * params.v_stride.head +
+             table.slot(key) * params.v_stride.seq;
+    }
+    const int first = kRaggedKeys ? keys.outer - keys.length : 0;
+    return batch * (kRaggedKeys ? 0 : params.v_stride.batch) + head_kv * params.v_stride.head +
+           (first + key) * params.v_stride.seq;
+  }
+
+  // Of a row, in elements of out and of lse.
+  __device__ __forceinline__ long long out_offset(const ForwardParams& params, int row) const {
+    int query = row, head = this->head;
+    if constexpr (Config::pack_gqa) {
+      query = packed(params, row).query;
+      head = packed(params, row).head;
+    }
+    const int first = Config::varlen ? queries.outer - queries.length : 0;
+    long long offset = batch * (Config::varlen ? 0 : params.out_stride.batch) +
+                       head * params.out_stride.head + (first + query) * params.out_stride.seq;
+    if constexpr (Config::split_kv)
+      offset += split() * (Config::varlen ? params.seqlen_q * params.out_stride.seq
+                                          : params.batch * params.out_stride.batch);
+    return offset;
+  }
+
+  __device__ __forceinline__ long long lse_offset(const ForwardParams& params, int row) const {
+    int query = row, head = this->head;
+    if constexpr (Config::pack_gqa) {
+      query = packed(params, row).query;
+      head = packed(params, row).head;
+    }
+    const int first = Config::varlen ? queries.outer - queries.length : 0;
+    long long outer = Config::varlen ? 0 : batch;
+    if constexpr (Config::split_kv)
+      outer += split() * static_cast<long long>(Config::varlen ? 1 : params.batch);
+    return (outer * params.heads_q + head) * params.seqlen_q + first + query;
+  }
+
+  // ------------------------------------------------------------------------------------- blocks
+
+  // Finds the blocks of keys once everything else is known.
+  __device__ __forceinline__ void find_blocks(const ForwardParams& params, const Sm90Params& sm90) {
+    int first_query = row, end_query = row + kTileM;
+    if constexpr (Config::pack_gqa) {
+      first_query = query_of(params, first_query);
+      end_query = query_of(params, end_query);
+    }
+    const int end = max(0, end_key(params, min(end_query, queries.length) - 1));
+    const int first = max(0, first_key(params, first_query));
+    block_end = (end + Config::tile_n - 1) / Config::tile_n;
+    block_begin = first < end ? first / Config::tile_n : block_end;
+    if constexpr (Config::split_kv) {
+      const long long blocks = block_end - block_begin;
+      block_end = block_begin + blocks * (split() + 1) / sm90.num_splits;
+      block_begin += blocks * split() / sm90.num_splits;
+    }
+  }
+};
