@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -50,23 +51,28 @@ class Protocol:
 
     consumers: int
     stages: int
-    q_slots: int
+    q_stages: int
     queue: int
-    guards: int
+    filter_warps: int
     elementwise: bool
     skips_blocks: bool
     keeps_turn: bool
     releases_late: bool
     first_turn: bool
-    paged: bool  # a loading warp each for keys and values
+    value_warps: int  # beside the warp that loads keys, or keys and values
     turn_threads: int
     arrivals: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        flags = ("elementwise", "skips_blocks", "keeps_turn", "releases_late", "paged")
+        flags = ("elementwise", "skips_blocks", "keeps_turn", "releases_late")
         names = [flag for flag in flags if getattr(self, flag)]
-        return "-".join([f"{self.consumers}consumers", f"{self.q_slots}slots",
-                         f"{self.guards}guards", *names])  # fmt: skip
+        counted = (
+            (self.consumers, "consumers"),
+            (self.q_stages, "q_stages"),
+            (self.filter_warps, "filter_warps"),
+            (self.value_warps, "value_warps"),
+        )
+        return "-".join([*(f"{count}{what}" for count, what in counted if count), *names])
 
 
 def protocols() -> dict[str, Protocol]:
@@ -86,23 +92,23 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
     return Protocol(
         consumers=constants["kWarpgroups"],
         stages=constants["kStages"],
-        q_slots=constants["kSlots"],
+        q_stages=constants["kStagesQ"],
         queue=constants["kSize"],
-        guards=constants["kGuards"],
+        filter_warps=constants["kFilterWarps"],
         elementwise=config.elementwise,
         skips_blocks=bool(constants["kSkipsBlocks"]),
         keeps_turn=bool(constants["kKeepsTurn"]),
         releases_late=bool(constants["kReleasesLate"]),
         first_turn=bool(constants["kFirstTurn"]),
-        paged=config.prefix,
-        turn_threads=256,
+        value_warps=constants["kValueWarps"],
+        turn_threads=constants.value(re.search(r"bar_sync\(turn, (.*?)\)", text)[1]),
         arrivals=tuple(sorted(source.arrivals(text, constants).items())),
     )
 
 
 def tiles(p: Protocol, most_blocks: int = 3) -> Iterator[Tile]:
     """Every tile that makes a difference."""
-    if p.guards:
+    if p.filter_warps:
         yield Tile(0, (False,) * p.consumers)
     for blocks in range(1, most_blocks + 1):
         may_skip = p.skips_blocks and blocks > 1
@@ -129,8 +135,8 @@ def load(p: Protocol, what: str, *parts: str) -> Iterator[NamedTuple]:
 
 
 def value_parts(p: Protocol) -> tuple[str, ...]:
-    """The values that each guard may change; all of them where there are none."""
-    return tuple(f"v.{guard}" for guard in range(p.guards)) or ("v",)
+    """The values that each filter warp may change; all of them where there are none."""
+    return tuple(f"v.{number}" for number in range(p.filter_warps)) or ("v",)
 
 
 def load_values(p: Protocol, own) -> Iterator[NamedTuple]:
@@ -145,8 +151,10 @@ def load_keys_and_values(p: Protocol, own, tile) -> Iterator[NamedTuple]:
         if own.pending:
             yield from load_values(p, own)
         return
-    if p.guards and tile.blocks == 0 and own.pending:
-        yield from load_values(p, own)
+    if p.filter_warps and tile.blocks == 0:
+        if own.pending:
+            yield from load_values(p, own)
+        return
     for _ in range(tile.blocks):
         yield from load(p, "k")
         yield Advance("k")
@@ -170,41 +178,41 @@ def load_keys_and_values_of_e77b6e5(p: Protocol, own, tile) -> Iterator[NamedTup
         own.pending = True
 
 
-def load_pages(what: str, p: Protocol, own, tile) -> Iterator[NamedTuple]:
+def load_one_of_both(what: str, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     yield from read_tile()
     for _ in range(0 if tile == END else tile.blocks):
         yield from load(p, what, *(value_parts(p) if what == "v" else ()))
         yield Advance(what)
 
 
-def load_queries(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+def schedule_tiles(p: Protocol, own, tile) -> Iterator[NamedTuple]:
     """Finds tiles, too: it is the one that takes the inputs."""
     yield Wait("queue.empty", before=True)
     yield Write("tiles")
     yield Arrive("queue.full")
     yield Advance("queue")
-    if tile == END or (tile.blocks == 0 and not p.paged):
+    if tile == END or (p.filter_warps and tile.blocks == 0):
         return
     for consumer in range(p.consumers):
         yield from load(p, f"q.{consumer}")
     yield Advance("q")
 
 
-def guard_values(guard: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
+def filter_values(number: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     yield from read_tile()
     if tile == END or tile.blocks == 0:
         return
     for _ in range(tile.blocks):
         if p.elementwise:
-            for consumer in range(guard, p.consumers, p.guards):
+            for consumer in range(number, p.consumers, p.filter_warps):
                 yield Wait(f"rows.empty.{consumer}", before=True)
                 yield Copy(f"rows.full.{consumer}", f"rows.{consumer}")
                 yield Arrive(f"rows.full.{consumer}", 32, copies=1)
                 yield Advance(f"rows.{consumer}")
         yield Wait("full_v")
-        yield Write(f"v.{guard}")
-        yield Write(f"cleaned.{guard}")
-        yield Arrive("checked_v")
+        yield Write(f"v.{number}")
+        yield Write(f"replaced.{number}")
+        yield Arrive("filtered_v")
         yield Arrive("empty_v")
         yield Advance("v")
     yield Advance("number")
@@ -222,7 +230,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield Arrive(f"turn.{(consumer + 1) % p.consumers}", 32 * warps)
 
     def await_values() -> Iterator[NamedTuple]:
-        yield Wait("checked_v" if p.guards else "full_v")
+        yield Wait("filtered_v" if p.filter_warps else "full_v")
 
     def release_values() -> Iterator[NamedTuple]:
         yield Arrive("empty_v", warps)
@@ -250,9 +258,9 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
             yield from release_values()
             own.skips = False
 
-    def was_cleaned() -> Iterator[NamedTuple]:
-        if p.guards:
-            yield from (Read(f"cleaned.{guard}") for guard in range(p.guards))
+    def was_filtered() -> Iterator[NamedTuple]:
+        if p.filter_warps:
+            yield from (Read(f"replaced.{number}") for number in range(p.filter_warps))
             yield Advance("number")
 
     def receive_scores(last: bool) -> Iterator[NamedTuple]:
@@ -292,7 +300,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from receive_scores(last)
         yield from read("v")  # until wgmma_wait_group<0>
         if fresh:
-            yield from was_cleaned()
+            yield from was_filtered()
         yield from release_values()
         if fresh:
             yield from skip_values()
@@ -307,10 +315,10 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
             yield from skip_keys()
             yield from await_values()
             yield from read("v")
-            yield from was_cleaned()
+            yield from was_filtered()
             yield from release_values()
         return
-    if p.guards and tile.blocks == 0:
+    if p.filter_warps and tile.blocks == 0:
         return
     skips_first = tile.skip[consumer] and consumer < p.consumers - 1
     skips_last = tile.skip[consumer] and consumer == p.consumers - 1
@@ -344,8 +352,15 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
         How many warps of a consumer one process stands for: all run the same operations.
     """
     count = dict(p.arrivals)
-    consumers, guards = range(p.consumers), range(p.guards)
-    rings = {"queue": p.queue, "k": p.stages, "v": p.stages, "q": p.q_slots, "number": 2, "turn": 1}
+    consumers, filter_warps = range(p.consumers), range(p.filter_warps)
+    rings = {
+        "queue": p.queue,
+        "k": p.stages,
+        "v": p.stages,
+        "q": p.q_stages,
+        "number": 2,
+        "turn": 1,
+    }
     barriers = {f"{end}_{what}": (what, count[f"{end}_{what}"])
                 for end in ("full", "empty") for what in "kv"}  # fmt: skip
     barriers |= {f"queue.{end}": ("queue", count[f"queue.{end}"]) for end in ("full", "empty")}
@@ -355,9 +370,9 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
             barriers[f"{end}_q.{consumer}"] = "q", count[f"{end}_q"]
         barriers[f"turn.{consumer}"] = "turn", p.turn_threads
         memory[f"q.{consumer}"] = "q"
-    if p.guards:
-        barriers["checked_v"] = "v", count["checked_v"]
-        memory |= {f"cleaned.{guard}": "number" for guard in guards}
+    if p.filter_warps:
+        barriers["filtered_v"] = "v", count["filtered_v"]
+        memory |= {f"replaced.{number}": "number" for number in filter_warps}
     if p.elementwise:
         for consumer in consumers:
             rings[f"rows.{consumer}"] = 1
@@ -368,12 +383,12 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
     def role(function, *number: int | str) -> Role:
         return functools.partial(function, *number, p)
 
-    processes = {"finder": role(load_queries)}
-    if p.paged:
-        processes |= {f"loader of {what}": role(load_pages, what) for what in "kv"}
+    processes = {"finder": role(schedule_tiles)}
+    if p.value_warps:
+        processes |= {f"loader of {what}": role(load_one_of_both, what) for what in "kv"}
     else:
         processes["loader"] = role(loader)
-    processes |= {f"guard {guard}": role(guard_values, guard) for guard in guards}
+    processes |= {f"filter warp {number}": role(filter_values, number) for number in filter_warps}
     processes |= {
         f"consumer {consumer}" + f", warps from {warp}" * (warps < WARPS): role(
             consume, consumer, warps
@@ -387,6 +402,6 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
         memory,
         processes,
         tuple(tiles(p)),
-        again=frozenset(f"cleaned.{guard}" for guard in guards),
+        again=frozenset(f"replaced.{number}" for number in filter_warps),
         keeps={"pending": False, "started": False, "computing": False, "skips": False},
     )

@@ -305,7 +305,7 @@ def _next_states(
     for number in running:
         what, tile = state.blocks[number]
         opened, counter, done = state.opened, state.counter, state.done
-        if what == "start":  # VarlenWalk's constructor
+        if what == "start":  # DynamicTileScheduler's constructor
             after = ("open" if opens_first else "store", 0) if number == 0 else ("work", number)
         elif what == "store":
             counter, after = len(state.blocks), ("work" if opens_first else "open", 0)

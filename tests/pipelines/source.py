@@ -112,7 +112,7 @@ def arrivals(source: str, constants: Constants) -> dict[str, int]:
 PRIMITIVES = re.compile(
     r"\b(mbarrier_(?!init)\w+|bar_(sync|arrive)|cluster_(arrive|wait|barrier)\w*|__syncthreads\w*"
     r"|tma_load|store_async|wgmma_wait_group|load_acquire|store_release"
-    r"|load_relaxed|store_relaxed|atomic\w+|cp_async_wait\w*|advance|Ring<)"
+    r"|load_relaxed|store_relaxed|atomic\w+|cp_async_wait\w*|advance|PipelineState<)"
 )
 EXITS = re.compile(r"\b(return|continue|break)\b|\^= 1$")
 CONTROL = re.compile(

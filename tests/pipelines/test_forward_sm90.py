@@ -42,19 +42,19 @@ def test_warps_of_a_consumer_need_not_keep_in_step(name):
 
 
 def test_what_is_known_is_counted_into_the_states():
-    name = next(name for name, p in PROTOCOLS.items() if p.paged)
+    name = next(name for name, p in PROTOCOLS.items() if p.value_warps)
     assert explorer.explore(pipeline(PROTOCOLS[name]), exact=True) > explorer.explore(
         pipeline(PROTOCOLS[name])
     )
 
 
-@pytest.mark.parametrize("name", [n for n, p in PROTOCOLS.items() if not p.paged])
+@pytest.mark.parametrize("name", [n for n, p in PROTOCOLS.items() if not p.value_warps])
 def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
-    """The deadlock of commit e77b6e5: with guards, after a tile with keys and four without, which
-    fill the queue, it cannot even end."""
+    """The deadlock of commit e77b6e5: with filter warps, after a tile with keys and four without,
+    which fill the queue, it cannot even end."""
     p = PROTOCOLS[name]
     model = pipeline(p, loader=forward_sm90.load_keys_and_values_of_e77b6e5)
-    if not p.guards:
+    if not p.filter_warps:
         explorer.explore(model)
         return
     with pytest.raises(explorer.Fault, match="deadlock") as found:
@@ -64,7 +64,7 @@ def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
     assert lines[1] == "inputs: [1 blocks]" + ", [0 blocks]" * p.queue + ", end"
     waits = {line.partition(":")[0]: line for line in lines[2:]}
     assert f"waits for queue.empty[{1 % p.queue}]" in waits["finder"]
-    assert "waits for full_v[0], use 0, which has 0 of 1 arrivals" in waits["guard 0"]
+    assert "waits for full_v[0], use 0, which has 0 of 1 arrivals" in waits["filter warp 0"]
     assert f"at input {p.queue + 1}, waits for queue.full" in waits["loader"]
 
 
@@ -73,7 +73,10 @@ def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
     ("name", "barrier"),
     [
         (name, barrier)
-        for name in ("2consumers-2slots-2guards-elementwise", "2consumers-1slots-0guards-paged")
+        for name in (
+            "2consumers-2q_stages-2filter_warps-elementwise",
+            "2consumers-1q_stages-1value_warps",
+        )
         for barrier, count in PROTOCOLS[name].arrivals
         if count and ("rows" not in barrier or "elementwise" in name)
     ],
@@ -94,7 +97,10 @@ def test_a_count_of_a_turn_that_changes_alone_is_found(number):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_the_queue_may_have_any_length(size):
-    for p in (next(p for p in PROTOCOLS.values() if p.guards), *list(PROTOCOLS.values())[-1:]):
+    for p in (
+        next(p for p in PROTOCOLS.values() if p.filter_warps),
+        *list(PROTOCOLS.values())[-1:],
+    ):
         explorer.explore(pipeline(dataclasses.replace(p, queue=size)))
 
 
@@ -111,8 +117,8 @@ def changed(model, process, function):
 @pytest.mark.parametrize("barrier", ["empty_k", "empty_v", "queue.empty"])
 def test_what_is_released_before_it_is_read_is_found(barrier):
     """A consumer that arrives for a stage as soon as it has waited for it."""
-    p = PROTOCOLS["3consumers-2slots-2guards-releases_late"]
-    full = {"empty_k": "full_k", "empty_v": "checked_v", "queue.empty": "queue.full"}[barrier]
+    p = PROTOCOLS["3consumers-2q_stages-2filter_warps-releases_late"]
+    full = {"empty_k": "full_k", "empty_v": "filtered_v", "queue.empty": "queue.full"}[barrier]
 
     def early(operations):
         arrivals = [op for op in operations if op[0] == barrier]
@@ -128,10 +134,10 @@ def test_what_is_released_before_it_is_read_is_found(barrier):
 
 
 def test_flags_that_are_not_double_buffered_are_found():
-    """`cleaned` of a tile, which consumers read while guards are at the next."""
-    model = pipeline(PROTOCOLS["2consumers-2slots-2guards-releases_late"])
+    """`replaced` of a tile, which consumers read while filter warps are at the next."""
+    model = pipeline(PROTOCOLS["2consumers-2q_stages-2filter_warps-releases_late"])
     model = dataclasses.replace(model, rings={**model.rings, "number": 1})
-    with pytest.raises(explorer.Fault, match="cleaned"):
+    with pytest.raises(explorer.Fault, match="replaced"):
         explorer.explore(model)
 
 
