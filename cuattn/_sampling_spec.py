@@ -344,7 +344,7 @@ def _number(name: str, parameter: str, given: Any, vocab: int) -> Any:
 
 
 def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
-    """A scalar or an array of the host's, checked, in the parameter's dtype."""
+    """A scalar or an array on the host, checked, in the parameter's dtype."""
     low, high, closed, dtype = RANGES[parameter]
     values = _host_array(name, parameter, given)
     integral = dtype is np.int32
@@ -363,7 +363,7 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
 
 
 def _host_array(name: str, parameter: str, given: Any) -> np.ndarray:
-    """A scalar or an array of the host's as NumPy's."""
+    """A scalar or an array on the host as a NumPy array."""
     if isinstance(given, np.ma.MaskedArray):
         raise TypeError(f"{name}: {parameter} must be a plain array, got a masked one: {given!r}")
     if type(given) is int:  # of any length
@@ -375,7 +375,7 @@ def _host_array(name: str, parameter: str, given: Any) -> np.ndarray:
 
 
 def _on_their_device(name: str, xp: ModuleType, parameter: str, given: Any) -> Any:
-    """A parameter that is on the logits' GPU; None for one of the host's."""
+    """A parameter that is on the logits' GPU; None for one on the host."""
     array = on_gpu(given)
     if array is None:
         return None
@@ -397,8 +397,8 @@ def _per_row(name: str, parameter: str, values: Any, batch: int) -> Any:
 
 
 def _uploaded(name: str, xp: ModuleType, parameter: str, values: np.ndarray) -> Any:
-    """An array of the host's on the device: a graph would copy from the host's memory again at each
-    replay, whatever is there by then."""
+    """A copy of a host array on the device. A graph would copy from the host's memory again at each
+    replay, whatever is there by then, so a capture refuses it."""
     if backend(xp, "memory").capturing():
         raise ValueError(
             f"{name}: {parameter} is an array on the host, must be on the device (or a scalar) "

@@ -5,7 +5,7 @@ rows may be any stride apart. Every parameter is a scalar or one value per row. 
 array on the host, that is out of range is a ValueError; an array on the device is never read back,
 and its values are clamped: temperature to [0, inf), top_k to [1, vocab], top_p, min_p and typical_p
 to [0, 1], NaN to the lowest; tokens and rows that do not fit into int32 to the nearest that do,
-which is out of range. While a CUDA graph is captured, arrays of the host's are a ValueError.
+which is out of range. While a CUDA graph is captured, arrays on the host are a ValueError.
 
 A row that holds a NaN or +inf is bad: it gives token -1 and results of NaN, and leaves the other
 rows alone. A row of nothing but -inf gives token -1 and probabilities of 0.
@@ -42,7 +42,7 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     logits : array (batch, vocab) or (vocab,)
         float16, bfloat16 or float32.
     temperature : float or array (batch,)
-        Divides the logits; 0 puts all of the mass on the first of the largest.
+        Divides the logits; 0 gives the first of the largest the probability 1.
 
     Returns
     -------
@@ -204,13 +204,14 @@ def sample(
     logit_bias: Any = None,
     allowed: Any = None,
 ) -> Any:
-    """One token a row, drawn from exactly ``softmax(filter_logits(logits, ...))``, the logits after
-    :func:`apply_penalties` if any are given.
+    """Draw a token from each row, distributed exactly as ``softmax(filter_logits(logits, ...))``,
+    after :func:`apply_penalties` where penalties are given.
 
-    The draw takes the kept token with the largest ``logit / temperature - log(-log1p(-u))``, with
-    ``u`` from Philox4x32-10 [1]_ at (seed, offset, token). It depends on the row's own logits,
-    parameters, seed and offset and on nothing else: with an array of seeds, not on the batch or the
-    place in it, and never on the side. Advance `offset` by one for each token of a sequence.
+    The draw is Gumbel-max: the kept token with the largest ``logit / temperature -
+    log(-log1p(-u))``, with ``u`` from Philox4x32-10 [1]_ at (seed, offset, token). With an array of
+    seeds it depends on the row's own logits, parameters, seed and offset alone, not on the batch or
+    the place in it. NumPy and GPU draw the same tokens. Advance `offset` by one for each token of a
+    sequence.
 
     Parameters
     ----------
@@ -388,8 +389,8 @@ def speculative_sample_tree(
     """Accept a path of a tree of draft tokens and add one token, distributed exactly as the target
     draws [1]_.
 
-    Siblings are tried in order, each drawn on its own from its `draft_probs`; a rejection takes
-    that proposal's mass out of what the next is judged by.
+    Siblings are tried in order, each drawn on its own from its `draft_probs`. A rejection subtracts
+    those from the target's probabilities, and the rest, normalised, is the target of the next.
 
     Parameters
     ----------
@@ -432,7 +433,7 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
     tokens : array (batch,) or (batch, n) of int32, optional
         Chosen tokens.
     top_n : int
-        How many of the likeliest are wanted.
+        How many of the likeliest tokens to give.
 
     Returns
     -------

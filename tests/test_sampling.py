@@ -31,27 +31,27 @@ def define_kept(row, temperature, top_k, top_p, min_p, typical_p):
     left = [i for i in order if row[i] > -math.inf][:top_k]
     if not left:
         return set()
-    mass = {i: math.exp((row[i] - row[left[0]]) / temperature) for i in left}
+    weight = {i: math.exp((row[i] - row[left[0]]) / temperature) for i in left}
     if top_p < 1:
-        total, reached, run = math.fsum(mass[i] for i in left), 0.0, []
+        total, reached, run = math.fsum(weight[i] for i in left), 0.0, []
         for i in left:
             if run and reached >= top_p * total:
                 break
             run.append(i)
-            reached += mass[i]
+            reached += weight[i]
         left = run
-    left = [i for i in left if mass[i] >= min_p * mass[left[0]]]
+    left = [i for i in left if weight[i] >= min_p * weight[left[0]]]
     if typical_p < 1:
-        total = math.fsum(mass[i] for i in left)
-        surprise = {i: math.log(total) - math.log(mass[i]) for i in left if mass[i] > 0}
-        entropy = math.fsum(mass[i] / total * surprise[i] for i in surprise)
+        total = math.fsum(weight[i] for i in left)
+        surprise = {i: math.log(total) - math.log(weight[i]) for i in left if weight[i] > 0}
+        entropy = math.fsum(weight[i] / total * surprise[i] for i in surprise)
         ranked = sorted(surprise, key=lambda i: abs(surprise[i] - entropy))
         reached, run = 0.0, []
         for i in ranked:
             if run and reached >= typical_p * total:
                 break
             run.append(i)
-            reached += mass[i]
+            reached += weight[i]
         left = run
     return set(left)
 
@@ -225,15 +225,25 @@ def test_a_row_is_drawn_the_same_in_any_batch(batch, seed, data):
     logits = rng.standard_normal((batch, 200)).astype(np.float32)
     seeds = rng.integers(0, 2**62, batch)
     offsets = rng.integers(0, 2**62, batch)
-    heat = rng.uniform(0, 2, batch).astype(np.float32)
-    tokens = sampling.sample(logits, temperature=heat, top_p=0.9, seed=seeds, offset=offsets)
+    temperatures = rng.uniform(0, 2, batch).astype(np.float32)
+    tokens = sampling.sample(
+        logits, temperature=temperatures, top_p=0.9, seed=seeds, offset=offsets
+    )
     order = np.array(data.draw(st.permutations(range(batch))))
     moved = sampling.sample(
-        logits[order], temperature=heat[order], top_p=0.9, seed=seeds[order], offset=offsets[order]
+        logits[order],
+        temperature=temperatures[order],
+        top_p=0.9,
+        seed=seeds[order],
+        offset=offsets[order],
     )
     assert np.array_equal(moved, tokens[order])
     alone = sampling.sample(
-        logits[0], temperature=heat[:1], top_p=0.9, seed=int(seeds[0]), offset=int(offsets[0])
+        logits[0],
+        temperature=temperatures[:1],
+        top_p=0.9,
+        seed=int(seeds[0]),
+        offset=int(offsets[0]),
     )
     assert alone == tokens[0]
 
@@ -592,7 +602,7 @@ def test_nothing_is_written_before_all_is_checked(rng):
 
 
 def test_a_scalar_is_checked_for_each_type():
-    """What equals a number that has been found right may still be of another type."""
+    """Checks are remembered by value and type: 1 is valid where 1.0 or True is not."""
     logits = np.zeros((2, 8), np.float32)
     for right, wrong in (({"top_k": 1}, {"top_k": 1.0}), ({"top_p": 1.0}, {"top_p": True})):
         sampling.sample(logits, **right)

@@ -3,8 +3,8 @@
 A row is *bad* if it holds a NaN or +inf: its results are NaN and its token is -1. A row of nothing
 but -inf is *empty*: its probabilities are 0 and its token is -1.
 
-Rows are taken some at a time, so that their float64 copies stay in the processor's cache, and only
-as many tokens are sorted as the filters can keep.
+Rows are processed in chunks, whose float64 copies stay in the processor's cache, and only as many
+tokens are sorted as the filters can keep.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cuattn._sampling_types import Drafts, Filters, Penalties
 #: The stream of the uniform numbers that accept or reject draft tokens; tokens are drawn from 0.
 ACCEPT_STREAM = 1
 
-_CHUNK_TOKENS = 1 << 17  # tokens of the rows that are taken together: 1 MiB of float64
+_CHUNK_TOKENS = 1 << 17  # tokens of a chunk of rows: 1 MiB of float64
 _FIRST_RANKS = 256  # how many ranks of a row top-p looks at first
 _SORTED_VOCAB = 1024  # rows up to this long are sorted whole
 
@@ -274,7 +274,7 @@ def beam_step(logits: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _chunks(logits: np.ndarray) -> Iterator[slice]:
-    """Rows that are taken together."""
+    """Chunks of rows, at least one row each."""
     step = max(1, _CHUNK_TOKENS // logits.shape[1])
     for begin in range(0, len(logits), step):
         yield slice(begin, begin + step)

@@ -47,8 +47,8 @@ __device__ __forceinline__ int tile_token(int base, int j) {
 // Whether there are registers to hold the next tile while one is worked on.
 constexpr bool kDoubleBuffer = Config::blocks_per_sm == 1;
 
-// The tiles of a segment that a warp takes, kTokens of each thread in one; beyond the segment's end
-// a logit is -inf. kTeam warps take turns.
+// A warp's tiles of a segment, each of kTokens tokens of each thread; beyond the segment's end a
+// logit is -inf. Tiles go to kTeam warps in turn.
 template <int kTokens, int kTeam = kWarps>
 struct Tiles {
   const Row& logits;

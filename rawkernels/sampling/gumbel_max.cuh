@@ -108,7 +108,7 @@ __device__ __forceinline__ int count_possible_winners(float key, bool& may_win, 
 
 constexpr int kMaxContenders = 512;
 
-struct BlockResult {  // what the cluster is told of a block's contenders
+struct BlockResult {  // of a block's contenders, known to the whole cluster
   float threshold;
   int count, bad;
 };

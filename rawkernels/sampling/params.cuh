@@ -28,8 +28,8 @@ struct RowSeeds {
 struct SampleParams {
   const void* logits;  // (rows, vocab), row_stride elements apart
   int* tokens;         // (rows,); null: nothing is drawn
-  float* filtered;     // (rows, vocab): filtered logits over temperature; null: not wanted
-  void* top_values;    // (rows, top_count) of the logits' type; null: not wanted
+  float* filtered;     // (rows, vocab): filtered logits over temperature; null: not asked for
+  void* top_values;    // (rows, top_count) of the logits' type; null: not asked for
   int* top_indices;
   const PenalizedLogit* penalty_table;  // (rows, 2^table_bits); null: logits are as they are
   long long row_stride;

@@ -34,7 +34,7 @@ __device__ __forceinline__ void make_table(const PenaltyParams& params, int row,
     if (params.triples) biases[slot] = 0.0;
   }
   __syncthreads();
-  // The slot of a token, which is taken if it was empty; -1 for what is no token.
+  // The slot of a token, which becomes the token's if it was empty; -1 for what is no token.
   const auto slot_of = [&](int token) {
     if (token < 0 || token >= vocab) return -1;
     for (unsigned slot = first_slot(token, bits);; ++slot) {

@@ -21,7 +21,7 @@ static_assert(kChunk % kUnit == 0, "a chunk must be whole units, so that a full 
 
 struct SoftmaxParams {
   const void* logits;    // (rows, vocab), row_stride elements apart
-  float* probabilities;  // (rows, vocab); null: not wanted
+  float* probabilities;  // (rows, vocab); null: not asked for
   const int* tokens;     // (rows, num_tokens)
   float* log_probabilities;
   long long row_stride;

@@ -11,7 +11,7 @@
 #include "sampling/params.cuh"
 
 constexpr int kMaxDrafts = 256;  // of a tree; in a chain no second draft is rejected
-constexpr int kAhead = 8;  // loads in flight together
+constexpr int kAhead = 8;        // loads in flight together
 
 // A probability; a negative one counts as 0, a NaN as a NaN.
 __device__ __forceinline__ float probability(float p) { return ptx::max_nan(p, 0.0f); }

@@ -1,22 +1,22 @@
-// Philox4x32-10: random numbers as a pure function of (seed, offset, stream, index).
-// cuattn/_philox.py draws the same bits.
+// Philox4x32-10 (Salmon et al., SC 2011): random numbers as a pure function of seed, offset, stream
+// and index. cuattn/_philox.py computes the same bits.
 //
-// A number has 32 bits: its upper half is from one counter, its lower half from another. Each
-// counter gives halves to eight indices, which are 32 apart, so that a warp which takes 256
-// consecutive indices, lane by lane, evaluates one counter a lane for the upper halves and reads
-// memory coalesced, whatever the alignment of the row. Where the upper half tells enough, as for
-// nearly all tokens that race, nobody asks for the lower one.
+// A number has 32 bits: its upper half is from one counter, its lower half from another. A counter
+// gives halves to eight indices that are 32 apart. So a warp that covers 256 consecutive indices
+// evaluates one counter in each lane for the upper halves, and its loads are coalesced whatever the
+// alignment of the row. Where the upper half suffices, as for nearly all tokens of a Gumbel-max
+// draw, the lower one is not computed.
 #pragma once
 
-// Seeds of a call's rows are this far apart: ROW_STEP of cuattn/_philox.py.
+// The distance between the seeds of a call's rows: ROW_STEP of cuattn/_philox.py.
 constexpr unsigned long long kPhiloxRowStep = 0x9E3779B97F4A7C15ull;
 
 struct PhiloxKey {
   unsigned long long seed, offset;
 };
 
-// c[n] are counters, and then the numbers. Several go round by round together, so that they share
-// the round's keys.
+// Replaces the counters c[n] by their random numbers. The counters advance together, round by
+// round, so that they share the keys of a round.
 template <int kCounters>
 __device__ __forceinline__ void philox4x32(uint4 (&c)[kCounters], unsigned long long seed) {
   unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
@@ -44,10 +44,10 @@ __device__ __forceinline__ unsigned philox_block(int index) {
   return unsigned(index >> 8) << 5 | unsigned(index & 31);
 }
 
-// Which half of a counter's numbers is an index's: 0 is the lower one.
+// Whether an index's 16 bits are the lower (0) or the upper (1) half of a word of its counter.
 __device__ __forceinline__ int philox_side(int index) { return index >> 7 & 1; }
 
-// What an index has of its counter's numbers, 16 bits.
+// The 16 bits that an index gets from its counter's four words.
 __device__ __forceinline__ unsigned philox_half(uint4 words, int index) {
   const int number = index >> 5 & 3;
   const unsigned word = number == 0   ? words.x

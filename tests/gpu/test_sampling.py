@@ -80,9 +80,9 @@ def test_filters_keep_what_numpy_keeps(rng, vocab, parameters):
     logits = logits_of(rng, 2, vocab, std=2.0)
     expected = sampling.filter_logits(logits, **parameters)
     found = sampling.filter_logits(cupy.asarray(logits), **parameters).get()
-    by_mass = parameters.get("top_p", 1) < 1 or parameters.get("typical_p", 1) < 1
+    by_probability = parameters.get("top_p", 1) < 1 or parameters.get("typical_p", 1) < 1
     differ = (found != expected).sum()
-    if not by_mass:
+    if not by_probability:
         assert differ == 0
     elif differ:  # sums of float32 exponentials: the token at the crossing may fall on either side
         assert differ <= 4
@@ -127,7 +127,7 @@ def test_degenerate_rows_harm_no_other(rng, rows, parameters):
 
 
 def odd_rows(rng, vocab):
-    """Rows that are not what a glance at a part of them promises."""
+    """Rows of which a pilot sample says little about the rest."""
     ramp = np.linspace(-20, 20, vocab, dtype=np.float32)
     noise = rng.standard_normal(vocab, dtype=np.float32)
     spikes = noise.copy()
@@ -214,9 +214,9 @@ def test_softmax(rng, dtype, vocab):
     logits = logits_of(rng, 4, vocab, dtype)
     logits[1] = -np.inf
     logits[2, 1] = np.nan
-    heat = np.array([1.0, 1.0, 1.0, 0.0])
-    expected = sampling.softmax(logits, temperature=heat)
-    found = sampling.softmax(cupy.asarray(logits), temperature=heat).get()
+    temperatures = np.array([1.0, 1.0, 1.0, 0.0])
+    expected = sampling.softmax(logits, temperature=temperatures)
+    found = sampling.softmax(cupy.asarray(logits), temperature=temperatures).get()
     assert np.allclose(found, expected, rtol=2e-5, atol=1e-12, equal_nan=True)
 
 
@@ -242,7 +242,7 @@ def test_parameters_on_the_device_are_clamped():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1000, 40_000])
 def test_each_row_has_its_own_filters(rng, dtype, vocab):
-    """Whatever kernels that takes."""
+    """Rows of one call may need different kernels."""
     logits = logits_of(rng, 60, vocab, dtype)
     by_row = {
         "temperature": rng.choice([0.0, 0.7, 1.5], 60),
@@ -341,7 +341,7 @@ def test_drafts_that_cannot_be_are_never_accepted(rng):
 
 
 class OfAnotherLibrary:
-    """All that is known of an array on the device."""
+    """An array on the device that has `__cuda_array_interface__` and nothing else."""
 
     def __init__(self, array):
         self.array = array

@@ -44,7 +44,7 @@ def on_gpu(options):
     [(1, 1), (300, 7), (70, 4100), (9, 32768), (5, 128256), (2, 163_844), (2, 300_001)],
 )
 def test_probabilities_of_rows_at_any_place(rng, dtype, rows, vocab):
-    """Rows of whole quads and not, aligned and not, within a block's registers and beyond."""
+    """Whole vectors of four and not, aligned and not, in registers and too long for them."""
     wide = logits_of(rng, rows, vocab + 8, dtype)
     for part in (wide[:, :vocab], wide[:, 3 : vocab + 3], wide[::2, 4 : vocab + 4]):
         expected = sampling.softmax(part)
@@ -66,11 +66,11 @@ def test_probabilities_of_degenerate_rows_and_temperatures(rng, vocab):
     logits[4] = 0
     logits[5, 1::2] = -np.inf
     logits[6] *= 1e37
-    heat = np.array([1, 1, 1, 1, 0, 0.3, 1e-30, 1e30, 0], np.float32)
-    expected = sampling.softmax(logits, temperature=heat)
-    found = sampling.softmax(cupy.asarray(logits), temperature=cupy.asarray(heat)).get()
+    temperatures = np.array([1, 1, 1, 1, 0, 0.3, 1e-30, 1e30, 0], np.float32)
+    expected = sampling.softmax(logits, temperature=temperatures)
+    found = sampling.softmax(cupy.asarray(logits), temperature=cupy.asarray(temperatures)).get()
     assert np.allclose(found, expected, rtol=2e-5, atol=1e-12, equal_nan=True)
-    for n, temperature in enumerate(heat):
+    for n, temperature in enumerate(temperatures):
         alone = sampling.softmax(cupy.asarray(logits[n]), temperature=temperature).get()
         assert np.array_equal(alone, found[n], equal_nan=True)
 
@@ -93,7 +93,7 @@ def test_rows_do_not_depend_on_the_batch(rows, vocab, data):
 
 @pytest.mark.parametrize(("rows", "vocab"), [(3, 33), (130, 2001), (3, 128256)])
 def test_draws_of_unusual_rows(rng, rows, vocab):
-    """Rows whose best tokens nothing can tell apart but float64, or of which all stand out."""
+    """Rows whose best tokens only float64 tells apart, or in which every token is a contender."""
     logits = logits_of(rng, rows, vocab)
     logits[0] = np.sort(logits[0]) * 10
     logits[1] = 0
