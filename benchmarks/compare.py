@@ -120,13 +120,19 @@ def decode(
 
 
 def sample(
-    name: str, rows: int, vocab: int, std: float, dtype: np.dtype, call: Callable[[Any, Any], Any]
+    name: str,
+    rows: int,
+    vocab: int,
+    std: float,
+    dtype: np.dtype,
+    call: Callable[[Any, Any, Any], Any],
 ) -> Case:
-    """A call of ``sampling`` on logits of this standard deviation."""
+    """A call of ``sampling`` on logits of this standard deviation, with a seed for each row."""
 
     def prepare() -> Callable[[Any], Any]:
         logits = (std * cupy.random.standard_normal((rows, vocab), dtype=np.float32)).astype(dtype)
-        return lambda package: call(package.sampling, logits)
+        seeds = cupy.arange(rows)
+        return lambda package: call(package.sampling, logits, seeds)
 
     return Case(f"sampling {name} {rows}x{vocab} {dtype.name} std {std:g}", prepare)
 
@@ -193,17 +199,17 @@ def table_cases() -> Iterator[Case]:
     yield decode("mixed lengths", mixed, (32, 8), 128, page_size=16)
     yield decode("float32 16x8192", np.full(16, 8192), (32, 8), 128, dtype=np.dtype(np.float32))
     yield decode("softcap ALiBi 16x8192", np.full(16, 8192), (32, 8), 128, softcap=30.0)
-    operations: dict[str, Callable[[Any, Any], Any]] = {
-        "greedy": lambda s, x: s.greedy(x),
-        "temperature": lambda s, x: s.sample(x, temperature=0.9, seed=1),
-        "min_p": lambda s, x: s.sample(x, min_p=0.05, seed=1),
-        "top_k": lambda s, x: s.sample(x, top_k=50, seed=1),
-        "top_p": lambda s, x: s.sample(x, top_p=0.9, seed=1),
-        "joint": lambda s, x: s.sample(x, top_k=50, top_p=0.9, seed=1),
-        "typical_p": lambda s, x: s.sample(x, typical_p=0.9, seed=1),
-        "select": lambda s, x: s.top_k(x, 50),
-        "softmax": lambda s, x: s.softmax(x),
-        "filter": lambda s, x: s.filter_logits(x, top_k=50, top_p=0.9),
+    operations: dict[str, Callable[[Any, Any, Any], Any]] = {
+        "greedy": lambda s, x, seed: s.greedy(x),
+        "temperature": lambda s, x, seed: s.sample(x, temperature=0.9, seed=seed),
+        "min_p": lambda s, x, seed: s.sample(x, min_p=0.05, seed=seed),
+        "top_k": lambda s, x, seed: s.sample(x, top_k=50, seed=seed),
+        "top_p": lambda s, x, seed: s.sample(x, top_p=0.9, seed=seed),
+        "joint": lambda s, x, seed: s.sample(x, top_k=50, top_p=0.9, seed=seed),
+        "typical_p": lambda s, x, seed: s.sample(x, typical_p=0.9, seed=seed),
+        "select": lambda s, x, seed: s.top_k(x, 50),
+        "softmax": lambda s, x, seed: s.softmax(x),
+        "filter": lambda s, x, seed: s.filter_logits(x, top_k=50, top_p=0.9),
     }
     for (name, call), rows, std in itertools.product(operations.items(), (1, 64, 512), (4.0, 1.0)):
         for dtype in (np.dtype(np.float32), BFLOAT16):

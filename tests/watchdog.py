@@ -114,6 +114,9 @@ def describe_call() -> str:
     for arg, value in values.items():
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             parts.append(f"{arg} {value.dtype}{list(value.shape)}")
+        elif isinstance(value, tuple) and any(hasattr(item, "dtype") for item in value):
+            shapes = ", ".join(f"{item.dtype}{list(item.shape)}" for item in value)
+            parts.append(f"{arg}=({shapes})")  # values on the device cannot be read in a capture
         elif isinstance(value, (int, float, str, tuple)) and value:
             parts.append(f"{arg}={str(value)[:80]}")
     return f"{name}({', '.join(parts)})"

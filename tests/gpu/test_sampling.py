@@ -276,7 +276,7 @@ def test_a_scalar_seed_gives_each_row_the_stream_that_numpy_gives(rng, seed, row
     expected = sampling.sample(logits, seed=seed, offset=2, **parameters)
     tokens = sampling.sample(cupy.asarray(logits), seed=seed, offset=2, **parameters)
     assert np.array_equal(tokens.get(), expected)
-    assert rows == 1 or len(np.unique(expected)) > rows // 3
+    assert rows == 1 or len(np.unique(expected)) > min(rows, 50) // 3
     streams = cupy.asarray(row_seeds(seed % 2**64, rows))
     tokens = sampling.sample(cupy.asarray(logits), seed=streams, offset=2, **parameters)
     assert np.array_equal(tokens.get(), expected)
