@@ -7,9 +7,13 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import types
 
+import numpy as np
 import pytest
 
+import cuattn
+from cuattn.reference import attention
 from tests import watchdog
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals that Windows has not")
@@ -119,11 +123,6 @@ def test_a_test_that_hangs_is_named(workers, tmp_path):
 
 def test_a_launch_is_described_by_its_call(monkeypatch):
     """With the shapes that the user gave."""
-    import numpy as np
-
-    import cuattn
-    from cuattn.reference import attention
-
     described = []
     forward = attention.forward
 
@@ -137,3 +136,22 @@ def test_a_launch_is_described_by_its_call(monkeypatch):
     (call,) = described
     assert call.startswith("flash_attention(q float32[2, 5, 4, 8], k float32[2, 7, 2, 8], ")
     assert "causal=True, window=(3, None)" in call
+
+
+def test_no_array_is_read_for_a_description():
+    """As CuPy's may not be while a CUDA graph is captured."""
+
+    class Array:
+        dtype, shape = np.dtype(np.float32), (2, 3)
+
+        def __repr__(self):
+            raise RuntimeError("D2H transfers are disallowed")
+
+    def call(q, prefix, page_table, seed):
+        return watchdog.describe_call()
+
+    call = types.FunctionType(call.__code__, {"__name__": "cuattn.some", "watchdog": watchdog})
+    assert call(Array(), (Array(), Array()), [Array()], 7) == (
+        "call(q float32[2, 3], prefix=(float32[2, 3], float32[2, 3]), page_table=(float32[2, 3]), "
+        "seed=7)"
+    )

@@ -112,14 +112,21 @@ def describe_call() -> str:
         frame = frame.f_back
     parts = []
     for arg, value in values.items():
-        if hasattr(value, "dtype") and hasattr(value, "shape"):
-            parts.append(f"{arg} {value.dtype}{list(value.shape)}")
-        elif isinstance(value, tuple) and any(hasattr(item, "dtype") for item in value):
-            shapes = ", ".join(f"{item.dtype}{list(item.shape)}" for item in value)
-            parts.append(f"{arg}=({shapes})")  # values on the device cannot be read in a capture
-        elif isinstance(value, (int, float, str, tuple)) and value:
-            parts.append(f"{arg}={str(value)[:80]}")
+        if hasattr(value, "dtype"):
+            parts.append(f"{arg} {_described(value)}")
+        elif isinstance(value, (int, float, str, tuple, list)) and value:
+            parts.append(f"{arg}={_described(value)}")
     return f"{name}({', '.join(parts)})"
+
+
+def _described(value: Any) -> str:
+    """Without an array's numbers: these would be waited for, and may not be while a CUDA graph is
+    captured."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_described, value[:8]))})"
+    return str(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
 def recording(kernel: Callable, tell: Callable[[str], None]) -> Callable:
