@@ -142,9 +142,8 @@ struct ContractScores {
 
     __device__ __forceinline__ Bias(const ScoreInputs& inputs) : inputs(inputs) {}
     __device__ __forceinline__ Acc operator()(Acc score, const Row& row, int key) const {
-      if (!exists(inputs, row, key)) return score;
-      const long long at = row.query * inputs.bias_stride.row + key * inputs.bias_stride.col;
-      return score + kUnit * static_cast<Acc>(static_cast<const Element*>(inputs.bias)[at]);
+      const Element* const bias = static_cast<const Element*>(inputs.bias);
+      return score + kUnit * static_cast<Acc>(bias[offset(inputs, inputs.bias_stride, row, key)]);
     }
   };
 
@@ -158,18 +157,20 @@ struct ContractScores {
     const ScoreInputs& inputs;
 
     __device__ __forceinline__ Acc operator()(Acc score, const Row& row, int key) const {
-      const long long at = row.query * inputs.mask_stride.row + key * inputs.mask_stride.col;
-      const bool keep = exists(inputs, row, key) && inputs.mask[at] != 0;
+      const bool keep = inputs.mask[offset(inputs, inputs.mask_stride, row, key)] != 0;
       return keep ? score : negative_infinity<Acc>();
     }
     // A score of -inf gets no gradient: its weight is 0.
     __device__ __forceinline__ Acc derivative(Acc, const Row&, int) const { return 1; }
   };
 
-  // Tiles reach beyond the last query and key.
-  __device__ __forceinline__ static bool exists(const ScoreInputs& inputs, const Row& row,
-                                                int key) {
-    return row.query < inputs.seqlen_q && key < inputs.seqlen_k;
+  // Of bias and mask. Tiles reach beyond the last query and key: there the last one's element is
+  // read, since a branch around each read would make them wait for one another.
+  __device__ __forceinline__ static long long offset(const ScoreInputs& inputs,
+                                                     const ScoreStrides& stride, const Row& row,
+                                                     int key) {
+    return min(row.query, inputs.seqlen_q - 1) * stride.row +
+           min(key, inputs.seqlen_k - 1) * stride.col;
   }
 };
 
