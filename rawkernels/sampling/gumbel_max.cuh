@@ -58,6 +58,26 @@ __device__ __forceinline__ unsigned least_halves(uint4 words) {
   return __vminu2(__vminu2(words.x, words.y), __vminu2(words.z, words.w));
 }
 
+// Whether one of four tokens may pass: whether the largest of their logits would with the smallest
+// of their uniform numbers. A token with logit x is rejected if 1/2 + u > limit(x).
+template <class Limit>
+__device__ __forceinline__ bool any_may_pass(float top, uint4 words, int side, Limit limit) {
+  return !(half_plus_uniform(least_halves(words), side) > limit(top));
+}
+
+// Which of four tokens may pass; bit j is token j.
+template <class Limit>
+__device__ __forceinline__ unsigned which_may_pass(const float* x, uint4 words, int side,
+                                                   Limit limit) {
+  const unsigned bits[4] = {words.x, words.y, words.z, words.w};
+  unsigned which = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (!(half_plus_uniform(bits[j], side) > limit(x[j]))) which |= 1u << j;
+  }
+  return which;
+}
+
 struct ArgmaxSmem {
   Draw warp_best[kWarps], block_best[Config::cluster];
 };
@@ -254,13 +274,8 @@ __device__ __forceinline__ bool gumbel_max(Load load, Scaled scaled, Segment seg
     const float threshold = read_threshold(smem);
     uint4 words[1] = {philox_counter(philox_block(base + lane), kTokenStream, kUpper, key)};
     philox4x32(words, key.seed);
-    const unsigned bits[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
-    unsigned contenders = 0;  // bit j: token j
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      const float limit = 0.5f + ptx::ex2(fmaf(x[j], slope, -threshold));
-      if (!(half_plus_uniform(bits[j], philox_side(base)) > limit)) contenders |= 1u << j;
-    }
+    const auto limit = [&](float y) { return 0.5f + ptx::ex2(fmaf(y, slope, -threshold)); };
+    unsigned contenders = which_may_pass(x, words[0], philox_side(base), limit);
     for (; contenders != 0; contenders &= contenders - 1) {
       const int i = base + 32 * (__ffs(contenders) - 1) + lane;
       if (i < segment.end) add_contender(i, load(i), slope, key, smem);

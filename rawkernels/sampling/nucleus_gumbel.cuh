@@ -24,28 +24,6 @@ struct Waiting {
 };
 constexpr bool kCanWait = sizeof(Waiting) * kWarps <= Config::smem_bytes;  // in place of the bins
 
-// Whether one of four tokens may be a candidate: whether the largest of their probabilities would
-// be with the smallest of their numbers, which are halves of one counter's words.
-__device__ __forceinline__ bool any_candidate(const NucleusState& state, float top, uint4 words,
-                                              int side) {
-  return !(half_plus_uniform(least_halves(words), side) >
-           fmaf(state.probability(top), state.candidate_scale, 0.5f));
-}
-
-// Which of four tokens may be candidates; bit j is token j.
-__device__ __forceinline__ unsigned which_candidates(const NucleusState& state, const float* x,
-                                                     uint4 words, int side) {
-  const unsigned bits[4] = {words.x, words.y, words.z, words.w};
-  unsigned which = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (!(half_plus_uniform(bits[j], side) >
-          fmaf(state.probability(x[j]), state.candidate_scale, 0.5f)))
-      which |= 1u << j;
-  }
-  return which;
-}
-
 // Reads the row, makes candidates of the tokens with the largest keys, and finds the largest logit.
 // kHistogram: accumulates the bins as well. kSparse: for rows of which min-p keeps little.
 template <bool kHistogram, bool kSparse>
@@ -69,6 +47,9 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
     if (!(value < smem.state.min_logit) && token > smem.state.rejected) {
       add_candidate(token, candidates);
     }
+  };
+  const auto limit = [&](float x) {
+    return fmaf(state.probability(x), state.candidate_scale, 0.5f);
   };
   for_each_tile(tiles, ahead, [&](int base, const float (&x)[kTileTokens]) {
     float tops[kFours];
@@ -102,8 +83,8 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
         uint4 words[1] = {philox_counter(philox_block(first), kTokenStream, kUpper, key)};
         philox4x32(words, key.seed);
         const int side = philox_side(first);
-        if (!any_candidate(state, largest_of_four(own), words[0], side)) continue;
-        const unsigned which = which_candidates(state, own, words[0], side);
+        if (!any_may_pass(largest_of_four(own), words[0], side, limit)) continue;
+        const unsigned which = which_may_pass(own, words[0], side, limit);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (which >> j & 1) add(first + 32 * j, own[j]);
@@ -134,14 +115,14 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
             *reinterpret_cast<float*>(column + offset) += ptx::ex2(log2_p);
           }
         }
-        may[n] = any_candidate(state, tops[2 * first + n], words[n / 2], n % 2);
+        may[n] = any_may_pass(tops[2 * first + n], words[n / 2], n % 2, limit);
         any |= may[n];
       }
       if (!any) continue;
 #pragma unroll
       for (int n = 0; n < 2 * kGroupsAtOnce; ++n) {
         const int token = 4 * (2 * first + n);
-        if (may[n]) which |= which_candidates(state, x + token, words[n / 2], n % 2) << token;
+        if (may[n]) which |= which_may_pass(x + token, words[n / 2], n % 2, limit) << token;
       }
     }
     for (; which != 0; which &= which - 1) {

@@ -114,26 +114,20 @@ __device__ __forceinline__ bool gumbel_max_dense(const Config::dtype* logits, Se
     load_tile();
     prefetch_next();
     const float threshold = read_threshold(smem);
+    const auto limit = [&](float y) { return 0.5f + ptx::ex2(fmaf(y, slope, -threshold)); };
     bool may_win[2 * kUnroll], any = false;
 #pragma unroll
     for (int four = 0; four < 2 * kUnroll; ++four) {
       const float top = largest_of_four(x + 4 * four);
-      const float least = half_plus_uniform(least_halves(words[four / 2]), four % 2);
-      may_win[four] = !(least > 0.5f + ptx::ex2(fmaf(top, slope, -threshold)));
+      may_win[four] = any_may_pass(top, words[four / 2], four % 2, limit);
       any |= may_win[four];
     }
     if (any) {
       unsigned contenders = 0;  // bit j: token j
 #pragma unroll
       for (int four = 0; four < 2 * kUnroll; ++four) {
-        const uint4 number = words[four / 2];
-        const unsigned bits[4] = {number.x, number.y, number.z, number.w};
         if (!may_win[four]) continue;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float limit = 0.5f + ptx::ex2(fmaf(x[4 * four + j], slope, -threshold));
-          if (!(half_plus_uniform(bits[j], four % 2) > limit)) contenders |= 1u << (4 * four + j);
-        }
+        contenders |= which_may_pass(x + 4 * four, words[four / 2], four % 2, limit) << (4 * four);
       }
       for (; contenders != 0; contenders &= contenders - 1) {
         const int i = here + 32 * (__ffs(contenders) - 1) + lane;

@@ -239,6 +239,19 @@ def test_parameters_on_the_device_are_clamped():
     assert np.array_equal(tokens.get(), sampling.sample(logits, seed=2, **arrays))
 
 
+def test_parameters_of_another_kind_on_the_device_are_named():
+    logits, ones = cupy.zeros((3, 50), np.float32), cupy.ones(3, np.float32)
+    for parameter, values, words in [
+        ("top_k", ones, "top_k must be integers, has dtype float32"),
+        ("seed", ones, "seed must be integers, has dtype float32"),
+        ("offset", ones > 0, "offset must be integers, has dtype bool"),
+        ("top_p", ones > 0, "top_p must be real numbers, has dtype bool"),
+        ("logit_bias", cupy.ones(50, np.complex64), "logit_bias must be real numbers"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            sampling.sample(logits, **({"seed": 0} | {parameter: values}))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1000, 40_000])
 def test_each_row_has_its_own_filters(rng, dtype, vocab):
