@@ -53,15 +53,16 @@ MASK = Layout((1, 1, 1, 100_000), (0, 0, 0, 1), np.dtype(bool))
         ({"dtype": np.float64, "heads": (4, 2)}, True),
         ({"dims": (192, 128)}, True),
         ({"batch": 64, "heads": (32, 8)}, True),  # forward would take four times as long
-        ({"tokens": 16}, True),
-        ({"tokens": 4, "keys": 4096}, True),
-        ({"keys": 4095}, False),  # three splits
+        ({"tokens": 4}, True),
+        ({"keys": 2048}, True),
+        ({"keys": 2047}, False),  # one split
         ({"keys": 512}, False),
         ({"keys": 0}, False),
-        ({"tokens": 16, "causal": True}, False),  # rows see different keys
-        ({"tokens": 16, "window": (1000, None)}, False),
+        ({"tokens": 4, "causal": True}, False),  # rows see different keys
+        ({"tokens": 4, "window": (1000, None)}, False),
+        ({"tokens": 16}, False),  # 64 rows: a full device is faster by forward
         ({"tokens": 17}, False),  # two tiles of rows: their keys would not be split
-        ({"tokens": 64, "heads": (8, 8)}, False),  # a full device is faster by forward
+        ({"tokens": 64, "heads": (8, 8)}, False),
         ({"tokens": 2048}, False),
         ({"mask": MASK}, False),
         ({"aligned": False}, False),  # decode_simt.cu beside forward_sm80.cu
@@ -72,6 +73,52 @@ MASK = Layout((1, 1, 1, 100_000), (0, 0, 0, 1), np.dtype(bool))
 )
 def test_few_queries_over_long_keys_are_split(call, decodes):
     assert is_decoding(attend(**call)) == decodes
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "keys", "heads", "dim", "forward", "decoding", "decodes"),
+    [
+        (1, 1, 2048, (8, 8), 128, 25, 14, True),
+        (1, 1, 4096, (64, 64), 64, 39, 20, True),
+        (8, 1, 4096, (32, 32), 128, 133, 126, True),
+        (64, 1, 4096, (32, 8), 128, 700, 256, True),
+        (16, 1, 16384, (16, 16), 128, 514, 494, True),
+        (1, 1, 100_000, (8, 8), 128, 1049, 108, True),
+        (1, 4, 8192, (8, 8), 128, 90, 15, True),
+        (32, 4, 8192, (8, 8), 128, 260, 255, True),
+        (1, 16, 8192, (8, 2), 128, 93, 62, False),  # since the batch has no say
+        (32, 16, 8192, (8, 2), 128, 178, 194, False),
+        (16, 16, 8192, (8, 8), 128, 135, 173, False),
+        (8, 1, 8192, (16, 4), 256, 153, 72, True),
+    ],
+)
+def test_plain_arrays_as_measured(batch, tokens, keys, heads, dim, forward, decoding, decodes):
+    """µs of both kernels on an H200, 2026-11-22, bfloat16: what decodes is faster so."""
+    assert decoding < forward or not decodes
+    call = {"batch": batch, "heads": heads, "dims": (dim, dim)}
+    assert is_decoding(attend(tokens, keys, **call)) == decodes
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "keys", "heads", "dim", "forward"),
+    [
+        (16, 1, 8192, (32, 32), 64, False),  # 245 µs by decoding, 378 by forward
+        (64, 1, 8192, (32, 32), 64, False),  # 980, 1531
+        (16, 64, 8192, (32, 8), 128, True),  # 1161, 510
+    ],
+)
+def test_caches_as_measured(batch, tokens, keys, heads, dim, forward):
+    """On an H200, 2026-11-22, bfloat16."""
+    spec = attention_spec(
+        "flash_decode",
+        (batch, tokens, heads[0], dim),
+        *[(batch, keys, heads[1], dim)] * 2,
+        *[BFLOAT16] * 3,
+        causal=True,
+        keys="cached",
+    )
+    launch = dispatch.choose(Call.contiguous(spec, "sm_90a"))
+    assert is_decoding(launch) != forward
 
 
 def test_top_left_causal_masks_are_for_forward():
@@ -137,8 +184,8 @@ def test_tokens_over_pages_go_forward_once_tiles_fill_the_device():
     """64 tokens are a third of a tile: 32 thread blocks for one sequence."""
     assert not paged(64)
     assert paged(64, batch=8)
-    assert not paged(32, batch=8)  # a sixth of a tile
-    assert not paged(32, batch=64)
+    assert not paged(16, batch=8)  # one tile of decoding
+    assert not paged(16, batch=64)
 
 
 def test_how_to_split_is_what_decoding_does():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cuattn.gpu.compiler import Variant
 
 ENABLED = os.environ.get("CUATTN_DEBUG", "0") not in ("", "0")
+NOT_READY = 600  # cudaErrorNotReady
 PATIENCE_S = 10.0  # a kernel that runs for longer is named in a warning: it may never end
 
 
@@ -150,7 +151,7 @@ def _wait(name: str) -> None:
     from cupy.cuda import runtime
 
     stream, start, warned = cupy.cuda.get_current_stream(), time.monotonic(), False
-    while runtime.streamQuery(stream.ptr) == runtime.cudaErrorNotReady:
+    while runtime.streamQuery(stream.ptr) == NOT_READY:
         time.sleep(1e-4)
         if not warned and time.monotonic() - start > PATIENCE_S:
             warnings.warn(f"{name}, still runs after {PATIENCE_S:.0f} s", stacklevel=4)

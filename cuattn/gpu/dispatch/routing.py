@@ -6,11 +6,12 @@ tile: they are bound by memory, and their tensor core rate is a fifth of the for
 forward kernel gives each tile of queries a thread block, which goes over all keys: few tiles leave
 the device idle.
 
-The estimates below need only be right where the choice is in doubt. For keys in caches and pages
-the faster kernel is taken. Keys in plain arrays go to the forward kernel unless decoding takes half
-its time, and that for one sequence as well as for many: the choice must not depend on the batch,
-because :func:`cuattn.flash_attention` gives a sequence the same result, bit for bit, whatever the
-batch. For the same reason decoding then splits keys every `UNIT_KEYS` (num_splits="fixed").
+The estimates below need only be right where the choice is in doubt; they are fitted to calls of an
+H200 (docs/notes/decoding.md). For keys in caches and pages the forward kernel has to be clearly
+faster. Keys in plain arrays go to the decoding kernels only if these are clearly faster for one
+sequence and no slower for many: the choice must not depend on the batch, because
+:func:`cuattn.flash_attention` gives a sequence the same result, bit for bit, whatever the batch.
+For the same reason keys are then split every `UNIT_KEYS` (num_splits="fixed").
 """
 
 from __future__ import annotations
@@ -21,29 +22,38 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu.dispatch.launch import Call, capability
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
-LEAST_SPLITS = 4  # of the keys of plain arrays
+LEAST_SPLITS = 2  # of the keys of plain arrays
+CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
+CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
 START_US = 6.0  # what decoding takes longer to begin, and to merge its splits
 BLOCK_BYTES = 90e3  # that one thread block reads in a microsecond, where memory has no other work
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one multiprocessor does in a microsecond, and the rows of a tile of decoding."""
+    """What one multiprocessor does in a microsecond."""
 
     forward_flops: float
+    forward_flops_per_column: (
+        float  # at most, times head_dim + head_dim_v: rows cost more than that
+    )
+    forward_rows: int  # of a tile
     decoding_flops: float
+    decoding_flops_of_block: float  # of one thread block that is alone
+    decoding_rows: tuple[int, ...]  # of tiles
     bytes: float
-    decoding_rows: tuple[int, ...]
 
 
-#: On an H200: forward 620 TFLOP/s, decoding at most 140 (docs/notes/decoding.md), 4.2 TB/s.
-HOPPER = Rates(4.7e6, 0.9e6, 32e3, (8, 32, 64))
-#: By the data sheet of an A100, as far as forward_sm80.cu and memory reach it.
-AMPERE = Rates(1.7e6, 0.9e6, 14e3, (8, 32, 64))
+#: Of an H200. With few rows a forward tile costs less than its size says.
+HOPPER = Rates(6.5e6, 26e3, 128, 0.75e6, 0.75e6, (8, 32, 64), 32e3)
+#: Of an A100, in proportion.
+AMPERE = Rates(2.4e6, 10e3, 128, 0.5e6, 0.5e6, (8, 32, 64), 14e3)
 #: Without tensor cores, by the size of an element.
-SIMT = {2: Rates(0.2e6, 0.1e6, 14e3, (4,))}
-SIMT[4] = SIMT[2]
-SIMT[8] = Rates(0.1e6, 0.05e6, 14e3, (2,))
+SIMT = {
+    2: Rates(0.3e6, 1e6, 64, 23e3, 14.5e3, (4,), 14e3),
+    4: Rates(0.3e6, 1e6, 64, 23e3, 14.5e3, (4,), 14e3),
+    8: Rates(0.15e6, 1e6, 32, 12e3, 7e3, (2,), 14e3),
+}
 
 
 def prefers_decoding(call: Call) -> bool:
@@ -52,39 +62,56 @@ def prefers_decoding(call: Call) -> bool:
     if call.partial is not None or call.num_splits is not None:
         return True
     if spec.keys in ("cached", "paged"):
-        forward = forward_us(spec, rates, spec.batch, call.multiprocessors)
+        forward = CLEARLY_FORWARD * forward_us(spec, rates, spec.batch, call.multiprocessors)
         return decoding_us(spec, rates, spec.batch, call.multiprocessors) <= forward
-    if spec.seqlen_k < LEAST_SPLITS * UNIT_KEYS or rows_of_sequence(spec) > rates.decoding_rows[-1]:
+    rows = rows_of_sequence(spec)
+    if spec.seqlen_k < LEAST_SPLITS * UNIT_KEYS or rows > rates.decoding_rows[-1]:
         return False  # keys of several tiles of rows are not split at all
     whole = call.vectors and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
     if rates is not SIMT[spec.dtype.itemsize] and not whole:
         return False  # only the decoding kernel without tensor cores would take it
-    unit_us = UNIT_KEYS * key_bytes(spec) / BLOCK_BYTES
-    alone = START_US + max(unit_us, decoding_us(spec, rates, 1, call.multiprocessors))
+    split = dataclasses.replace(spec, seqlen_k=UNIT_KEYS)
+    split_us = max(
+        UNIT_KEYS * key_bytes(spec) / BLOCK_BYTES,
+        _flops(split, decoding_tile(rates, rows)) / rates.decoding_flops_of_block,
+    )
+    alone = START_US + max(split_us, decoding_us(spec, rates, 1, call.multiprocessors))
     many = 1 << 20  # sequences: no multiprocessor is idle
-    return 2 * alone <= forward_us(spec, rates, 1, call.multiprocessors) and decoding_us(
+    return CLEARLY * alone <= forward_us(spec, rates, 1, call.multiprocessors) and decoding_us(
         spec, rates, many, call.multiprocessors
     ) <= forward_us(spec, rates, many, call.multiprocessors)
 
 
 def forward_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
-    """About what a forward kernel takes: tiles in waves over the device."""
-    # Of sequences whose lengths are unknown here, tiles are the largest that there are.
-    known = spec.rows == spec.keys == "batched" or max(spec.head_dim, spec.head_dim_v) > 128
-    rows = 128 if known else 192
+    """About what a forward kernel takes: tiles in waves over the device, or its bytes."""
+    columns = spec.head_dim + spec.head_dim_v
+    rows = rates.forward_rows
+    if not spec.rows == spec.keys == "batched" and rows == 128 and columns <= 256:
+        rows = 192  # lengths are unknown here, and get the largest tile
     tiles = batch * spec.heads_q * -(-tokens_of_sequence(spec) // rows)
     waves = -(-tiles // multiprocessors)
-    return waves * _flops(spec, rows) / rates.forward_flops
+    rate = min(rates.forward_flops, rates.forward_flops_per_column * columns)
+    return max(waves * _flops(spec, rows) / rate, _reading_us(spec, rates, batch, multiprocessors))
 
 
 def decoding_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
-    """About what a decoding kernel takes: its products or its bytes, evenly over the device."""
+    """About what a decoding kernel takes: its products, evenly over the device, or its bytes."""
     rows = rows_of_sequence(spec)
-    tile = next((n for n in rates.decoding_rows if rows <= n), rates.decoding_rows[-1])
+    tile = decoding_tile(rates, rows)
     tiles = batch * spec.heads_kv * -(-rows // tile)
-    products = tiles * _flops(spec, tile) / rates.decoding_flops
-    reading = batch * spec.heads_kv * spec.seqlen_k * key_bytes(spec) / rates.bytes
-    return max(products, reading) / multiprocessors
+    products = tiles * _flops(spec, tile) / rates.decoding_flops / multiprocessors
+    return max(products, _reading_us(spec, rates, batch, multiprocessors))
+
+
+def decoding_tile(rates: Rates, rows: int) -> int:
+    """The rows of the tile that so many rows get."""
+    return next((n for n in rates.decoding_rows if rows <= n), rates.decoding_rows[-1])
+
+
+def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
+    """What it takes to read all keys and values once."""
+    nbytes = batch * spec.heads_kv * spec.seqlen_k * key_bytes(spec)
+    return nbytes / rates.bytes / multiprocessors
 
 
 #: What a prefix that lies in the pages must be for it to be read once for all sequences: so many
