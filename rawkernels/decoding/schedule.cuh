@@ -17,6 +17,7 @@
 #pragma once
 
 #include "decoding/params.cuh"
+#include "tile/ragged.cuh"
 
 namespace decoding {
 
@@ -31,15 +32,15 @@ struct CachedSequence {
 // to the nearest that can be, so that no address is wrong.
 __device__ __forceinline__ int count_keys(const DecodeParams& params, int index) {
   if (params.seq_lens == nullptr) return params.capacity;
-  return min(max(params.seq_lens[index], 0), params.capacity);
+  return tile::clamped(params.seq_lens[index], 0, params.capacity);
 }
 
 __device__ __forceinline__ CachedSequence sequence_at(const DecodeParams& params, int index) {
   CachedSequence seq = {index, 0, params.seqlen_q, count_keys(params, index)};
   if (params.cu_seqlens_q != nullptr) {
-    const int total = params.seqlen_q;
-    seq.begin_q = min(max(params.cu_seqlens_q[index], 0), total);
-    seq.seqlen_q = max(min(params.cu_seqlens_q[index + 1], total) - seq.begin_q, 0);
+    const tile::Rows rows = tile::ragged_rows(params.cu_seqlens_q, params.seqlen_q, index);
+    seq.begin_q = rows.begin;
+    seq.seqlen_q = rows.length;
   }
   return seq;
 }
