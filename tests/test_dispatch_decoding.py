@@ -44,11 +44,15 @@ def specs(draw):
     )
 
 
+#: The kernels of decoding, whatever is cheaper.
+TIERS = tuple(tier for tier in dispatch.TIERS if tier.name.startswith("decode"))
+
+
 def choose(spec, arch="sm_90a", multiprocessors=132, **options):
     """The launch of contiguous arrays, or of pages that are all there."""
     num_pages = spec.batch * spec.seqlen_k // spec.page_size if spec.page_size else 0
     call = Call.contiguous(spec, arch, multiprocessors, num_pages=num_pages, **options)
-    return dispatch.choose(call)
+    return dispatch.choose(call, TIERS)
 
 
 def decode_params(launch):
@@ -146,7 +150,7 @@ def test_few_sequences_have_clusters(change, clusters):
     if not call["contiguous"]:
         strides = described.strides._replace(k=(0, *described.strides.k[1:]))
         described = dataclasses.replace(described, strides=strides)
-    launch = dispatch.choose(described)
+    launch = dispatch.choose(described, TIERS)
     assert (launch.variant.entry == "decode_sm90") == (clusters is not None)
     if clusters is not None:
         size, count = clusters if isinstance(clusters, tuple) else (clusters, 1)
