@@ -255,15 +255,6 @@ def test_many_sequences(rng, decode_tier):
     check(caches.paged(q, return_lse=True), q, caches, causal=True)
 
 
-@pytest.mark.parametrize("long", [1, 40_000])
-def test_thousands_of_sequences_of_no_keys_or_one(rng, decode_tier, long):
-    lens = rng.integers(0, 2, 4000)
-    lens[1234] = long
-    caches = Caches(rng, lens, long, 1, 64, 64, BFLOAT16, page_size=64)
-    q = rng.standard_normal((4000, 1, 2, 64)).astype(BFLOAT16)
-    check(caches.paged(q, return_lse=True), q, caches, causal=True)
-
-
 @pytest.mark.parametrize(("queries", "keys"), [(20_000, 3), (3, 20_000), (700, 0), (1, 1)])
 @pytest.mark.parametrize("window", [None, (0, 0), (5, 0)])
 def test_many_queries_of_few_keys_and_few_of_many(rng, decode_tier, queries, keys, window):
