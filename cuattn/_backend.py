@@ -10,11 +10,14 @@ import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from cuattn._arrays import is_contiguous_last_axis, on_gpu
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @functools.cache
@@ -26,12 +29,12 @@ def backend(xp: ModuleType, module: str) -> Any:
     return importlib.import_module(f"cuattn.{'reference' if xp is np else 'gpu'}.{module}")
 
 
-def on_their_gpu(function: Callable) -> Callable:
+def on_their_gpu(function: Callable[P, R]) -> Callable[P, R]:
     """Let a public function run with the GPU of its first array as the current device, where it
     then allocates its results."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for given in itertools.chain(args, kwargs.values()):
             if (array := on_gpu(given)) is not None:
                 with backend(sys.modules["cupy"], "memory").use_device(array):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
 from cuattn._backend import backend, contiguous_last_axis, indices, reshaped
@@ -18,8 +19,56 @@ from cuattn._spec import (
     check_score_array,
     check_shared,
 )
+from cuattn._typing import Array, AttentionOptions, NumPyArray, VarlenOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["flash_attention", "flash_attention_varlen", "scaled_dot_product_attention"]
+
+
+@overload
+def flash_attention(
+    q: NumPyArray,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def flash_attention(
+    q: NumPyArray,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[NumPyArray, NDArray[Any]]: ...
+
+
+@overload
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...
 
 
 def flash_attention(
@@ -157,6 +206,58 @@ def flash_attention(
     return (result, lse) if return_lse else result
 
 
+@overload
+def flash_attention_varlen(
+    q: NumPyArray,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def flash_attention_varlen(
+    q: NumPyArray,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[NumPyArray, NDArray[Any]]: ...
+
+
+@overload
+def flash_attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def flash_attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Any: ...
+
+
 def flash_attention_varlen(
     q: Any,
     k: Any,
@@ -269,6 +370,32 @@ def flash_attention_varlen(
         return_lse=return_lse,
     )
     return (result, lse) if return_lse else result
+
+
+@overload
+def scaled_dot_product_attention(
+    query: NumPyArray,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> NumPyArray: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any: ...
 
 
 def scaled_dot_product_attention(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuattn._arrays import (
     FLOAT_DTYPES,
@@ -23,11 +25,63 @@ from cuattn._spec import (
     check_rising,
     check_shared,
 )
+from cuattn._typing import Array, DecodeOptions, NumPyArray, PagedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
 
 MAX_PAGE_SIZE = 256
 MAX_CAPACITY = (1 << 30) - 1  # positions of kernels, and their limits without a window, are below
+
+
+@overload
+def flash_decode(
+    q: NumPyArray,
+    k_cache: Array,
+    v_cache: Array,
+    seq_lens: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def flash_decode(
+    q: NumPyArray,
+    k_cache: Array,
+    v_cache: Array,
+    seq_lens: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[NumPyArray, NDArray[Any]]: ...
+
+
+@overload
+def flash_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    seq_lens: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def flash_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    seq_lens: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[DecodeOptions],
+) -> Any: ...
 
 
 def flash_decode(
@@ -160,6 +214,58 @@ def flash_decode(
     )
     result = result[:, 0] if single else result
     return (result, lse) if return_lse else result
+
+
+@overload
+def paged_attention(
+    q: NumPyArray,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def paged_attention(
+    q: NumPyArray,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[NumPyArray, NDArray[Any]]: ...
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[PagedOptions],
+) -> Any: ...
 
 
 def paged_attention(
@@ -353,6 +459,18 @@ def paged_attention(
     )
     result = result[:, 0] if single else result
     return (result, lse) if return_lse else result
+
+
+@overload
+def merge_attention(
+    outs: NDArray[Any] | Sequence[NDArray[Any]], lses: NDArray[Any] | Sequence[NDArray[Any]]
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+@overload
+def merge_attention(
+    outs: Array | Sequence[Array], lses: Array | Sequence[Array]
+) -> tuple[Any, Any]: ...
 
 
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:

@@ -13,11 +13,26 @@ rows alone. A row of nothing but -inf gives token -1 and probabilities of 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cuattn import _sampling_spec as spec
 from cuattn._arrays import check_given, check_out
 from cuattn._backend import backend, on_their_gpu, temporaries
+from cuattn._typing import (
+    Array,
+    FilterOptions,
+    Integers,
+    Numbers,
+    NumPyArray,
+    PenaltyOptions,
+    SampleOptions,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "apply_penalties",
@@ -31,6 +46,14 @@ __all__ = [
     "speculative_sample_tree",
     "top_k",
 ]
+
+
+@overload
+def softmax(logits: NDArray[Any], *, temperature: Numbers = 1.0) -> NDArray[np.float32]: ...
+
+
+@overload
+def softmax(logits: Array, *, temperature: Numbers = 1.0) -> Any: ...
 
 
 @on_their_gpu
@@ -66,6 +89,14 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     return _shaped(backend(xp, "sampling").softmax(logits, temperature), shape)
 
 
+@overload
+def greedy(logits: NDArray[Any]) -> NDArray[np.int32]: ...
+
+
+@overload
+def greedy(logits: Array) -> Any: ...
+
+
 @on_their_gpu
 def greedy(logits: Any) -> Any:
     """The likeliest token of each row, the first of equals.
@@ -87,6 +118,14 @@ def greedy(logits: Any) -> Any:
     """
     xp, logits, shape, _ = spec.given_logits("sampling.greedy", logits)
     return _shaped(backend(xp, "sampling").greedy(logits), shape[:-1])
+
+
+@overload
+def top_k(logits: NumPyArray, k: int) -> tuple[NumPyArray, NDArray[np.int32]]: ...
+
+
+@overload
+def top_k(logits: Array, k: int) -> tuple[Any, Any]: ...
 
 
 @on_their_gpu
@@ -123,6 +162,16 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     k = spec.integer(name, "k", k, 1, logits.shape[1])
     values, indices = backend(xp, "sampling").top_k(logits, k)
     return _shaped(values, (*shape[:-1], k)), _shaped(indices, (*shape[:-1], k))
+
+
+@overload
+def filter_logits(
+    logits: NDArray[Any], **options: Unpack[FilterOptions]
+) -> NDArray[np.float32]: ...
+
+
+@overload
+def filter_logits(logits: Array, **options: Unpack[FilterOptions]) -> Any: ...
 
 
 @on_their_gpu
@@ -184,6 +233,14 @@ def filter_logits(
     xp, logits, shape, _ = spec.given_logits(name, logits)
     filters = spec.filters(name, xp, logits.shape, temperature, top_k, top_p, min_p, typical_p)
     return _shaped(backend(xp, "sampling").filter_logits(logits, filters), shape)
+
+
+@overload
+def sample(logits: NDArray[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int32]: ...
+
+
+@overload
+def sample(logits: Array, **options: Unpack[SampleOptions]) -> Any: ...
 
 
 @on_their_gpu
@@ -267,6 +324,22 @@ def sample(
     return _shaped(result, shape[:-1])
 
 
+@overload
+def apply_penalties(
+    logits: NumPyArray,
+    tokens: Array,
+    *,
+    out: Array | None = None,
+    **options: Unpack[PenaltyOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def apply_penalties(
+    logits: Array, tokens: Array, *, out: Array | None = None, **options: Unpack[PenaltyOptions]
+) -> Any: ...
+
+
 @on_their_gpu
 def apply_penalties(
     logits: Any,
@@ -336,6 +409,28 @@ def apply_penalties(
     return out
 
 
+@overload
+def speculative_sample(
+    draft_tokens: NDArray[Any],
+    draft_probs: NDArray[Any],
+    target_probs: NDArray[Any],
+    *,
+    seed: Integers | None = None,
+    offset: Integers = 0,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+
+
+@overload
+def speculative_sample(
+    draft_tokens: Array,
+    draft_probs: Array,
+    target_probs: Array,
+    *,
+    seed: Integers | None = None,
+    offset: Integers = 0,
+) -> tuple[Any, Any]: ...
+
+
 @on_their_gpu
 def speculative_sample(
     draft_tokens: Any, draft_probs: Any, target_probs: Any, *, seed: Any = None, offset: Any = 0
@@ -374,6 +469,30 @@ def speculative_sample(
     """
     name = "sampling.speculative_sample"
     return _speculative(name, draft_tokens, draft_probs, target_probs, None, seed, offset)
+
+
+@overload
+def speculative_sample_tree(
+    draft_tokens: NDArray[Any],
+    parents: NDArray[Any],
+    draft_probs: NDArray[Any],
+    target_probs: NDArray[Any],
+    *,
+    seed: Integers | None = None,
+    offset: Integers = 0,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+
+
+@overload
+def speculative_sample_tree(
+    draft_tokens: Array,
+    parents: Array,
+    draft_probs: Array,
+    target_probs: Array,
+    *,
+    seed: Integers | None = None,
+    offset: Integers = 0,
+) -> tuple[Any, Any]: ...
 
 
 @on_their_gpu
@@ -422,6 +541,18 @@ def speculative_sample_tree(
     return _speculative(name, draft_tokens, draft_probs, target_probs, parents, seed, offset)
 
 
+@overload
+def logprobs(
+    logits: NDArray[Any], tokens: Array | None = None, *, top_n: int = 0
+) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.int32] | None]: ...
+
+
+@overload
+def logprobs(
+    logits: Array, tokens: Array | None = None, *, top_n: int = 0
+) -> tuple[Any, Any, Any]: ...
+
+
 @on_their_gpu
 def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, Any, Any]:
     """Log-probabilities of chosen tokens and of the likeliest ones.
@@ -465,6 +596,16 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
     if values is not None:
         values, indices = (a.reshape(*shape[:-1], top_n) for a in (values, indices))
     return chosen, values, indices
+
+
+@overload
+def beam_step(
+    logits: NDArray[Any], scores: NDArray[Any]
+) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]: ...
+
+
+@overload
+def beam_step(logits: Array, scores: Array) -> tuple[Any, Any, Any]: ...
 
 
 @on_their_gpu

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cuattn._arrays import (
     FLOAT_DTYPES,
@@ -33,6 +34,7 @@ from cuattn._arrays import (
 )
 from cuattn._backend import contiguous, contiguous_last_axis, reshaped
 from cuattn._spec import MAX_HEAD_DIM
+from cuattn._typing import Array, Integers
 from cuattn.decoding import MAX_PAGE_SIZE
 from cuattn.kvcache import snapshot
 from cuattn.kvcache.pages import MAX_TOKENS, PageManager
@@ -178,7 +180,7 @@ class PagedKVCache:
         *,
         num_layers: int = 1,
         head_dim_v: int | None = None,
-        dtype: Any,
+        dtype: DTypeLike,
         quantization: None = None,
         max_seqlen: int | None = None,
         xp: ModuleType | None = None,
@@ -231,7 +233,7 @@ class PagedKVCache:
     # sequences
 
     @_exclusive
-    def add_sequence(self, tokens: Any = None) -> int:
+    def add_sequence(self, tokens: Array | Sequence[int] | None = None) -> int:
         """Start a sequence.
 
         Parameters
@@ -257,7 +259,9 @@ class PagedKVCache:
         return self._manager.add(known)
 
     @_exclusive
-    def extend(self, ids: Sequence[int], n: Any, *, tokens: Any = None) -> None:
+    def extend(
+        self, ids: Sequence[int], n: Integers, *, tokens: Array | Sequence[int] | None = None
+    ) -> None:
         """Make room for `n` more tokens in each sequence, which ``write`` then fills.
 
         Pages that others read too are copied before they are written into.
@@ -299,10 +303,10 @@ class PagedKVCache:
         self,
         layer: int,
         ids: Sequence[int],
-        k: Any,
-        v: Any,
+        k: Array,
+        v: Array,
         *,
-        rope: tuple[Any, Any] | None = None,
+        rope: tuple[Array, Array] | None = None,
         interleaved: bool = False,
     ) -> None:
         """Put one layer's keys and values of the tokens that the last ``extend`` made room for into
@@ -345,19 +349,22 @@ class PagedKVCache:
                 f"{name}: rope is {rope!r}, must be a pair (cos, sin) or None"
             ) from None
         interleaved = check_bool(name, "interleaved", interleaved)
-        xp, (k, v, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
+        xp, (keys, values, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
         if xp is not self._store.xp:
             raise ValueError(
                 f"{name}: k is an array of {xp.__name__}, must be {self._store.xp.__name__}"
             )
-        if xp is not np and k.device != self._store.k.device:
+        if xp is not np and keys.device != self._store.k.device:
             raise ValueError(
-                f"{name}: k is on GPU {k.device.id}, must be on the cache's "
+                f"{name}: k is on GPU {keys.device.id}, must be on the cache's "
                 f"{self._store.k.device.id}"
             )
         counts = self._manager.new[rows].tolist()
         total = sum(counts)
-        for label, array, pages in (("k", k, self._store.k), ("v", v, self._store.v)):
+        for label, array, pages in (
+            ("k", keys, self._store.k),
+            ("v", values, self._store.v),
+        ):
             shape, token = array.shape, pages.shape[3:]
             if shape != (total, *token) and not (
                 shape[2:] == token and [shape[1]] * shape[0] == counts
@@ -375,13 +382,12 @@ class PagedKVCache:
         if not capturing:
             self._manager.check_rewritable(rows, layer)
         if total:
-            k, v = (_flat(xp, array, total) for array in (k, v))
             self._store.write(
                 self._manager,
                 layer,
                 rows,
-                k,
-                v,
+                _flat(xp, keys, total),
+                _flat(xp, values, total),
                 rope=rope,
                 interleaved=interleaved,
                 capturing=capturing,
@@ -650,7 +656,7 @@ class PagedKVCache:
         return self._manager.available
 
     @_exclusive
-    def can_extend(self, ids: Sequence[int], n: Any) -> bool:
+    def can_extend(self, ids: Sequence[int], n: Integers) -> bool:
         """Whether there is room for `n` more tokens in each sequence: whether ``extend`` would make
         it, and not raise MemoryError or go beyond `max_seqlen`.
 
@@ -668,7 +674,7 @@ class PagedKVCache:
         return True
 
     @_exclusive
-    def match_prefix(self, tokens: Any) -> int:
+    def match_prefix(self, tokens: Array | Sequence[int]) -> int:
         """How many leading tokens ``add_sequence(tokens)`` would find in the cache; nothing is
         taken over, and the order in which pages are evicted stays as it is.
 
