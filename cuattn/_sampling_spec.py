@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cuattn._arrays import as_arrays, check_given, on_gpu
+from cuattn._arrays import as_arrays, check_given, check_unmasked, on_gpu
 from cuattn._backend import backend, contiguous, contiguous_last_axis, reshaped
 from cuattn._philox import row_seeds
 from cuattn._sampling_types import Drafts, Filters, Penalties
@@ -364,8 +364,7 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
 
 def _host_array(name: str, parameter: str, given: Any) -> np.ndarray:
     """A scalar or an array on the host as a NumPy array."""
-    if isinstance(given, np.ma.MaskedArray):
-        raise TypeError(f"{name}: {parameter} must be a plain array, got a masked one: {given!r}")
+    check_unmasked(name, parameter, given)
     if type(given) is int:  # of any length
         given = min(max(given, -(2**63)), 2**63 - 1)
     try:
