@@ -23,7 +23,7 @@ constexpr int kLaneDims = kHeadDim / 32;                       // lane l has col
 using Schedule = decoding::Schedule<kRows, kTileKeys>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, false, 1>;
 
-static_assert(kHeadDim % 32 == 0, "lanes share a row evenly");
+static_assert(kHeadDim % 32 == 0, "lanes must share a row evenly");
 
 struct Smem {
   alignas(16) Acc o[kWarps][kRows][kHeadDim];

@@ -10,7 +10,7 @@
 
 namespace decoding {
 
-// Whole rows, one after the other.
+// Tiles of whole rows, in one panel.
 template <int kHeadDim>
 using SwizzledRows = tile::Swizzled<kHeadDim / 8>;
 
@@ -31,9 +31,9 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
   constexpr int kChunks = kHeadDim / 8;
   constexpr int kPassRows = kThreads / kChunks;
   constexpr int kPasses = kWarpKeys / kPassRows;
-  constexpr int kSpan = 16;  // keys that lie in one page, of pages that have so many
+  constexpr int kSpan = 16;  // consecutive keys that lie in one page, where pages have so many
   static_assert(kThreads % kChunks == 0 && 8 % kPassRows == 0 && kWarpKeys % kPassRows == 0,
-                "whole passes of 16-byte copies, eight rows in a number of them");
+                "a pass of 16-byte copies must be whole rows, and eight rows whole passes");
   const int thread = threadIdx.x % kThreads;
   const int row = thread / kChunks, chunk = thread % kChunks;
   const unsigned first = Tile::at(row, chunk);
@@ -118,7 +118,7 @@ struct Loader {
   int depth;  // calls of load before the first tile is there to be computed
   KeyTile tiles[kStages];
 
-  // Whether all of a single sequence's page table is brought to shared memory.
+  // Whether all of a single sequence's page table is copied to shared memory.
   __device__ __forceinline__ static bool has_table(const DecodeParams& params) {
     return kTable > 0 && params.single_tile && params.page_table != nullptr &&
            params.capacity >> params.page_shift <= kTable;
@@ -168,7 +168,7 @@ struct Loader {
     if (looks_up_ahead()) {
       ptx::cp_async_wait<kStages - 1>();
       __syncwarp();
-      page = page_table(params).existing(pages[threadIdx.x % kWarpKeys]);
+      page = pages[threadIdx.x % kWarpKeys];
       __syncwarp();
     }
 #pragma unroll
@@ -182,15 +182,17 @@ struct Loader {
       if (has_table(params)) {
         const int own_key = key + static_cast<int>(threadIdx.x) % kWarpKeys;
         const int entry = min(own_key, params.capacity - 1) >> params.page_shift;
-        page = page_table(params).existing(table[entry]);
+        page = table[entry];
       }
     } else {
       request_page(pages[threadIdx.x % kWarpKeys]);
     }
     key += kStep;
-    if (tile.key >= 0)
+    if (tile.key >= 0) {
+      page = page_table(params).existing(page);  // here: sooner would wait for its read
       copy_tile<T, kHeadDim, kWarpKeys, kThreads, kRows == 8>(
           params, stage, tile.key, tile.begin, tile.end, tile.head, page, read_once());
+    }
     const bool room = kQueryBuffers > 1 || started == 0;  // beside those being computed with
     if (more && room && number == started && requested_queries < number)
       request_queries(split, number);

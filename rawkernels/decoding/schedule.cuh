@@ -77,7 +77,8 @@ __device__ constexpr int log2_of(int n) { return n == 1 ? 0 : 1 + log2_of(n / 2)
 template <int kRows, int kTileKeys>
 __device__ __forceinline__ KvBlocks cut_keys(const DecodeParams& params, const CachedSequence& seq,
                                              int row_tile) {
-  static_assert((kTileKeys & (kTileKeys - 1)) == 0, "keys are cut by shifts");
+  static_assert((kTileKeys & (kTileKeys - 1)) == 0,
+                "kTileKeys must be a power of two, since keys are cut by shifts");
   const int rows = seq.seqlen_q * params.group;
   const int first = divided_by_group(params, row_tile * kRows);
   const int last = divided_by_group(params, max(min((row_tile + 1) * kRows, rows) - 1, 0));

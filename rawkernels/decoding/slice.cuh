@@ -11,8 +11,8 @@
 
 namespace decoding {
 
-// Where a column of a row of O lies in shared memory, if kRows are written at a time: lanes 4g + t,
-// with kRows / 2 rows and columns g, hit as many banks.
+// Where a column of a row of O lies in shared memory, where kRows rows are written at a time:
+// without bank conflicts, although lanes 4g + t write column g of kRows / 2 rows.
 template <int kRows = 4>
 __device__ __forceinline__ int permuted_column(int row, int column) {
   return column ^ (row / 2 % (kRows / 2) * 8);
@@ -24,7 +24,7 @@ struct Rows {
   int position[kRows];
   float slope[kRows];  // as ScoreRow's
 
-  // By the first kRows threads. Rows that do not exist do as the last one does.
+  // Fills in the rows of a split, by the first kRows threads. Rows past the last are like it.
   __device__ __forceinline__ void locate(const DecodeParams& params, const Split& split) {
     if (threadIdx.x >= kRows) return;
     const int index = min(split.row_tile * kRows + static_cast<int>(threadIdx.x),
@@ -47,7 +47,7 @@ struct Rows {
             position[row], slope[row]};
   }
 
-  // What a row sees of a split.
+  // The keys of a split that a row sees.
   __device__ __forceinline__ tile::Range keys(const DecodeParams& params, const Split& split,
                                               int row) const {
     const tile::Range keys = visibility(params, split.end).keys(position[row]);
@@ -66,8 +66,8 @@ struct Slice {
   static constexpr int kKeyBlocks = kWarpKeys / 16;
   static constexpr int kSteps = kHeadDim / 16;
   static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32,
-                "whole mma tiles, and a lane for each key");
-  static_assert(kRowBlocks * kSteps * 4 <= 128, "O fits in registers");
+                "a warp's rows and keys must be whole mma tiles, and each key must have a lane");
+  static_assert(kRowBlocks * kSteps * 4 <= 128, "O must fit in registers");
 
   using QTile = SwizzledRows<kHeadDim>;
   using Scores = float[kKeyBlocks][kRowBlocks][4];
