@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
 from cuattn._backend import backend, contiguous_last_axis, indices, reshaped
+from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -71,6 +72,7 @@ def flash_attention(
 ) -> Any: ...
 
 
+@explain_keywords
 def flash_attention(
     q: Any,
     k: Any,
@@ -258,6 +260,7 @@ def flash_attention_varlen(
 ) -> Any: ...
 
 
+@explain_keywords
 def flash_attention_varlen(
     q: Any,
     k: Any,
@@ -398,6 +401,7 @@ def scaled_dot_product_attention(
 ) -> Any: ...
 
 
+@explain_keywords
 def scaled_dot_product_attention(
     query: Any,
     key: Any,

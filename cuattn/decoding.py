@@ -18,6 +18,7 @@ from cuattn._arrays import (
     check_index_dtype,
 )
 from cuattn._backend import backend, contiguous_last_axis, indices
+from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     attention_spec,
     check_cu_seqlens,
@@ -84,6 +85,7 @@ def flash_decode(
 ) -> Any: ...
 
 
+@explain_keywords
 def flash_decode(
     q: Any,
     k_cache: Any,
@@ -268,6 +270,7 @@ def paged_attention(
 ) -> Any: ...
 
 
+@explain_keywords
 def paged_attention(
     q: Any,
     k_pages: Any,
@@ -473,6 +476,7 @@ def merge_attention(
 ) -> tuple[Any, Any]: ...
 
 
+@explain_keywords
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     """Merge attention results over disjoint sets of keys into the result over all of them.
 

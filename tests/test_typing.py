@@ -8,6 +8,9 @@ import re
 import runpy
 import subprocess
 import sys
+import typing
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -63,22 +66,24 @@ def test_wrong_calls_are_caught(mypys_errors):
     assert {error for error in mypys_errors if error[0] == "wrong_calls.py"} == wanted
 
 
+def overloads(function: Any) -> Sequence[Any]:
+    """The overloads of a function, as Python remembers them from 3.11 on."""
+    get_overloads = getattr(typing, "get_overloads", lambda _: ())
+    return get_overloads(inspect.unwrap(function))
+
+
 FUNCTIONS = [
     function
     for module in (cuattn, cuattn.sampling)
     for name in module.__all__
-    if inspect.isfunction(function := getattr(module, name)) and name != "show_config"
+    if inspect.isfunction(function := getattr(module, name)) and overloads(function)
 ]
 
 
+@pytest.mark.skipif(not FUNCTIONS, reason="overloads are remembered from Python 3.11 on")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_overloads_have_every_argument(function):
-    typing = pytest.importorskip("typing", reason="Python 3.11 remembers overloads")
-    if not hasattr(typing, "get_overloads"):
-        pytest.skip("overloads are remembered from Python 3.11 on")
-    overloads = typing.get_overloads(inspect.unwrap(function))
-    assert overloads
-    for overload in overloads:
+    for overload in overloads(function):
         parameters = dict(inspect.signature(overload).parameters)
         names = set(parameters)
         if options := parameters.get("options"):

@@ -1,0 +1,100 @@
+"""Keywords of other libraries: the error says which of ours to use, and how values translate."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import _keywords
+
+Q = np.ones((1, 2, 2, 4), np.float32)
+LENGTHS = np.array([2], np.int32)
+LOGITS = np.zeros((1, 4), np.float32)
+
+CASES = [
+    (cuattn.flash_attention, (Q, Q, Q), {"softmax_scale": 0.1}, "flash-attn; use scale"),
+    (
+        cuattn.flash_attention,
+        (Q, Q, Q),
+        {"window_size": (-1, -1)},
+        "flash-attn; use window: a pair (left, right), None and not -1 for no limit on a side",
+    ),
+    (
+        cuattn.flash_attention,
+        (Q, Q, Q),
+        {"is_causal": True},
+        "torch; use causal: theirs is aligned to the first key, ours to the last",
+    ),
+    (
+        cuattn.flash_attention,
+        (Q, Q, Q),
+        {"attn_mask": None},
+        "torch; use mask or bias: mask where it is boolean (True keeps, as in torch)",
+    ),
+    (
+        cuattn.flash_attention,
+        (Q, Q, Q),
+        {"key_value_seq_lengths": LENGTHS},
+        "JAX; flash_decode and paged_attention have seq_lens",
+    ),
+    (cuattn.flash_attention, (), {"query": Q, "key": Q, "value": Q}, "torch; use q: with the"),
+    (
+        cuattn.flash_attention_varlen,
+        (Q[0], Q[0], Q[0]),
+        {"max_seqlen_q": 2},
+        "flash-attn; leave it out",
+    ),
+    (cuattn.flash_decode, (Q, Q, Q), {"cache_seqlens": LENGTHS}, "flash-attn; use seq_lens: with"),
+    (cuattn.flash_decode, (Q, Q, Q, LENGTHS), {"sm_scale": 1.0}, "FlashInfer; use scale"),
+    (
+        cuattn.flash_decode,
+        (Q, Q, Q, LENGTHS),
+        {"block_table": LENGTHS},
+        "flash-attn; paged_attention has page_table",
+    ),
+    (cuattn.paged_attention, (Q, Q, Q), {"block_table": LENGTHS}, "flash-attn; use page_table"),
+    (cuattn.paged_attention, (Q, Q, Q), {"logits_soft_cap": 0}, "FlashInfer; use softcap: None"),
+    (cuattn.sampling.sample, (LOGITS,), {"repetition_penalty": 1.1}, "vLLM; use repetition"),
+    (cuattn.sampling.sample, (), {"probs": LOGITS}, "FlashInfer; use logits: of probabilities"),
+    (cuattn.sampling.softmax, (LOGITS,), {"dim": -1}, "torch; leave it out: the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "options", "message"), CASES)
+def test_foreign_keywords_are_translated(function, arguments, options, message):
+    prefix = "sampling." if function.__module__ == "cuattn.sampling" else ""
+    said = f"{prefix}{function.__name__}: {next(iter(options))} is a keyword of {message}"
+    with pytest.raises(TypeError, match="^" + re.escape(said)):
+        function(*arguments, **options)
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
+        cuattn.flash_attention(Q, Q, Q, causl=True)
+    with pytest.raises(TypeError, match=r"^flash_attention: k has dtype float64, must be q's"):
+        cuattn.flash_attention(Q, Q.astype(np.float64), Q, causal=True)
+
+
+def test_a_keyword_of_ours_is_never_taken_for_foreign():
+    out = cuattn.scaled_dot_product_attention(query=Q, key=Q, value=Q, is_causal=True)
+    with pytest.raises(TypeError, match=r"^scaled_dot_product_attention: is_causal must be True"):
+        cuattn.scaled_dot_product_attention(query=Q, key=Q, value=Q, is_causal="no")
+    assert out.shape == Q.shape
+
+
+def test_every_counterpart_exists():
+    functions = [getattr(cuattn, name) for name in cuattn.__all__]
+    functions += [getattr(cuattn.sampling, name) for name in cuattn.sampling.__all__]
+    parameters = {
+        name
+        for function in functions
+        if inspect.isfunction(function)
+        for name in inspect.signature(function).parameters
+    } | set(inspect.signature(cuattn.PagedKVCache.write).parameters)
+    for keyword, counterpart in _keywords.COUNTERPARTS.items():
+        assert parameters.issuperset(counterpart.ours), keyword
+        assert counterpart.ours or counterpart.note, keyword
