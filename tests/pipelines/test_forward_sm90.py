@@ -171,8 +171,8 @@ def call(seqlen_q, seqlen_k, heads, **options):
     shapes = [(1, n, heads, 128) for n in (seqlen_q, seqlen_k, seqlen_k)]
     dtype = np.dtype(np.float16)
     spec = attention_spec("flash_attention", *shapes, *[dtype] * 3, **options)
-    with dispatch.use_tiers("forward_sm90"):
-        return spec, dispatch.choose(dispatch.Call.contiguous(spec, "sm_90a")).variant.config
+    launch = dispatch.sm90.Sm90Forward().serves(dispatch.Call.contiguous(spec, "sm_90a"))
+    return spec, launch.variant.config
 
 
 def model_of_block(spec, config, block, **options):
