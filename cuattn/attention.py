@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
-from cuattn._backend import backend, contiguous_last_axis, indices, reshaped
+from cuattn._backend import backend, indices, reshaped
 from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     AttentionSpec,
@@ -532,9 +532,9 @@ def _forward(
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     return_lse = check_bool(function, "return_lse", return_lse)
     return backend(xp, "attention").forward(
-        contiguous_last_axis(xp, q),
-        contiguous_last_axis(xp, k),
-        contiguous_last_axis(xp, v),
+        q,
+        k,
+        v,
         spec,
         bias=bias,
         mask=mask,

@@ -592,9 +592,9 @@ def _decode(
             raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
         num_splits = int(num_splits)
     return backend(xp, "attention").forward(
-        contiguous_last_axis(xp, q),
-        contiguous_last_axis(xp, k),
-        contiguous_last_axis(xp, v),
+        q,
+        k,
+        v,
         spec,
         seq_lens=indices(xp, seq_lens),
         alibi_slopes=alibi_slopes,

@@ -8,7 +8,7 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import debug, decoding
 from cuattn.gpu.dispatch import current_tiers
-from cuattn.gpu.memory import contiguous, copy_to_out, target, use_device
+from cuattn.gpu.memory import contiguous, contiguous_last_axis, copy_to_out, target, use_device
 from cuattn.gpu.plan import Scores, attention_plan, layout_key
 
 
@@ -35,10 +35,14 @@ def forward(
     """Compute ``out`` and, where asked, ``lse`` on q's device, on CuPy's current stream, without
     synchronising.
 
-    Parameters and result as of :func:`cuattn.reference.attention.forward`; head_dims are contiguous
-    in q, k and v.
+    Parameters and result as of :func:`cuattn.reference.attention.forward`.
     """
     with use_device(q):
+        q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
+        size, kv_size = spec.dtype.itemsize, spec.kv_dtype.itemsize
+        if q_strides[-1] != size or k_strides[-1] != kv_size or v_strides[-1] != kv_size:
+            q, k, v = map(contiguous_last_axis, (q, k, v))
+            q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
             bias = contiguous(bias, spec.acc_dtype)
         if alibi_slopes is not None:
@@ -97,9 +101,9 @@ def forward(
                 spec,
                 q.data.device_id,
                 current_tiers(),
-                q.strides,
-                k.strides,
-                v.strides,
+                q_strides,
+                k_strides,
+                v_strides,
                 result.strides,
                 anywhere % 16 == 0,
                 scores,

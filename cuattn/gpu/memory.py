@@ -74,6 +74,11 @@ def contiguous(array: Any, dtype: Any = None) -> Any:
         return cupy.ascontiguousarray(array, dtype)
 
 
+def contiguous_last_axis(array: cupy.ndarray) -> cupy.ndarray:
+    """Return an array, or a copy in :func:`scratch` where its last axis is not contiguous."""
+    return array if is_contiguous_last_axis(array) else contiguous(array)
+
+
 def reshaped(array: cupy.ndarray, shape: tuple[int, ...]) -> cupy.ndarray:
     """View an array in another shape; where no view has it, copy it into :func:`scratch`."""
     if array.flags.c_contiguous:
@@ -96,7 +101,7 @@ def target(out: cupy.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) ->
     (what the kernel does not write stays as it is), or a new array."""
     if out is None:
         return cupy.empty(shape, dtype)
-    return out if is_contiguous_last_axis(out) else contiguous(out)
+    return contiguous_last_axis(out)
 
 
 def copy_to_out(target: cupy.ndarray, out: cupy.ndarray | None) -> cupy.ndarray:
