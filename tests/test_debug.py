@@ -86,10 +86,12 @@ def test_launches_are_waited_for_and_named(launched):
 
 def test_failed_launches_name_the_call(launched):
     kernel, _, variant = launched
-    here = {"__name__": "cuattn.attention", "kernel": kernel}
-    exec("def flash_attention(): kernel((1,), (32,), 'bad')", here)
+    public = {"__name__": "cuattn.attention", "kernel": kernel}
+    exec("def flash_attention(): kernel((1,), (32,), 'bad')", public)
+    wrapping = {"__name__": "cuattn._keywords", "function": public["flash_attention"]}
+    exec("def call(): function()", wrapping)
     with pytest.raises(RuntimeError, match=r"flash_attention: .*no such thing") as failure:
-        here["flash_attention"]()
+        wrapping["call"]()
     assert variant.source in str(failure.value)
 
 

@@ -70,12 +70,14 @@ def watched(kernel: Callable[..., None], variant: Variant) -> Callable[..., None
 
 
 def public_function() -> str:
-    """The function of cuattn that the user called: the outermost one on the stack."""
+    """The function of cuattn that the user called: the outermost one on the stack, but for what
+    private modules wrap it in."""
     frame, name = sys._getframe(1), "cuattn"
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] == "cuattn" and not frame.f_code.co_name.startswith("<"):
-            name = frame.f_code.co_name
+        package, *inner = frame.f_globals.get("__name__", "").split(".")
+        code = frame.f_code.co_name
+        if package == "cuattn" and not any(n.startswith("_") for n in inner) and code[0] != "<":
+            name = code
         frame = frame.f_back
     return name
 
