@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cuattn._dlpack import import_array
+
 #: The dtypes attention computes in.
 FLOAT_DTYPES = {
     np.dtype(np.float16): "float16",
@@ -102,21 +104,55 @@ def _as_array(function: str, name: str, array: Any) -> Any:
     loaded: Any = sys.modules.get("cupy")
     if loaded is not None and isinstance(array, loaded.ndarray):
         return array
-    if hasattr(array, "__cuda_array_interface__"):
+    _check_concrete(function, name, array)
+    if _has_cuda_array_interface(array):
         import cupy
 
-        return cupy.asarray(array)
+        # What has no name there is void, such as bfloat16; DLPack names it.
+        kind = array.__cuda_array_interface__["typestr"][1]
+        if kind != "V" or not hasattr(array, "__dlpack__"):
+            return cupy.asarray(array)
     if hasattr(array, "__dlpack__"):
-        on_gpu = array.__dlpack_device__()[0] in (2, 13)  # kDLCUDA, kDLCUDAManaged
-        if on_gpu:
-            import cupy
-
-            return cupy.from_dlpack(array)
-        return np.from_dlpack(array)
+        try:
+            xp: Any = np
+            if array.__dlpack_device__()[0] in (2, 13):  # kDLCUDA, kDLCUDAManaged
+                import cupy as xp
+            return import_array(xp, array)
+        except Exception as error:
+            dtype = f" of dtype {array.dtype}" if hasattr(array, "dtype") else ""
+            raise TypeError(
+                f"{function}: {name} is a {type(array).__module__}.{type(array).__qualname__}"
+                f"{dtype}, which {xp.__name__} cannot take through DLPack ({error}); pass a NumPy "
+                "or CuPy array"
+            ) from error
     raise TypeError(
         f"{function}: {name} must be a NumPy or CuPy array (or have __cuda_array_interface__ or "
         f"__dlpack__), got {type(array).__module__}.{type(array).__qualname__}"
     )
+
+
+def _check_concrete(function: str, name: str, array: Any) -> None:
+    """Check that an array of torch's or JAX's is not part of a computation that they record."""
+    if getattr(array, "requires_grad", False) is True:
+        raise TypeError(
+            f"{function}: {name} requires a gradient, and torch's do not flow through cuattn; pass "
+            f"{name}.detach()"
+        )
+    if any(
+        base.__name__ == "Tracer" and base.__module__.partition(".")[0] == "jax"
+        for base in type(array).__mro__
+    ):
+        raise TypeError(
+            f"{function}: {name} is traced by JAX (jit, grad, vmap or scan) and has no values yet; "
+            "call cuattn through jax.pure_callback"
+        )
+
+
+def _has_cuda_array_interface(array: Any) -> bool:
+    try:
+        return hasattr(array, "__cuda_array_interface__")
+    except RuntimeError:  # torch's way to say that a tensor requires a gradient
+        return False
 
 
 def on_gpu(given: Any) -> Any:
@@ -124,7 +160,7 @@ def on_gpu(given: Any) -> Any:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(given, cupy.ndarray):
         return given
-    if hasattr(given, "__cuda_array_interface__"):
+    if _has_cuda_array_interface(given):
         return _as_array("", "", given)
     return None
 
