@@ -17,7 +17,7 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
   for (int i = 0; i < 2; ++i) {
     float sum = tile::quad_sum(softmax.row_sum[i]);
     float max = tile::OnlineSoftmax::offset(softmax.row_max[i], scale_log2);
-    if (kBent && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
+    if (kSoftcapAlibi && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
     float rescale = 1.0f;
     int head = tile.head;
     if constexpr (Config::pack_gqa) head = tile.packed(params, row + 8 * i).head;

@@ -307,12 +307,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
         bool grown = false;
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m)
-          grown |= softmax[m].outgrown(s[m], scale_log2, block_max[m]);
+          grown |= softmax[m].needs_rescale(s[m], scale_log2, block_max[m]);
         if (__any_sync(~0u, grown)) {
 #pragma unroll
           for (int m = 0; m < kBlocks; ++m) {
             float correction[2];
-            softmax[m].raise(block_max[m], scale_log2, correction);
+            softmax[m].rescale(block_max[m], scale_log2, correction);
             tile::scale_rows(o[m], correction);
           }
         }

@@ -53,39 +53,151 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
   ptx::wgmma_commit_group();
 }
 
-__device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
-                                        const Sm90Params& sm90, int consumer) {
-  // Consumers take turns in issuing products, so that one's exponentials run beside another's
-  // products.
-  const int turn = 1 + consumer, next_turn = 1 + (consumer + 1) % kWarpgroups;
-  const auto wait_turn = [&] { ptx::bar_sync(turn, 256); };
-  const auto pass_turn = [&] { ptx::bar_arrive(next_turn, 256); };
-  if (consumer == kWarpgroups - 1) pass_turn();
+// A consuming warpgroup: 64 rows of every tile of its thread block. Blocks of keys are worked on
+// from the last to the first. While P V of one block is in flight so is Q K^T of the next, also of
+// the next tile's first: O of a tile is complete one step into the next tile.
+struct Consumer {
+  Smem& smem;
+  const ForwardParams& params;
+  const Sm90Params& sm90;
+  const int consumer;                                // which of kWarpgroups
+  const int first_row = 64 * consumer + lane_row();  // this lane's first row of a tile
 
-  const int first_row = 64 * consumer + lane_row();
-  const int lane_column = threadIdx.x % 4 * 2;
-  ScoreRows& rows = score_rows(smem, consumer);
-  unsigned rows_parity = 0;
-  const float scale_log2 = sm90.scale_log2;
   tile::PipelineState<kStages> stage_k, stage_v;
   tile::PipelineState<kStagesQ> stage_q;
   tile::PipelineState<TileQueue::kSize> queue;
-  Tile::Partial hidden;       // blocks of the tile that call for a mask
-  int number = 0;             // of the tile, modulo 2
-  float slope[kSlopes] = {};  // ALiBi's
-  tile::OnlineSoftmax softmax;
-  float s[kTileN / 2], o[kHeadDimV / 2], block_max[2], correction[2];
-  unsigned p[kTileN / 4];
-  BentScores<kBent> bent(params, sm90);
+  unsigned score_rows_parity = 0;
+  int number = 0;  // of the tile, modulo 2: which of Smem::replaced
 
-  const auto clear = [&] {
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
-  };
-  int block, last_block;  // of keys; they are worked on from the last to the first
-  bool skips = false;     // one block before the next scores
+  Tile tile;             // whose scores come next
+  Tile::Partial hidden;  // its blocks that call for a mask
+  int block, last_block;
+  bool skips = false;         // one block before the next scores
+  float slope[kSlopes] = {};  // ALiBi's
+
+  float s[kTileN / 2], o[kHeadDimV / 2];  // scores, later P, and the output
+  unsigned p[kTileN / 4];                 // P as 16-bit pairs
+  tile::OnlineSoftmax softmax;
+  SoftcapAlibi<kSoftcapAlibi> softcap_alibi{params, sm90};
+
+  // Consumers take turns in issuing products, so that one's exponentials run beside another's
+  // products: the ping-pong of FlashAttention-3. A named barrier is one's turn.
+  __device__ __forceinline__ void wait_turn() const { ptx::bar_sync(1 + consumer, 256); }
+  __device__ __forceinline__ void pass_turn() const {
+    ptx::bar_arrive(1 + (consumer + 1) % kWarpgroups, 256);
+  }
+
+  // A tile's queries are released as soon as its last scores are there, or a step later, which
+  // spares a branch a block: with two stages, and where NVRTC 13.0 has the register for it.
+  static constexpr bool kReleasesLate = kStagesQ > 1 && !Config::score;
+
+  // The first scores are a turn, as another consumer may skip the block, and as consumers then
+  // start apart (2% of plain calls at head_dim 64); with bias or mask they are none, which saves
+  // the register that NVRTC 13.5 would spill.
+  static constexpr bool kFirstTurn = !Config::elementwise;
+
+  __device__ __forceinline__ void run() {
+    if (consumer == kWarpgroups - 1) pass_turn();
+    tile = find_tile();
+    if (tile.row < 0) return;
+    first_scores();
+    while (true) {
+      while (block > last_block) step(false, tile);
+      if (kReleasesLate) release_queries();
+      const Tile finished = tile;
+      skips = kSkipsBlocks && last_block > tile.block_begin;
+      tile = find_tile();
+      skip_keys();
+      if (tile.row < 0) {
+        tile = finished;
+        break;
+      }
+      ptx::mbarrier_wait(smem.full_q[stage_q.index][consumer], stage_q.parity);
+      step(true, finished);
+    }
+    last_values();
+  }
+
+  // The very first scores, with no values beside them.
+  __device__ __forceinline__ void first_scores() {
+    skip_keys();
+    skip_values();
+    --block;
+    ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
+    ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
+    if (kFirstTurn) wait_turn();
+    ptx::wgmma_keep(s);
+    ptx::wgmma_fence();
+    multiply_keys(s, smem.q[0][consumer], smem.k[stage_k.index]);
+    if (kFirstTurn) pass_turn();
+    ptx::wgmma_wait_group<0>();
+    receive_scores(true);
+    float correction[2];
+    softcap_alibi.update(softmax, s, sm90.scale_log2, correction);
+    tile::pack_fragment<T>(p, s);
+    clear_output();
+  }
+
+  // The scores of the next block beside the values of the one before. A `fresh` block is a tile's
+  // first: the values are the last of the tile that is then `finished`.
+  __device__ __forceinline__ void step(bool fresh, const Tile& finished) {
+    --block;
+    ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
+    wait_values();
+    wait_turn();
+    ptx::wgmma_keep(s);
+    ptx::wgmma_keep(o);
+    ptx::wgmma_fence();
+    multiply_keys(s, smem.q[stage_q.index][consumer], smem.k[stage_k.index]);
+    multiply_values(o, p, smem.v[stage_v.index]);
+    if (!kKeepsTurn) pass_turn();
+    // A tile's first block is computed as a block's very first is: who comes before changes no bit.
+    softcap_alibi.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
+                         fresh || hidden.has(block), slope[0]);
+    ptx::wgmma_wait_group<1>();
+    if (kKeepsTurn) pass_turn();
+    receive_scores(fresh);
+    const tile::OnlineSoftmax before = softmax;
+    if (fresh) {
+      softmax = tile::OnlineSoftmax();
+      softcap_alibi.start(softmax);
+    }
+    float block_max[2], correction[2];
+    const bool rescales = softcap_alibi.needs_rescale(softmax, s, sm90.scale_log2, block_max);
+    if (rescales) softcap_alibi.rescale(softmax, block_max, sm90.scale_log2, correction);
+    // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and
+    // the packing of P into the registers that P V reads hides behind the exponentials (5% faster
+    // than exponentials first, on an H200).
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_keep(o);
+    const bool replaced = fresh && was_replaced();
+    release_values();
+    if (fresh) {
+      skip_values();
+      finish_tile(before, finished, replaced);
+      clear_output();
+    } else if (rescales) {
+      tile::scale_rows(o, correction);
+    }
+    softcap_alibi.exponentiate(softmax, s, sm90.scale_log2);
+    tile::pack_fragment<T>(p, s);
+  }
+
+  // The values of the very last block.
+  __device__ __forceinline__ void last_values() {
+    wait_values();
+    ptx::wgmma_keep(o);
+    ptx::wgmma_fence();
+    multiply_values(o, p, smem.v[stage_v.index]);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_keep(o);
+    const bool replaced = was_replaced();
+    release_values();
+    finish_tile(softmax, tile, replaced);
+  }
+
   // The next tile that has keys.
-  const auto find_tile = [&] {
+  __device__ __forceinline__ Tile find_tile() {
     Tile tile = read_tile(smem, queue);
     while (kFilterWarps > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, queue);
     if (tile.row < 0) return tile;
@@ -109,37 +221,29 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       skips = true;
     }
     return tile;
-  };
-  Tile tile = find_tile();
-  if (tile.row < 0) return;
+  }
 
-  // As soon as the tile's last scores are there, or a step later, which spares a branch a block:
-  // with two stages, and where NVRTC 13.0 has the register for it.
-  constexpr bool kReleasesLate = kStagesQ > 1 && !Config::score;
-  const auto release_queries = [&] {
-    tile::arrive_warp(smem.empty_q[stage_q.index][consumer]);
-    stage_q.advance();
-  };
-  // What becomes of the products of Q and K, before and while exponentials are taken.
-  const auto receive_scores = [&](bool fresh) __attribute__((always_inline)) {
+  // From the products of Q and K, once they are there, to the scores that the softmax takes.
+  __device__ __forceinline__ void receive_scores(bool fresh) {
     ptx::wgmma_keep(s);
     tile::arrive_warp(smem.empty_k[stage_k.index]);
     stage_k.advance();
     if (!kReleasesLate && block == last_block) release_queries();
-    const int row = tile.row + first_row, column = block * kTileN + lane_column;
+    const int row = tile.row + first_row, column = block * kTileN + threadIdx.x % 4 * 2;
     if constexpr (Config::score) {
       float distance[kSlopes];
 #pragma unroll
       for (int i = 0; i < kSlopes; ++i)
         distance[i] =
             static_cast<float>(tile.query_of(params, row + 8 * i) + tile.diagonal() - column);
-      if (bent.bend(s, distance[0])) return;
-      if (kBent || sm90.cap_scale != 0.0f || slope[0] != 0.0f)
-        bend_scores(s, sm90.cap_scale, slope, distance);
+      if (softcap_alibi.apply(s, distance[0])) return;
+      if (kSoftcapAlibi || sm90.cap_scale != 0.0f || slope[0] != 0.0f)
+        apply_softcap_and_alibi(s, sm90.cap_scale, slope, distance);
     }
     if constexpr (Config::elementwise) {
-      ptx::mbarrier_wait(rows.full, rows_parity);
-      rows_parity ^= 1;
+      ScoreRows& rows = score_rows(smem, consumer);
+      ptx::mbarrier_wait(rows.full, score_rows_parity);
+      score_rows_parity ^= 1;
       add_score_rows(s, rows, params, sm90.score_scale);
       tile::arrive_warp(rows.empty);
     }
@@ -148,131 +252,59 @@ __device__ __forceinline__ void consume(Smem& smem, const ForwardParams& params,
       if (Config::bound_left && block < hidden.before)
         hide_earlier_keys(s, params, tile, row, column);
     }
-  };
-  const auto await_values = [&] {
+  }
+
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void finish_tile(const tile::OnlineSoftmax& softmax, const Tile& tile,
+                                              bool replaced) {
+    write_output(o, softmax, sm90.scale_log2, params, tile, tile.row + first_row);
+    if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);
+  }
+
+  __device__ __forceinline__ void release_queries() {
+    tile::arrive_warp(smem.empty_q[stage_q.index][consumer]);
+    stage_q.advance();
+  }
+
+  __device__ __forceinline__ void wait_values() {
     ptx::mbarrier_wait((kFilterWarps > 0 ? smem.filtered_v : smem.full_v)[stage_v.index],
                        stage_v.parity);
-  };
-  const auto release_values = [&] {
+  }
+
+  __device__ __forceinline__ void release_values() {
     tile::arrive_warp(smem.empty_v[stage_v.index]);
     stage_v.advance();
-  };
+  }
+
   // Whether the nonfinite filter has replaced values of the tile; to be asked before its last ones
   // are released.
-  const auto was_filtered = [&] {
+  __device__ __forceinline__ bool was_replaced() {
     if (kFilterWarps == 0) return false;
     const bool replaced = smem.replaced[number][0] || smem.replaced[number][1];
     number ^= 1;
     return replaced;
-  };
-  const auto finish = [&](const tile::OnlineSoftmax& softmax, const Tile& tile, bool replaced) {
-    write_output(o, softmax, scale_log2, params, tile, tile.row + first_row);
-    if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);
-  };
+  }
 
   // The keys of a block that is skipped, in turn, and its values after those of the one before.
-  const auto skip_keys = [&] {
+  __device__ __forceinline__ void skip_keys() {
     if (!skips) return;
     ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
     tile::arrive_warp(smem.empty_k[stage_k.index]);
     stage_k.advance();
     wait_turn();
     pass_turn();
-  };
-  const auto skip_values = [&] {
+  }
+  __device__ __forceinline__ void skip_values() {
     if (!skips) return;
-    await_values();
+    wait_values();
     release_values();
     skips = false;
-  };
-
-  // The first scores, with nothing beside them. They are a turn, as another consumer may skip the
-  // block, and as consumers then start apart (2% of plain calls at head_dim 64); with bias or mask
-  // they are none, which saves the register that NVRTC 13.5 would spill.
-  constexpr bool kFirstTurn = !Config::elementwise;
-  skip_keys();
-  skip_values();
-  --block;
-  ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
-  ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
-  if (kFirstTurn) wait_turn();
-  ptx::wgmma_keep(s);
-  ptx::wgmma_fence();
-  multiply_keys(s, smem.q[0][consumer], smem.k[stage_k.index]);
-  if (kFirstTurn) pass_turn();
-  ptx::wgmma_wait_group<0>();
-  receive_scores(true);
-  bent.update(softmax, s, scale_log2, correction);
-  tile::pack_fragment<T>(p, s);
-  clear();
-
-  // The scores of the next block beside the values of the one before.
-  const auto step = [&](bool fresh, const Tile& finished) __attribute__((always_inline)) {
-    --block;
-    ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
-    await_values();
-    wait_turn();
-    ptx::wgmma_keep(s);
-    ptx::wgmma_keep(o);
-    ptx::wgmma_fence();
-    multiply_keys(s, smem.q[stage_q.index][consumer], smem.k[stage_k.index]);
-    multiply_values(o, p, smem.v[stage_v.index]);
-    if (!kKeepsTurn) pass_turn();
-    // A tile's first block is computed as a block's very first is: who comes before changes no bit.
-    bent.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
-                fresh || hidden.has(block), slope[0]);
-    ptx::wgmma_wait_group<1>();
-    if (kKeepsTurn) pass_turn();
-    receive_scores(fresh);
-    const tile::OnlineSoftmax before = softmax;
-    if (fresh) {
-      softmax = tile::OnlineSoftmax();
-      bent.start(softmax);
-    }
-    const bool grown = bent.outgrown(softmax, s, scale_log2, block_max);
-    if (grown) bent.raise(softmax, block_max, scale_log2, correction);
-    // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and
-    // the packing of P into the registers that P V reads hides behind the exponentials (5% faster
-    // than exponentials first, on an H200).
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_keep(o);
-    const bool replaced = fresh && was_filtered();
-    release_values();
-    if (fresh) {
-      skip_values();
-      finish(before, finished, replaced);
-      clear();
-    } else if (grown) {
-      tile::scale_rows(o, correction);
-    }
-    bent.exponentiate(softmax, s, scale_log2);
-    tile::pack_fragment<T>(p, s);
-  };
-  while (true) {
-    while (block > last_block) step(false, tile);
-    if (kReleasesLate) release_queries();
-    const Tile finished = tile;
-    skips = kSkipsBlocks && last_block > tile.block_begin;
-    tile = find_tile();
-    skip_keys();
-    if (tile.row < 0) {
-      tile = finished;
-      break;
-    }
-    ptx::mbarrier_wait(smem.full_q[stage_q.index][consumer], stage_q.parity);
-    step(true, finished);
   }
-
-  await_values();
-  ptx::wgmma_keep(o);
-  ptx::wgmma_fence();
-  multiply_values(o, p, smem.v[stage_v.index]);
-  ptx::wgmma_wait_group<0>();
-  ptx::wgmma_keep(o);
-  const bool replaced = was_filtered();
-  release_values();
-  finish(softmax, tile, replaced);
-}
+};
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     forward_sm90(const __grid_constant__ ForwardParams params,
@@ -326,6 +358,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(smem, params, sm90, warpgroup - 1);
+    Consumer{smem, params, sm90, warpgroup - 1}.run();
   }
 }

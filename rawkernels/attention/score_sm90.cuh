@@ -10,7 +10,7 @@
 #include "ptx/math.cuh"
 #include "tile/softmax.cuh"
 
-constexpr bool kBent = Config::score && !Config::elementwise;  // by softcap or ALiBi alone
+constexpr bool kSoftcapAlibi = Config::score && !Config::elementwise;
 
 // The first of a lane's two rows among its consumer's 64.
 __device__ __forceinline__ int lane_row() {
@@ -23,9 +23,9 @@ constexpr int kSlopes = Config::pack_gqa ? 2 : 1;
 // Softcap and ALiBi, but for a factor of score_scale, which `slope` has been divided by. `distance`
 // is that from the lane's queries to its first key. The tanh is an instruction with an error of
 // 2^-11, which is what rounding scores to 16 bits costs.
-__device__ __forceinline__ void bend_scores(float (&s)[kTileN / 2], float cap_scale,
-                                            const float (&slope)[kSlopes],
-                                            const float (&distance)[kSlopes]) {
+__device__ __forceinline__ void apply_softcap_and_alibi(float (&s)[kTileN / 2], float cap_scale,
+                                                        const float (&slope)[kSlopes],
+                                                        const float (&distance)[kSlopes]) {
   if (cap_scale != 0.0f) {
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) s[i] = ptx::tanh(s[i] * cap_scale);
@@ -71,69 +71,74 @@ __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
 __device__ __forceinline__ constexpr bool has_range_of_float(const __half*) { return false; }
 __device__ __forceinline__ constexpr bool has_range_of_float(const __nv_bfloat16*) { return true; }
 
-// Scores with softcap or ALiBi but neither bias nor mask. A consumer's time is the length of its
-// chain of instructions, and a branch costs as much as twenty of them; so what most blocks of a
-// call need is known before their products are, and then no more than one question is asked.
+// Softcap or ALiBi without bias or mask. Consumers are latency-bound, and a branch costs them about
+// 20 instructions. The common case of a block is therefore decided before its scores arrive, and
+// costs one branch.
 template <bool kAny>
-struct BentScores {
+struct SoftcapAlibi {
   // A softcap bounds scores, so no maxima are needed where exponents relative to half the cap, from
   // -1.5 to 0.5 times this, are in range: of float, which bfloat16 shares.
   static constexpr float kBoundLog2 = 75.0f;
   static constexpr float kBoundMax = 0.5f;
   // The same range lets maxima lag behind further: under ALiBi they grow block by block up to the
   // diagonal.
-  static constexpr float kLag =
-      has_range_of_float(static_cast<T*>(nullptr)) ? 40.0f : tile::OnlineSoftmax::kLag;
+  static constexpr float kRescaleThreshold =
+      has_range_of_float(static_cast<T*>(nullptr)) ? 40.0f : tile::OnlineSoftmax::kRescaleThreshold;
 
-  enum Kind { kOther, kCapped, kAside };
+  // A block needs the general path, a softcap alone, or ALiBi alone with all of its keys on one
+  // side of all queries.
+  enum Kind { kGeneral, kCapped, kOneSide };
 
   const Sm90Params& sm90;
-  const bool bounded;     // maxima are spared
-  Kind kind = kOther;     // of the block
-  float lowered[2] = {};  // what is yet to be subtracted from the scores of each row
+  const bool bounded;     // the softcap bounds scores: maxima are not needed
+  Kind kind = kGeneral;   // of the block
+  float pending[2] = {};  // what is yet to be subtracted from the scores of each row
   float slope;            // ALiBi's, negative for keys after the queries
 
-  __device__ __forceinline__ BentScores(const ForwardParams& params, const Sm90Params& sm90)
+  __device__ __forceinline__ SoftcapAlibi(const ForwardParams& params, const Sm90Params& sm90)
       : sm90(sm90),
         bounded(has_range_of_float(static_cast<T*>(nullptr)) && params.alibi_slopes == nullptr &&
                 sm90.cap_scale != 0.0f && sm90.scale_log2 <= kBoundLog2) {}
 
-  // To be told of a block whose products are under way: from its first key to the consumer's first
-  // query, and whether some of its keys are hidden from some of the queries.
+  // Decides on a block while its products are computed, from the distance of its first key to the
+  // consumer's first query and whether some of its keys are hidden from some of the queries.
   __device__ __forceinline__ void expect(int block_distance, bool partial, float head_slope) {
-    const bool aside = block_distance >= kTileN - 1 || block_distance <= -63;
-    kind = partial ? kOther : bounded ? kCapped : sm90.cap_scale == 0.0f && aside ? kAside : kOther;
-    if (Config::pack_gqa && kind == kAside) kind = kOther;  // rows have slopes of their own
+    const bool one_side = block_distance >= kTileN - 1 || block_distance <= -63;
+    kind = partial                              ? kGeneral
+           : bounded                            ? kCapped
+           : sm90.cap_scale == 0.0f && one_side ? kOneSide
+                                                : kGeneral;
+    if (Config::pack_gqa && kind == kOneSide) kind = kGeneral;  // rows have slopes of their own
     slope = block_distance > 0 ? head_slope : -head_slope;
   }
 
-  // Whether the block's scores are done with this; else bend_scores and hiding of keys are to come.
-  // `distance` as there.
-  __device__ __forceinline__ bool bend(float (&s)[kTileN / 2], float distance) {
-    lowered[0] = lowered[1] = 0.0f;
+  // Applies a block's special case, and says whether it was one; else the caller applies
+  // apply_softcap_and_alibi, with the same `distance`, and hides keys.
+  __device__ __forceinline__ bool apply(float (&s)[kTileN / 2], float distance) {
+    pending[0] = pending[1] = 0.0f;
     if (kind == kCapped) {
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) s[i] = ptx::tanh(s[i] * sm90.cap_scale);
       return true;
     }
-    if (kind == kAside) {
+    if (kind == kOneSide) {
       // All keys are on one side of all queries, so the distance is linear in both.
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i)
         s[i] = fmaf(slope, static_cast<float>(i / 4 * 8 + i % 2), s[i]);
-      lowered[0] = slope * distance;
-      lowered[1] = fmaf(slope, 8.0f, lowered[0]);
+      pending[0] = slope * distance;
+      pending[1] = fmaf(slope, 8.0f, pending[0]);
       return true;
     }
     return false;
   }
 
-  // Of a new tile.
+  // Prepares the softmax of a new tile.
   __device__ __forceinline__ void start(tile::OnlineSoftmax& softmax) const {
     if (bounded) softmax.row_max[0] = softmax.row_max[1] = kBoundMax;
   }
 
-  // As OnlineSoftmax has them.
+  // The steps of OnlineSoftmax.
   __device__ __forceinline__ void update(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
                                          float scale_log2, float (&correction)[2]) const {
     start(softmax);
@@ -142,45 +147,45 @@ struct BentScores {
     else
       softmax.update(s, scale_log2, correction);
   }
-  __device__ __forceinline__ bool outgrown(const tile::OnlineSoftmax& softmax,
-                                           const float (&s)[kTileN / 2], float scale_log2,
-                                           float (&block_max)[2]) const {
-    return !bounded &&
-           __any_sync(~0u, softmax.outgrown(
-                               s, scale_log2, block_max,
-                               [&](float max, int row) { return max - lowered[row]; }, kLag));
+  __device__ __forceinline__ bool needs_rescale(const tile::OnlineSoftmax& softmax,
+                                                const float (&s)[kTileN / 2], float scale_log2,
+                                                float (&block_max)[2]) const {
+    return !bounded && __any_sync(~0u, softmax.needs_rescale(
+                                           s, scale_log2, block_max,
+                                           [&](float max, int row) { return max - pending[row]; },
+                                           kRescaleThreshold));
   }
-  __device__ __forceinline__ void raise(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
-                                        float scale_log2, float (&correction)[2]) const {
-    softmax.raise(block_max, scale_log2, correction, kLag);
+  __device__ __forceinline__ void rescale(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
+                                          float scale_log2, float (&correction)[2]) const {
+    softmax.rescale(block_max, scale_log2, correction, kRescaleThreshold);
   }
 
   __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
                                                float scale_log2) const {
     softmax.exponentiate(s, scale_log2,
-                         {softmax.row_max[0] + lowered[0], softmax.row_max[1] + lowered[1]});
+                         {softmax.row_max[0] + pending[0], softmax.row_max[1] + pending[1]});
   }
 };
 
-// All other scores.
+// Neither softcap nor ALiBi, or together with bias or mask: OnlineSoftmax as it is.
 template <>
-struct BentScores<false> {
-  __device__ __forceinline__ BentScores(const ForwardParams&, const Sm90Params&) {}
+struct SoftcapAlibi<false> {
+  __device__ __forceinline__ SoftcapAlibi(const ForwardParams&, const Sm90Params&) {}
   __device__ __forceinline__ void expect(int, bool, float) {}
-  __device__ __forceinline__ bool bend(float (&)[kTileN / 2], float) { return false; }
+  __device__ __forceinline__ bool apply(float (&)[kTileN / 2], float) { return false; }
   __device__ __forceinline__ void start(tile::OnlineSoftmax&) const {}
   __device__ __forceinline__ void update(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
                                          float scale_log2, float (&correction)[2]) const {
     softmax.update(s, scale_log2, correction);
   }
-  __device__ __forceinline__ bool outgrown(const tile::OnlineSoftmax& softmax,
-                                           const float (&s)[kTileN / 2], float scale_log2,
-                                           float (&block_max)[2]) const {
-    return __any_sync(~0u, softmax.outgrown(s, scale_log2, block_max));
+  __device__ __forceinline__ bool needs_rescale(const tile::OnlineSoftmax& softmax,
+                                                const float (&s)[kTileN / 2], float scale_log2,
+                                                float (&block_max)[2]) const {
+    return __any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max));
   }
-  __device__ __forceinline__ void raise(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
-                                        float scale_log2, float (&correction)[2]) const {
-    softmax.raise(block_max, scale_log2, correction);
+  __device__ __forceinline__ void rescale(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
+                                          float scale_log2, float (&correction)[2]) const {
+    softmax.rescale(block_max, scale_log2, correction);
   }
   __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
                                                float scale_log2) const {

@@ -154,8 +154,8 @@ struct Slice {
                    first_key + 16 * j + 8 * h + tile::lane_row(lane));
   }
 
-  // s becomes exp2(s - row_max). row_max lags by up to kLag, as in tile/softmax.cuh, and lanes
-  // compare only when it must move.
+  // s becomes exp2(s - row_max). row_max lags by up to kRescaleThreshold, as in tile/softmax.cuh,
+  // and lanes compare only when it must move.
   __device__ __forceinline__ void update_softmax(Scores& s) {
     float tile_max[kRowBlocks][2];
     bool grown = false;
@@ -167,7 +167,7 @@ struct Slice {
 #pragma unroll
         for (int j = 0; j < kKeyBlocks; ++j)
           tile_max[r][c] = fmaxf(tile_max[r][c], fmaxf(s[j][r][c], s[j][r][2 + c]));
-        grown |= tile_max[r][c] - row_max[r][c] > tile::OnlineSoftmax::kLag;
+        grown |= tile_max[r][c] - row_max[r][c] > tile::OnlineSoftmax::kRescaleThreshold;
       }
     if (__any_sync(~0u, grown)) {
 #pragma unroll

@@ -22,11 +22,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // exp(x * scale) over a row, a block of columns at a time. row_max is what exponents are relative
-// to: the largest score so far, or one that lags behind it by at most kLag in log2 units. A lagging
-// maximum only makes every term and the sum larger by the same factor, 2^kLag at most, which the
-// last division takes out; moving it costs a product with all of O.
+// to: the largest score so far, or one that lags behind it by at most kRescaleThreshold in log2
+// units. A lagging maximum only makes every term and the sum larger by the same factor,
+// 2^kRescaleThreshold at most, which the last division takes out; moving it costs a product with
+// all of O.
 struct OnlineSoftmax {
-  static constexpr float kLag = 8.0f;
+  static constexpr float kRescaleThreshold = 8.0f;
 
   float row_max[2] = {negative_infinity(), negative_infinity()};
   float row_sum[2] = {0.0f, 0.0f};  // of this lane's columns; quad_sum gives the row's
@@ -36,25 +37,25 @@ struct OnlineSoftmax {
   template <int n>
   __device__ __forceinline__ bool update(float (&s)[n], float scale_log2, float (&correction)[2]) {
     float block_max[2];
-    const bool grown = __any_sync(~0u, outgrown(s, scale_log2, block_max));
-    if (grown) raise(block_max, scale_log2, correction);
+    const bool rescales = __any_sync(~0u, needs_rescale(s, scale_log2, block_max));
+    if (rescales) rescale(block_max, scale_log2, correction);
     exponentiate(s, scale_log2);
-    return grown;
+    return rescales;
   }
 
   // The three steps of update, for kernels that do other work in between. First: the largest score
   // so far of each row among this lane's columns, and whether one has left row_max too far behind.
   template <int n>
-  __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2,
-                                           float (&block_max)[2]) const {
-    return outgrown(s, scale_log2, block_max, [](float max, int) { return max; });
+  __device__ __forceinline__ bool needs_rescale(const float (&s)[n], float scale_log2,
+                                                float (&block_max)[2]) const {
+    return needs_rescale(s, scale_log2, block_max, [](float max, int) { return max; });
   }
 
   // The same of scores that are yet to be lowered, row by row: lower(score, row).
   template <int n, class Lower>
-  __device__ __forceinline__ bool outgrown(const float (&s)[n], float scale_log2,
-                                           float (&block_max)[2], const Lower& lower,
-                                           float lag = kLag) const {
+  __device__ __forceinline__ bool needs_rescale(const float (&s)[n], float scale_log2,
+                                                float (&block_max)[2], const Lower& lower,
+                                                float threshold = kRescaleThreshold) const {
     // Four chains a row: in one chain each maximum waits for the one before, 390 of a block's 2770
     // cycles in forward_sm90.
     static_assert(n >= 16, "a chain starts from two scores of its own");
@@ -71,18 +72,19 @@ struct OnlineSoftmax {
           fmaxf(fmaxf(chain[0][row], chain[1][row]), fmaxf(chain[2][row], chain[3][row]));
       block_max[row] = fmaxf(lower(block_max[row], row), row_max[row]);
     }
-    return fmaxf(block_max[0] - row_max[0], block_max[1] - row_max[1]) * scale_log2 > lag;
+    return fmaxf(block_max[0] - row_max[0], block_max[1] - row_max[1]) * scale_log2 > threshold;
   }
 
   // Second, if that is so for any lane of the warp: move row_max. O is to be multiplied by
   // `correction`. Only here do the lanes of a row compare their maxima: a row_max that no lane's
   // scores leave behind stays, whatever the warp's other rows hold.
-  __device__ __forceinline__ void raise(const float (&block_max)[2], float scale_log2,
-                                        float (&correction)[2], float lag = kLag) {
+  __device__ __forceinline__ void rescale(const float (&block_max)[2], float scale_log2,
+                                          float (&correction)[2],
+                                          float threshold = kRescaleThreshold) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float largest = quad_max(block_max[row]);
-      const bool moves = (largest - row_max[row]) * scale_log2 > lag;
+      const bool moves = (largest - row_max[row]) * scale_log2 > threshold;
       correction[row] =
           moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
       row_sum[row] *= correction[row];

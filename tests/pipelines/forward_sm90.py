@@ -101,7 +101,7 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
         releases_late=bool(constants["kReleasesLate"]),
         first_turn=bool(constants["kFirstTurn"]),
         value_warps=constants["kValueWarps"],
-        turn_threads=constants.value(re.search(r"bar_sync\(turn, (.*?)\)", text)[1]),
+        turn_threads=constants.value(re.search(r"bar_sync\(1 \+ consumer, (.*?)\)", text)[1]),
         arrivals=tuple(sorted(source.arrivals(text, constants).items())),
     )
 
