@@ -272,7 +272,7 @@ def compare(case: Case, before: Any) -> dict[str, Any]:
         timing.captured(name, [lambda package=package: call(package)])
         for name, package in (("before", before), ("now", cuattn))
     ]
-    seconds = timing.race_alone(contestants, rounds=9, turn=4e-3)
+    seconds = timing.race_alone(contestants, rounds=12, turn=4e-3)
     ratio = seconds["before"] / seconds["now"]
     return {
         "case": case.name,

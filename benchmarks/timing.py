@@ -128,8 +128,10 @@ class _Turns:
         self._rounds: list[list[float]] = []
 
     def take(self) -> list[float]:
-        """Have one round, and return the seconds per launch of each."""
-        seconds = [c.timer(c.run, launches) / launches for c, launches in self._contestants]
+        """Have one round, and return the seconds per launch of each. Every second round goes
+        backward: who follows whom changes the clock by some per cent."""
+        order = -1 if len(self._rounds) % 2 else 1
+        seconds = [c.timer(c.run, n) / n for c, n in self._contestants[::order]][::order]
         self._rounds.append(seconds)
         return seconds
 
