@@ -9,6 +9,7 @@ from cuattn.attention import (
 )
 from cuattn.decoding import flash_decode, merge_attention, paged_attention
 from cuattn.kvcache import PagedKVCache
+from cuattn.positions import rope
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "flash_decode",
     "merge_attention",
     "paged_attention",
+    "rope",
     "sampling",
     "scaled_dot_product_attention",
     "show_config",

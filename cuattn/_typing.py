@@ -105,3 +105,20 @@ class SampleOptions(FilterOptions, PenaltyOptions, total=False):
     seed: Integers | None
     offset: Integers
     tokens: Array | None
+
+
+class _RopeType(TypedDict):
+    rope_type: str
+
+
+class RopeScaling(_RopeType, total=False):
+    """`scaling` of :func:`cuattn.rope`, named as in a model's ``config.json``."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool

@@ -34,7 +34,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("module", ["_config", "attention", "decoding", "kvcache", "sampling"])
+@pytest.mark.parametrize(
+    "module", ["_config", "attention", "decoding", "kvcache", "positions", "sampling"]
+)
 def test_examples_in_docstrings(module):
     failed, attempted = doctest.testmod(importlib.import_module(f"cuattn.{module}"))
     assert attempted

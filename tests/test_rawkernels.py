@@ -16,6 +16,7 @@ FLOORS = {
     "ptx": set(),
     "tile": {"ptx", "variant"},
     "kvcache": {"tile", "ptx"},
+    "positions": {"tile", "ptx"},
     "attention": {"kvcache", "tile", "ptx"},
     "decoding": {"attention", "kvcache", "tile", "ptx"},
     "gradients": {"attention", "tile", "ptx"},

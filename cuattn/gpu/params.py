@@ -93,6 +93,19 @@ CACHE_WRITE_PARAMS = Struct(
     ("Divisor", "by_uniform by_k_vecs by_v_vecs"),
 )
 
+MAX_PAIRS = 256  # kMaxPairs of rawkernels/positions/rope.cu
+ROPE_PARAMS = Struct(
+    "RopeParams",
+    ("const void*", "x"),
+    ("void*", "out"),
+    ("const void*", "positions"),
+    ("long long", "x_batch x_seq x_head out_batch out_seq out_head"),
+    ("long long", "position_batch position_seq"),
+    ("double", "scale"),
+    ("int", "tokens seqlen heads head_dim pairs heads_per_block lanes_shift interleaved wide"),
+    (f"unsigned long long[{MAX_PAIRS}]", "turns"),
+)
+
 SAMPLE_PARAMS = Struct(
     "SampleParams",
     ("const void*", "logits"),
@@ -159,6 +172,7 @@ STRUCTS = {
     DECODE_MAPS: "decoding/decode_sm90.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
+    ROPE_PARAMS: "positions/rope.cu",
     SAMPLE_PARAMS: "sampling/sample_unfiltered.cu",
     SOFTMAX_PARAMS: "sampling/softmax.cu",
     PENALTY_PARAMS: "sampling/penalize.cu",
@@ -273,6 +287,55 @@ def cache_write_arguments(
         by_uniform=divisor(max(uniform, 1)),
         by_k_vecs=divisor(head_dim * itemsize // vec_bytes),
         by_v_vecs=divisor(head_dim_v * itemsize // vec_bytes),
+    )
+
+
+def rope_arguments(
+    shape: tuple[int, int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    *,
+    itemsize: int,
+    wide: bool,
+    turns: tuple[int, ...],
+    scale: float,
+    interleaved: bool,
+    heads_per_block: int,
+    lanes_shift: int,
+) -> Arguments:
+    """Pack ROPE_PARAMS but for what each launch fills in.
+
+    Parameters
+    ----------
+    shape : tuple
+        Of x: batch, seqlen, heads and head_dim.
+    strides : tuple
+        Of x, out and positions, in bytes.
+    itemsize : int
+        Bytes of an element of x.
+    wide : bool
+        Whether positions have 8 bytes, not 4.
+    turns, scale, interleaved, heads_per_block, lanes_shift
+        As in RopeParams.
+    """
+    batch, seqlen, heads, head_dim = shape
+    x, out = ([stride // itemsize for stride in array[:-1]] for array in strides[:2])
+    position_batch, position_seq = (stride // (8 if wide else 4) for stride in strides[2])
+    return ROPE_PARAMS.arguments(
+        **dict(zip(("x_batch", "x_seq", "x_head"), x, strict=True)),
+        **dict(zip(("out_batch", "out_seq", "out_head"), out, strict=True)),
+        position_batch=position_batch,
+        position_seq=position_seq,
+        scale=scale,
+        tokens=batch * seqlen,
+        seqlen=seqlen,
+        heads=heads,
+        head_dim=head_dim,
+        pairs=len(turns),
+        heads_per_block=heads_per_block,
+        lanes_shift=lanes_shift,
+        interleaved=interleaved,
+        wide=wide,
+        turns=[*turns, *[0] * (MAX_PAIRS - len(turns))],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuattn._arrays import acc_dtype
+from cuattn.reference.positions import rotate
 
 
 class Batch:
@@ -100,21 +100,3 @@ def write(
         k = rotate(k, *(table[batch.new_position][:, None] for table in rope), interleaved)
     slots = batch.slots(k_pages.shape[1])
     k_pages[slots], v_pages[slots] = k, v
-
-
-def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
-    """Rotate pairs of x's first ``2 * cos.shape[-1]`` features (Su et al., 2021), the halves' or
-    neighbours.
-    """
-    half = cos.shape[-1]
-    acc = acc_dtype(x.dtype)
-    first, second = (
-        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-        if interleaved
-        else (slice(0, half), slice(half, 2 * half))
-    )
-    a, b = x[..., first].astype(acc), x[..., second].astype(acc)
-    out = x.copy()
-    out[..., first] = (a * cos - b * sin).astype(x.dtype)
-    out[..., second] = (b * cos + a * sin).astype(x.dtype)
-    return out

@@ -35,6 +35,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
+from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding
 from cuattn.gpu.dispatch.sampling import (
     MAX_TOP_K,
@@ -82,6 +83,8 @@ __all__ = [
     "penalty_table",
     "prefers_decoding",
     "products_of_tiles",
+    "rope",
+    "rope_heads",
     "sample_filtered",
     "sample_unfiltered",
     "sampling_variants",
@@ -155,4 +158,5 @@ def variants(arch: str) -> Iterator[Variant]:
     for tier in TIERS:
         yield from tier.variants(arch)
     yield from cache_variants()
+    yield from position_variants()
     yield from sampling_variants(arch)

@@ -1,0 +1,139 @@
+// Rotates pairs of features by their token's position (RoPE): reads x once, writes out once.
+// Memory-bound.
+//
+//   x, out (batch, seqlen, heads, head_dim), strides free but for contiguous features; positions
+//   (batch, seqlen), int or long long, strides free. Of each head's features the first 2 * pairs
+//   are rotated, pair i by turns[i] / 2^64 full turns a position; the others are copied. Pairs are
+//   features (i, i + pairs), or (2i, 2i + 1) if interleaved.
+//
+// Angles are fixed-point fractions of a turn: their product with a position wraps around as angles
+// do, so that no position is too large for an exact angle (Su et al., 2021, have the rotation).
+//
+// A unit is kVec pairs, or kVec features that are copied. 1 << lanes_shift neighbouring threads
+// have the units of a token; each computes its sines once and applies them to heads_per_block
+// heads.
+#include "tile/accumulator.cuh"
+#include "tile/vec.cuh"
+
+using T = Config::dtype;
+constexpr int kVec = Config::vec_bytes / sizeof(T);
+constexpr int kMaxPairs = 256;
+constexpr int kHeadsInFlight = 4;  // whose loads a thread issues before its first store
+
+using Acc = tile::Accumulator<T>;
+using Vec = tile::Vec<T, kVec>;
+
+struct RopeParams {
+  const void* x;
+  void* out;
+  const void* positions;
+  long long x_batch, x_seq, x_head, out_batch, out_seq, out_head;  // strides
+  long long position_batch, position_seq;
+  double scale;  // of sines and cosines
+  int tokens, seqlen, heads, head_dim;
+  int pairs;
+  int heads_per_block;
+  int lanes_shift;
+  int interleaved;
+  int wide;  // positions are long long
+  unsigned long long turns[kMaxPairs];
+};
+
+// Half turns: the signed fraction is in [-1/2, 1/2) of a turn.
+__device__ __forceinline__ void sine_and_cosine(unsigned long long fraction, float* sine,
+                                                float* cosine) {
+  sincospif(static_cast<float>(static_cast<long long>(fraction)) * 0x1p-63f, sine, cosine);
+}
+__device__ __forceinline__ void sine_and_cosine(unsigned long long fraction, double* sine,
+                                                double* cosine) {
+  sincospi(static_cast<double>(static_cast<long long>(fraction)) * 0x1p-63, sine, cosine);
+}
+
+__device__ __forceinline__ void rotate_pair(T& a, T& b, Acc cosine, Acc sine) {
+  const Acc x = static_cast<Acc>(a), y = static_cast<Acc>(b);
+  a = static_cast<T>(x * cosine - y * sine);
+  b = static_cast<T>(y * cosine + x * sine);
+}
+
+__device__ __forceinline__ void rotate_unit(Vec& a, Vec& b, const Acc (&cosine)[kVec],
+                                            const Acc (&sine)[kVec], bool neighbours) {
+  if (kVec > 1 && neighbours) {
+    constexpr int kHalf = kVec / 2;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      rotate_pair(a.x[2 * i], a.x[2 * i + 1], cosine[i], sine[i]);
+      rotate_pair(b.x[2 * i], b.x[2 * i + 1], cosine[kHalf + i], sine[kHalf + i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) rotate_pair(a.x[i], b.x[i], cosine[i], sine[i]);
+  }
+}
+
+__device__ __forceinline__ Vec load(const T* source) {
+  return *reinterpret_cast<const Vec*>(source);
+}
+__device__ __forceinline__ void store(T* target, const Vec& x) {
+  *reinterpret_cast<Vec*>(target) = x;
+}
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    rope(const __grid_constant__ RopeParams params) {
+  // Threads index the fractions differently, which the constant bank of arguments serves one after
+  // the other: once a block.
+  __shared__ unsigned long long turns[kMaxPairs];
+  for (int i = threadIdx.x; i < params.pairs; i += Config::threads) turns[i] = params.turns[i];
+  __syncthreads();
+
+  const int lanes = 1 << params.lanes_shift;
+  const int token =
+      blockIdx.x * (Config::threads >> params.lanes_shift) + (threadIdx.x >> params.lanes_shift);
+  if (token >= params.tokens) return;
+  const int batch = token / params.seqlen, seq = token - batch * params.seqlen;
+  const long long at = batch * params.position_batch + seq * params.position_seq;
+  const unsigned long long position = params.wide
+                                          ? static_cast<const long long*>(params.positions)[at]
+                                          : static_cast<const int*>(params.positions)[at];
+  const int head = blockIdx.y * params.heads_per_block;
+  const int count = min(params.heads_per_block, params.heads - head);
+  const T* const x = static_cast<const T*>(params.x) + batch * params.x_batch + seq * params.x_seq +
+                     head * params.x_head;
+  T* const out = static_cast<T*>(params.out) + batch * params.out_batch + seq * params.out_seq +
+                 head * params.out_head;
+
+  const int rotated = params.pairs / kVec;
+  const int units = rotated + (params.head_dim - 2 * params.pairs) / kVec;
+  for (int unit = threadIdx.x & (lanes - 1); unit < units; unit += lanes) {
+    if (unit >= rotated) {
+      const int column = 2 * params.pairs + (unit - rotated) * kVec;
+      for (int h = 0; h < count; ++h)
+        store(out + h * params.out_head + column, load(x + h * params.x_head + column));
+      continue;
+    }
+    Acc cosine[kVec], sine[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      sine_and_cosine(position * turns[unit * kVec + i], &sine[i], &cosine[i]);
+      sine[i] *= static_cast<Acc>(params.scale);
+      cosine[i] *= static_cast<Acc>(params.scale);
+    }
+    const int first = params.interleaved ? 2 * kVec * unit : kVec * unit;
+    const int second = first + (params.interleaved ? kVec : params.pairs);
+    for (int begin = 0; begin < count; begin += kHeadsInFlight) {
+      Vec a[kHeadsInFlight], b[kHeadsInFlight];
+#pragma unroll
+      for (int i = 0; i < kHeadsInFlight; ++i) {
+        if (begin + i >= count) break;
+        a[i] = load(x + (begin + i) * params.x_head + first);
+        b[i] = load(x + (begin + i) * params.x_head + second);
+      }
+#pragma unroll
+      for (int i = 0; i < kHeadsInFlight; ++i) {
+        if (begin + i >= count) break;
+        rotate_unit(a[i], b[i], cosine, sine, params.interleaved);
+        store(out + (begin + i) * params.out_head + first, a[i]);
+        store(out + (begin + i) * params.out_head + second, b[i]);
+      }
+    }
+  }
+}

@@ -1,0 +1,91 @@
+"""rope on a GPU: the plain formula, at any alignment, strides and positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from tests.formulas import DTYPES, assert_accurate
+from tests.test_positions import LLAMA3, SCALINGS, formula
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = pytest.mark.gpu
+
+
+def check(x, positions, **options):
+    out = cuattn.rope(x, positions, **options)
+    assert isinstance(out, cupy.ndarray)
+    assert (out.dtype, out.shape) == (x.dtype, x.shape)
+    x, positions = x.get(), positions.get()
+    exact = formula(x, positions, **options, precision=np.longdouble)
+    plain = formula(x, positions, **options, precision=x.dtype.type)
+    assert_accurate(out.get(), exact, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim"),
+    [
+        ((2, 33, 8, 128), None),
+        ((1, 100, 9, 128), 64),
+        ((3, 5, 1, 80), 80),
+        ((2, 7, 5, 7), 6),
+        ((4, 1, 32, 64), None),
+        ((2, 3, 5, 2, 96), 32),
+        ((9, 2, 256), None),
+        ((2, 3, 1, 1024), 512),
+        ((2, 0, 3, 64), None),
+    ],
+    ids=str,
+)
+def test_the_formula(rng, dtype, interleaved, shape, rotary_dim):
+    for integers in (np.int32, np.int64):
+        x = cupy.asarray(rng.standard_normal(shape).astype(dtype))
+        positions = cupy.asarray(rng.integers(0, 30000, shape[:-2]).astype(integers))
+        check(x, positions, rotary_dim=rotary_dim, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_scalings(rng, scaling):
+    x = cupy.asarray(rng.standard_normal((2, 50, 4, 128), dtype=np.float32))
+    positions = cupy.arange(50) * 600
+    check(x, positions, base=500000.0, scaling=scaling)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_strides(rng, dtype):
+    wide = cupy.asarray(rng.standard_normal((3, 2, 10, 6, 70)).astype(dtype))
+    positions = cupy.asarray(rng.integers(0, 999, (2, 20)))[:, ::2]
+    check(wide[1, :, :, 1:5, 3:67], positions)  # not aligned
+    check(wide[1, :, ::-1, ::2, :64], positions)
+    check(wide[:, :, 0].swapaxes(1, 2)[..., :64], positions[0, :6])
+    check(wide[..., ::2][..., :32], positions[0])
+    check(cupy.broadcast_to(wide[0, 0, :1, :1, :64], (2, 5, 3, 64)), positions[0, :5])
+
+
+def test_far_and_negative_positions(rng):
+    x = cupy.asarray(rng.standard_normal((1, 4, 3, 64), dtype=np.float32))
+    there = cuattn.rope(x, cupy.arange(4) + 2**40 + 1)
+    back = cuattn.rope(there, -(cupy.arange(4) + 2**40 + 1))
+    assert abs(back - x).max() < 2e-6
+
+
+def test_graph_replays_with_other_positions(rng):
+    x = cupy.asarray(rng.standard_normal((8, 4, 64), dtype=np.float32))
+    positions = cupy.zeros(8, np.int32)
+    cuattn.rope(x, positions, scaling=LLAMA3)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        out = cuattn.rope(x, positions, scaling=LLAMA3)
+        graph = stream.end_capture()
+        for start in (5, 77):
+            positions[:] = cupy.arange(start, start + 8)
+            graph.launch(stream)
+            stream.synchronize()
+            expected = cuattn.rope(x, positions, scaling=LLAMA3)
+            assert (out == expected).all()
