@@ -229,7 +229,7 @@ struct Consumer {
     tile::arrive_warp(smem.empty_k[stage_k.index]);
     stage_k.advance();
     if (!kReleasesLate && block == last_block) release_queries();
-    const int row = tile.row + first_row, column = block * kTileN + threadIdx.x % 4 * 2;
+    const int row = tile.row + first_row, column = block * kTileN + lane_column();
     if constexpr (Config::score) {
       float distance[kSlopes];
 #pragma unroll

@@ -1,5 +1,5 @@
-// The warps of attention/forward_sm90.cu that load: one finds tiles and brings their queries, one
-// or two bring keys and values.
+// The warps of attention/forward_sm90.cu that load: one finds tiles and loads their queries, one
+// or two load keys and values.
 #pragma once
 
 #include "attention/layout_sm90.cuh"

@@ -1,21 +1,22 @@
 // What happens to q·k in attention/forward_sm90.cu before the softmax: softcap, bias, ALiBi, masks.
-// Scores are wgmma's accumulators: a lane has s[4j + e] in row g and s[4j + 2 + e] in row g + 8 of
-// its warp's 16, in column 8j + 2t + e of the block of keys; g = lane / 4, t = lane % 4, e = 0
-// or 1.
+// Scores are wgmma's accumulators, in rows of a consumer and columns of a block of keys as
+// tile/fragment.cuh has them.
 #pragma once
 
 #include "attention/layout_sm90.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
+#include "tile/fragment.cuh"
 #include "tile/softmax.cuh"
 
 constexpr bool kSoftcapAlibi = Config::score && !Config::elementwise;
 
-// The first of a lane's two rows among its consumer's 64.
+// The first of a lane's two rows among its consumer's 64, and the first of its columns.
 __device__ __forceinline__ int lane_row() {
-  return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  return threadIdx.x % 128 / 32 * 16 + tile::lane_row(threadIdx.x % 32);
 }
+__device__ __forceinline__ int lane_column() { return tile::lane_column(threadIdx.x % 32); }
 
 // Rows of a lane that may have slopes of their own: both, where rows are of several heads.
 constexpr int kSlopes = Config::pack_gqa ? 2 : 1;
@@ -34,12 +35,14 @@ __device__ __forceinline__ void apply_softcap_and_alibi(float (&s)[kTileN / 2], 
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i)
       s[i] = fmaf(-slope[i / 2 % 2],
-                  fabsf(distance[i / 2 % 2] - static_cast<float>(i / 4 * 8 + i % 2)), s[i]);
+                  fabsf(distance[i / 2 % 2] - static_cast<float>(tile::fragment_column(i))), s[i]);
   } else if (slope[0] != 0.0f) {
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i)
-      s[i] = fmaf(-slope[0],
-                  fabsf(distance[0] + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
+      s[i] = fmaf(
+          -slope[0],
+          fabsf(distance[0] + static_cast<float>(tile::fragment_row(i) - tile::fragment_column(i))),
+          s[i]);
   }
 }
 
@@ -53,7 +56,7 @@ __device__ __forceinline__ void hide_later_keys(float (&s)[kTileN / 2], const Fo
   }
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i)
-    if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) s[i] = tile::negative_infinity();
+    if (tile::fragment_column(i) >= end[i / 2 % 2]) s[i] = tile::negative_infinity();
 }
 __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
                                                   const ForwardParams& params, const Tile& tile,
@@ -65,7 +68,7 @@ __device__ __forceinline__ void hide_earlier_keys(float (&s)[kTileN / 2],
   }
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i)
-    if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) s[i] = tile::negative_infinity();
+    if (tile::fragment_column(i) < first[i / 2 % 2]) s[i] = tile::negative_infinity();
 }
 
 __device__ __forceinline__ constexpr bool has_range_of_float(const __half*) { return false; }
@@ -125,7 +128,7 @@ struct SoftcapAlibi {
       // All keys are on one side of all queries, so the distance is linear in both.
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i)
-        s[i] = fmaf(slope, static_cast<float>(i / 4 * 8 + i % 2), s[i]);
+        s[i] = fmaf(slope, static_cast<float>(tile::fragment_column(i)), s[i]);
       pending[0] = slope * distance;
       pending[1] = fmaf(slope, 8.0f, pending[0]);
       return true;
@@ -203,8 +206,8 @@ __device__ __forceinline__ void copy_elements(unsigned char* to, const void* fro
 
 // Copies a consumer's rows of bias or of mask for a block of keys to shared memory, eight lanes of
 // a warp a row. `head` is the first element of this sequence and head, `size` that of an element in
-// bytes. Queries and keys that do not exist are left as they are. Whether copies are still under
-// way.
+// bytes. Places of queries and keys that do not exist are left as they are. Returns whether copies
+// are still under way.
 __device__ __forceinline__ bool copy_rows(unsigned char* rows, int pitch, const void* head,
                                           int size, const ScoreStrides& stride, const Tile& tile,
                                           int row, int column) {
@@ -215,16 +218,19 @@ __device__ __forceinline__ bool copy_rows(unsigned char* rows, int pitch, const 
       static_cast<const char*>(head) + (tile.batch * stride.batch + tile.head * stride.head) * size;
   const unsigned alignment =
       static_cast<unsigned>(reinterpret_cast<unsigned long long>(from) | stride.row * size);
-  // The last piece of a row may reach beyond it, but not beyond memory: pieces are aligned.
-  const int piece = stride.col != 1 ? 0 : alignment % 16 == 0 ? 16 : alignment % 4 == 0 ? 4 : 0;
+  // The last vector of a row may reach beyond it, but not beyond memory: vectors are aligned.
+  const int vector_bytes = stride.col != 1       ? 0
+                           : alignment % 16 == 0 ? 16
+                           : alignment % 4 == 0  ? 4
+                                                 : 0;
   int r = threadIdx.x % 32 / 8;
   from += ((row + r) * stride.row + column * stride.col) * size;
   for (; r < count; r += 4, from += 4 * stride.row * size) {
     unsigned char* const to = rows + r * pitch * size;
-    if (piece == 16) {
+    if (vector_bytes == 16) {
       for (int at = lane * 16; at < keys * size; at += 128)
         ptx::cp_async_16(ptx::shared_address(to + at), from + at);
-    } else if (piece == 4) {
+    } else if (vector_bytes == 4) {
       for (int at = lane * 4; at < keys * size; at += 32)
         ptx::cp_async_4(ptx::shared_address(to + at), from + at);
     } else if (size == 4) {
@@ -235,16 +241,16 @@ __device__ __forceinline__ bool copy_rows(unsigned char* rows, int pitch, const 
       copy_elements<unsigned char>(to, from, stride.col, lane, keys);
     }
   }
-  return piece != 0;
+  return vector_bytes != 0;
 }
 
-// Brings the rows of a consumer, the first of which is `row`, and the keys of a block from `column`
-// on, by TMA where it can. All lanes of a warp together; each arrives at `full`.
+// Loads bias and mask of a consumer's rows, the first of which is `row`, and the keys of a block
+// from `column` on, by TMA where it can. All lanes of a warp together; each arrives at `full`.
 __device__ __forceinline__ void load_score_rows(ScoreRows& rows, const ForwardParams& params,
                                                 const Sm90Params& sm90, const Tile& tile, int row,
                                                 int column) {
   bool copying = true;
-  int bytes = 0;  // of TMA
+  int bytes = 0;  // that TMA copies
   const auto load = [&](unsigned char* place, int pitch, const ptx::TensorMap& map,
                         const void* array, int mapped, const ScoreStrides& stride, int size) {
     if (array == nullptr) return;
@@ -275,8 +281,8 @@ __device__ __forceinline__ float2 as_floats(unsigned pair, __nv_bfloat16) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 
-// Scores in natural units, and bias. Four pairs of 16-bit bias are one instruction: rows g and
-// g + 8, columns 8j + 2t and 8 further.
+// Turns scores into natural units and adds the bias. ldmatrix loads four pairs of 16-bit bias with
+// one instruction: those of a lane's two rows, in two columns 8 apart.
 __device__ __forceinline__ void add_bias(float (&s)[kTileN / 2], const ScoreRows& rows,
                                          float scale) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -297,28 +303,28 @@ __device__ __forceinline__ void add_bias(float (&s)[kTileN / 2], const ScoreRows
 __device__ __forceinline__ void add_float_bias(float (&s)[kTileN / 2], const ScoreRows& rows,
                                                float scale) {
   const float* const from =
-      reinterpret_cast<const float*>(rows.bias) + lane_row() * kBiasPitch + threadIdx.x % 4 * 2;
+      reinterpret_cast<const float*>(rows.bias) + lane_row() * kBiasPitch + lane_column();
 #pragma unroll
   for (int i = 0; i < kTileN / 2; i += 2) {
-    const float2 bias =
-        *reinterpret_cast<const float2*>(from + i / 2 % 2 * 8 * kBiasPitch + i / 4 * 8);
+    const float2 bias = *reinterpret_cast<const float2*>(from + tile::fragment_row(i) * kBiasPitch +
+                                                         tile::fragment_column(i));
     s[i] = fmaf(s[i], scale, bias.x);
     s[i + 1] = fmaf(s[i + 1], scale, bias.y);
   }
 }
 
 __device__ __forceinline__ void apply_mask(float (&s)[kTileN / 2], const ScoreRows& rows) {
-  const unsigned char* const from = rows.mask + lane_row() * kTileN + threadIdx.x % 4 * 2;
+  const unsigned char* const from = rows.mask + lane_row() * kTileN + lane_column();
 #pragma unroll
   for (int i = 0; i < kTileN / 2; i += 2) {
-    const unsigned keep =
-        *reinterpret_cast<const unsigned short*>(from + i / 2 % 2 * 8 * kTileN + i / 4 * 8);
+    const unsigned keep = *reinterpret_cast<const unsigned short*>(
+        from + tile::fragment_row(i) * kTileN + tile::fragment_column(i));
     s[i] = keep & 0xff ? s[i] : tile::negative_infinity();
     s[i + 1] = keep & 0xff00 ? s[i + 1] : tile::negative_infinity();
   }
 }
 
-// Bias and mask. With a bias, scores are in natural units afterwards.
+// Applies bias and mask. With a bias, scores are in natural units afterwards.
 __device__ __forceinline__ void add_score_rows(float (&s)[kTileN / 2], const ScoreRows& rows,
                                                const ForwardParams& params, float score_scale) {
   if (params.bias != nullptr) {

@@ -35,7 +35,7 @@ struct Sm90Params {
   // exp2(x * log2(e)).
   float cap_scale, score_scale, scale_log2;
   // Config::paged_kv: a kvcache::PageTable. One TMA box has 2^box_shift keys, or fewer where one
-  // brings a whole block.
+  // is a whole block.
   const int* page_table;
   unsigned char page_shift, box_shift;
   bool bias_mapped, mask_mapped;  // whether TMA can address them
@@ -207,7 +207,7 @@ struct Tile : SplitOfTile<Config::split_kv> {
            (first + key) * params.v_stride.seq;
   }
 
-  // Of a row, in elements of out and of lse.
+  // Where a row's results lie, in elements of out and of lse.
   __device__ __forceinline__ long long out_offset(const ForwardParams& params, int row) const {
     int query = row, head = this->head;
     if constexpr (Config::pack_gqa) {
