@@ -164,12 +164,10 @@ struct Loader {
   __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage,
                                        int (&pages)[kWarpKeys], int started) {
     KeyTile tile = tiles[0];
-    int page = 0;  // of key threadIdx.x % kWarpKeys
-    if (looks_up_ahead()) {
+    int page = 0;            // of key threadIdx.x % kWarpKeys
+    if (looks_up_ahead()) {  // a lane reads what it has requested itself: no barrier
       ptx::cp_async_wait<kStages - 1>();
-      __syncwarp();
-      page = pages[threadIdx.x % kWarpKeys];
-      __syncwarp();
+      if (threadIdx.x % 32 < kWarpKeys) page = pages[threadIdx.x % 32];
     }
 #pragma unroll
     for (int i = 0; i + 1 < kStages; ++i) tiles[i] = tiles[i + 1];
