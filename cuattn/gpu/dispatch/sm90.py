@@ -188,6 +188,7 @@ class Sm90Forward:
                 forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes),
                 _arguments(
                     spec,
+                    config,
                     tensor_maps,
                     has_bias=call.bias is not None,
                     section=sm90_section(spec, config, blocks),
@@ -359,6 +360,7 @@ def _variant(config: Sm90ForwardConfig) -> Variant:
 
 def _arguments(
     spec: AttentionSpec,
+    config: Sm90ForwardConfig,
     tensor_maps: dict[str, TensorMap | None],
     *,
     has_bias: bool = False,
@@ -376,7 +378,7 @@ def _arguments(
         scale_log2=scale_log2,
         # A key's page, and the box of a block that a lane loads: shifts of a key's number.
         page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
-        box_shift=(tensor_maps["k"].box[1] - 1).bit_length(),
+        box_shift=(_box_keys(spec, config) - 1).bit_length(),
         bias_mapped=tensor_maps["bias"] is not None,
         mask_mapped=tensor_maps["mask"] is not None,
         num_splits=num_splits,
@@ -457,24 +459,26 @@ def _keys(
 def _pages(
     call: Call, config: Sm90ForwardConfig, head_dim: int, strides: tuple[int, ...]
 ) -> TensorMap:
-    """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence.
-
-    A box is a whole block of keys, or the largest power of two of them that divides both a block
-    and a page.
-    """
+    """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence."""
     spec = call.spec
-    box_rows = config.tile_n
     pages, slots = spec.batch, spec.seqlen_k
     if spec.keys == "paged":
         pages, slots = call.num_pages, spec.page_size
-        box_rows = min(slots, config.tile_n & -config.tile_n)
     page, slot, head = strides[:3]
     return TensorMap(
         spec.dtype,
         (head_dim, slots, spec.heads_kv, pages),
         (slot, head, page),
-        (_PANEL_COLUMNS, box_rows, 1, 1),
+        (_PANEL_COLUMNS, _box_keys(spec, config), 1, 1),
     )
+
+
+def _box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
+    """Keys in a box: a whole block, or the largest power of two that divides both a block and a
+    page."""
+    if spec.keys != "paged":
+        return config.tile_n
+    return min(spec.page_size, config.tile_n & -config.tile_n)
 
 
 def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
@@ -542,21 +546,21 @@ class Sm90Prefix:
         ):
             return None
         head_dim = next(n for n in PREFIX_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
-        variant = _prefix_variant(spec.dtype.name, head_dim)
-        config = variant.config
+        config = _prefix_config(spec.dtype.name, head_dim)
         tensor_maps = _tensor_maps(call, config)
-        if not all(addressable(tensor_maps[array].strides) for array in "qkv"):
+        if not all(m is None or addressable(m.strides) for m in tensor_maps.values()):
             return None
         tiles, parts = prefix_tiles(spec, config, call.multiprocessors)
         row = spec.heads_q * spec.head_dim_v
         out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
         return Launch(
-            variant,
+            _variant(config),
             (min(tiles * parts, call.multiprocessors),),
             (
                 forward_arguments(spec, call.strides._replace(out=tuple(out))),
                 _arguments(
                     spec,
+                    config,
                     tensor_maps,
                     table_stride=call.table_stride,
                     num_pages=call.num_pages,
@@ -572,7 +576,7 @@ class Sm90Prefix:
         if arch == "sm_90a":
             for dtype in ("float16", "bfloat16"):
                 for head_dim in PREFIX_TILE_KEYS:
-                    yield _prefix_variant(dtype, head_dim)
+                    yield _variant(_prefix_config(dtype, head_dim))
 
 
 def prefix_tiles(
@@ -593,8 +597,8 @@ def prefix_tiles(
     return tiles, min(range(1, min(blocks, MAX_PREFIX_PARTS) + 1), key=time)
 
 
-def _prefix_variant(dtype: str, head_dim: int) -> Variant:
-    config = Sm90ForwardConfig(
+def _prefix_config(dtype: str, head_dim: int) -> Sm90ForwardConfig:
+    return Sm90ForwardConfig(
         dtype,
         head_dim,
         head_dim,
@@ -611,4 +615,3 @@ def _prefix_variant(dtype: str, head_dim: int) -> Variant:
         split_kv=True,
         out_dtype="float32",
     )
-    return _variant(config)
