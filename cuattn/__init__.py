@@ -9,6 +9,7 @@ from cuattn.attention import (
 )
 from cuattn.decoding import flash_decode, merge_attention, paged_attention
 from cuattn.kvcache import PagedKVCache
+from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "flash_attention_varlen",
     "flash_decode",
     "merge_attention",
+    "multi_head_attention",
     "paged_attention",
     "rope",
     "sampling",

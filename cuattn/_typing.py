@@ -7,7 +7,7 @@ type information, so a checker takes its arrays everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
 import numpy as np
@@ -57,6 +57,18 @@ class AttentionOptions(VarlenOptions, total=False):
 
     bias: Array | None
     mask: Array | None
+
+
+class MultiHeadOptions(AttentionOptions, total=False):
+    """Keywords of :func:`cuattn.multi_head_attention`, beside heads and return_lse."""
+
+    kv_heads: int | None
+    context: Array | None
+    rope: Mapping[str, Any] | None
+    bq: Array | None
+    bk: Array | None
+    bv: Array | None
+    bo: Array | None
 
 
 class DecodeOptions(TypedDict, total=False):

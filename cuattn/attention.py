@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
-from cuattn._backend import backend, indices, reshaped
+from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given, check_out
+from cuattn._backend import backend, contiguous, indices, reshaped
 from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     AttentionSpec,
@@ -101,7 +101,9 @@ def flash_attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim) or (seqlen_q, heads_q, head_dim)
-        Queries: float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
+        Queries: float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256. In
+        place of batch there may be any number of axes, here and below; where their strides do not
+        let them be one axis, the array is copied.
     k : array (batch, seqlen_k, heads_kv, head_dim)
         Keys, of q's dtype. heads_kv must divide heads_q: consecutive query heads share a key head
         (GQA, MQA).
@@ -170,6 +172,19 @@ def flash_attention(
     if single:
         q, k, v = (_add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
         out = None if out is None else _add_batch(name, "out", out)
+    lead = q.shape[:-3]
+    given_out = None
+    if len(lead) > 1:
+        if out is not None:
+            check_out(name, out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+            given_out = out
+            out = contiguous(xp, out).reshape(math.prod(lead), *out.shape[len(lead) :])
+        q, k, v = (_fold(name, xp, n, a, lead) for n, a in (("q", q), ("k", k), ("v", v)))
+        bias, mask = (
+            _fold_scores(name, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
+        )
+        if alibi_slopes is not None and alibi_slopes.shape[:-1] == lead:
+            alibi_slopes = reshaped(xp, alibi_slopes, (-1, alibi_slopes.shape[-1]))
     spec = attention_spec(
         name,
         q.shape,
@@ -205,6 +220,13 @@ def flash_attention(
     if single:
         result = result[0]
         lse = None if lse is None else lse[0]
+    elif len(lead) > 1:
+        result = result.reshape(*lead, *result.shape[1:])
+        lse = None if lse is None else lse.reshape(*lead, *lse.shape[1:])
+        if given_out is not None:
+            if not given_out.flags.c_contiguous:
+                given_out[...] = result
+            result = given_out
     return (result, lse) if return_lse else result
 
 
@@ -553,6 +575,33 @@ def _add_batch(function: str, name: str, array: Any) -> Any:
             f"{function}: {name} has shape {array.shape}, must be (seqlen, heads, head_dim) as q is"
         )
     return array.reshape(1, *array.shape)
+
+
+def _fold(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
+    """(..., seqlen, heads, head_dim) -> (batch, seqlen, heads, head_dim), a view wherever the
+    leading axes merge."""
+    if array.shape[:-3] != lead:
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}, whose leading axes must be q's {lead}"
+        )
+    return reshaped(xp, array, (math.prod(lead), *array.shape[-3:]))
+
+
+def _fold_scores(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
+    """The leading axes of bias or mask as one; those of length 1 are not expanded but where others
+    are longer."""
+    if array is None or array.ndim <= 3:
+        return array
+    own = array.shape[:-3]
+    if not broadcasts(own, lead):
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}, whose leading axes must broadcast to "
+            f"q's {lead}"
+        )
+    if math.prod(own) == 1:
+        return array.reshape(1, *array.shape[-3:])
+    array = xp.broadcast_to(array, (*lead, *array.shape[-3:]))
+    return reshaped(xp, array, (math.prod(lead), *array.shape[-3:]))
 
 
 def _batch_seq_heads_dim(xp: Any, array: Any) -> Any:

@@ -37,7 +37,21 @@ FLASH_ATTENTION_CASES = [
     ({"out": "out"}, TypeError, f"out {ARRAY} builtins.str"),
     # Shapes
     ({"q": zeros(5, 16)}, ValueError, f"q has shape (5, 16), must be {LAYOUT}"),
-    ({"q": zeros(1, 2, 5, 8, 16)}, ValueError, f"q has shape (1, 2, 5, 8, 16), must be {LAYOUT}"),
+    (
+        {"q": zeros(1, 2, 5, 8, 16)},
+        ValueError,
+        "k has shape (2, 7, 4, 16), whose leading axes must be q's (1, 2)",
+    ),
+    (
+        {name: zeros(3, 2, 4, 2, 8) for name in "qkv"} | {"bias": zeros(2, 3, 1, 1, 1, 4)},
+        ValueError,
+        "bias has shape (2, 3, 1, 1, 1, 4), whose leading axes must broadcast to q's (3, 2)",
+    ),
+    (
+        {name: zeros(3, 2, 4, 2, 8) for name in "qkv"} | {"out": zeros(3, 2, 4, 2, 7)},
+        ValueError,
+        "out has shape (3, 2, 4, 2, 7), must be (3, 2, 4, 2, 8)",
+    ),
     ({"k": zeros(7, 4, 16)}, ValueError, f"k has shape (7, 4, 16), must be {LAYOUT}"),
     (
         {"q": zeros(5, 8, 16)},

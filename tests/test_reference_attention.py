@@ -405,6 +405,36 @@ def test_dlpack(rng):
     np.testing.assert_array_equal(out, cuattn.flash_attention(q, k, v))
 
 
+# Leading axes
+
+
+def test_any_number_of_leading_axes(rng):
+    q, k, v = arrays(rng, (6, 5, 7, 4, 2, 8, 6))
+    bias = rng.standard_normal((3, 1, 5, 7), dtype=np.float32)  # of one of two leading axes
+    mask = rng.random((4, 5, 7)) < 0.8
+    slopes = rng.random((2, 3, 4), dtype=np.float32)
+    options = {"causal": True, "softcap": 3.0, "return_lse": True}
+    expected, expected_lse = cuattn.flash_attention(
+        *(q, k, v),
+        bias=np.tile(bias, (2, 1, 1, 1)),
+        mask=mask,
+        alibi_slopes=slopes.reshape(6, 4),
+        **options,
+    )
+    folded = [array.reshape(2, 3, *array.shape[1:]) for array in (q, k, v)]
+    options |= {"bias": bias, "mask": mask, "alibi_slopes": slopes}
+    out, lse = cuattn.flash_attention(*folded, **options)
+    np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+    np.testing.assert_array_equal(lse.reshape(expected_lse.shape), expected_lse)
+    swapped = [array.swapaxes(0, 1).copy().swapaxes(0, 1) for array in folded]
+    around = np.full((2, 3, 5, 4, 8), np.nan, np.float32)
+    for target in (np.empty_like(out), around[..., 1:7]):
+        given, _ = cuattn.flash_attention(*swapped, **options, out=target)
+        assert given is target
+        np.testing.assert_array_equal(target, out)
+    assert np.isnan(around[..., [0, 7]]).all()
+
+
 # out=
 
 
