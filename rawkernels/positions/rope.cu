@@ -18,7 +18,7 @@
 using T = Config::dtype;
 constexpr int kVec = Config::vec_bytes / sizeof(T);
 constexpr int kMaxPairs = 256;
-constexpr int kHeadsInFlight = 4;  // whose loads a thread issues before its first store
+constexpr int kHeadsInFlight = 2;  // whose loads a thread issues before its first store
 
 using Acc = tile::Accumulator<T>;
 using Vec = tile::Vec<T, kVec>;
@@ -77,7 +77,9 @@ __device__ __forceinline__ void store(T* target, const Vec& x) {
   *reinterpret_cast<Vec*>(target) = x;
 }
 
-extern "C" __global__ void __launch_bounds__(Config::threads)
+// Two blocks a multiprocessor leave registers for the sines and the heads in flight: with more,
+// some variants spill.
+extern "C" __global__ void __launch_bounds__(Config::threads, 2)
     rope(const __grid_constant__ RopeParams params) {
   // Threads index the fractions differently, which the constant bank of arguments serves one after
   // the other: once a block.
