@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       // By way of shared memory, where a loop can index them: 32 copies of this code would not fit
       // in registers.
       each_score(s, row, col, [&](Acc& score, int i, int j) { smem.p[i][j] = score; });
-#pragma unroll 4
+#pragma unroll(sizeof(Acc) == 4 ? 4 : 2)
       for (int n = 0; n < kRows * kCols; ++n) {
         const int i = row + n / kCols * kThreadRows, j = col + n % kCols * kThreadCols;
         const int query = first_query + i;
