@@ -126,7 +126,7 @@ def test_far_positions_are_as_exact_as_near_ones(rng):
     near = np.arange(4)
     once = cuattn.rope(x, near)
     twice = cuattn.rope(cuattn.rope(x, near + 2**30), np.full(4, -(2**30), np.int32))
-    np.testing.assert_allclose(twice, once, atol=2e-6)
+    np.testing.assert_allclose(twice, once, atol=5e-6)
 
 
 def test_positions_broadcast_and_any_leading_axes(rng):

@@ -70,7 +70,7 @@ def test_far_and_negative_positions(rng):
     x = cupy.asarray(rng.standard_normal((1, 4, 3, 64), dtype=np.float32))
     there = cuattn.rope(x, cupy.arange(4) + 2**40 + 1)
     back = cuattn.rope(there, -(cupy.arange(4) + 2**40 + 1))
-    assert abs(back - x).max() < 2e-6
+    assert abs(back - x).max() < 5e-6
 
 
 def test_graph_replays_with_other_positions(rng):
