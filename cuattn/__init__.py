@@ -8,6 +8,13 @@ from cuattn.attention import (
     scaled_dot_product_attention,
 )
 from cuattn.decoding import flash_decode, merge_attention, paged_attention
+from cuattn.gradients import (
+    AttentionGrads,
+    flash_attention_backward,
+    flash_attention_jvp,
+    flash_attention_varlen_backward,
+    flash_attention_vjp,
+)
 from cuattn.kvcache import PagedKVCache
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
@@ -15,9 +22,14 @@ from cuattn.positions import rope
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionGrads",
     "PagedKVCache",
     "flash_attention",
+    "flash_attention_backward",
+    "flash_attention_jvp",
     "flash_attention_varlen",
+    "flash_attention_varlen_backward",
+    "flash_attention_vjp",
     "flash_decode",
     "merge_attention",
     "multi_head_attention",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, acc_dtype, check_index_dtype, check_out
+from cuattn._arrays import FLOAT_DTYPES, acc_dtype, check_index_dtype, check_integer, check_out
 
 MAX_HEAD_DIM = 256
 
@@ -56,6 +56,7 @@ class AttentionSpec:
     rows: str = "batched"
     keys: str = "batched"
     page_size: int = 0  # tokens in a page; 0 unless keys are paged
+    dropout: float = 0.0  # the seed is not part of it, since each call has another
 
     @functools.cached_property
     def acc_dtype(self) -> np.dtype:
@@ -73,6 +74,17 @@ class AttentionSpec:
         """(batch, heads_q, seqlen_q), or (heads_q, total) if ragged."""
         rows = (self.heads_q, self.seqlen_q)
         return rows if self.rows == "ragged" else (self.batch, *rows)
+
+    @functools.cached_property
+    def dropout_threshold(self) -> int:
+        """Scores whose 16 random bits are below this are dropped: `dropout` to a multiple of
+        2**-16, and never all."""
+        return min(round(self.dropout * 65536), 65535)
+
+    @functools.cached_property
+    def dropout_scale(self) -> float:
+        """What the other scores' probabilities are multiplied by."""
+        return 65536 / (65536 - self.dropout_threshold)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -151,10 +163,10 @@ def attention_spec(
     """
     _check_shapes(function, names, q, k, v, ragged=sequences is not None)
     _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
-    if _number(function, dropout_name, dropout) != 0.0:
-        raise NotImplementedError(
-            f"{function}: {dropout_name}={dropout} is not implemented yet "
-            "(it comes with the gradients); use 0.0"
+    dropout = _number(function, dropout_name, dropout)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(
+            f"{function}: {dropout_name} is {dropout}, must be at least 0 and less than 1"
         )
     if scale is None:
         scale = 1.0 / math.sqrt(q[-1])
@@ -185,7 +197,16 @@ def attention_spec(
         rows="batched" if sequences is None else "ragged",
         keys=keys or ("batched" if sequences is None else "ragged"),
         page_size=page_size,
+        dropout=dropout,
     )
+
+
+def check_seed(function: str, seed: Any) -> int:
+    """Check the seed of a call's dropout, and return it as an int."""
+    number = check_integer(function, "seed", seed)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"{function}: seed is {number}, must be from 0 to 2**64 - 1")
+    return number
 
 
 @functools.lru_cache(maxsize=4096)

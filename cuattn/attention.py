@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -18,6 +19,7 @@ from cuattn._spec import (
     check_cu_seqlens,
     check_rising,
     check_score_array,
+    check_seed,
     check_shared,
 )
 from cuattn._typing import Array, AttentionOptions, NumPyArray, VarlenOptions
@@ -127,9 +129,12 @@ def flash_attention(
     sinks : array (heads_q,), optional
         ``exp(sink)`` joins each row's denominator, and no value [4]_.
     dropout : float
-        Must be 0.0 for now.
+        Probability, from 0 to below 1, with which each softmax weight is dropped; the others are
+        divided by what is left. It is rounded to a multiple of 2**-16. `lse` is that of all
+        weights.
     seed : int
-        Of the dropout.
+        From 0 to 2**64 - 1. Together with head, query and key it decides what is dropped: the same
+        in NumPy and on every GPU, and in :func:`flash_attention_backward`.
     return_lse : bool
         Also return the natural-log sum of exponentials of each row, sinks included.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
@@ -146,8 +151,6 @@ def flash_attention(
     ------
     TypeError, ValueError
         An argument does not fit; the message names it.
-    NotImplementedError
-        dropout is not 0.
 
     References
     ----------
@@ -170,8 +173,8 @@ def flash_attention(
     )
     single = q.ndim == 3
     if single:
-        q, k, v = (_add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
-        out = None if out is None else _add_batch(name, "out", out)
+        q, k, v = (add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
+        out = None if out is None else add_batch(name, "out", out)
     lead = q.shape[:-3]
     given_out = None
     if len(lead) > 1:
@@ -179,9 +182,9 @@ def flash_attention(
             check_out(name, out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
             given_out = out
             out = contiguous(xp, out).reshape(math.prod(lead), *out.shape[len(lead) :])
-        q, k, v = (_fold(name, xp, n, a, lead) for n, a in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (fold(name, xp, n, a, lead) for n, a in (("q", q), ("k", k), ("v", v)))
         bias, mask = (
-            _fold_scores(name, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
+            fold_scores(name, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
         )
         if alibi_slopes is not None and alibi_slopes.shape[:-1] == lead:
             alibi_slopes = reshaped(xp, alibi_slopes, (-1, alibi_slopes.shape[-1]))
@@ -214,6 +217,7 @@ def flash_attention(
         mask=mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        seed=check_seed(name, seed),
         out=out,
         return_lse=return_lse,
     )
@@ -391,6 +395,7 @@ def flash_attention_varlen(
         sinks=sinks,
         cu_seqlens_q=indices(xp, cu_seqlens_q),
         cu_seqlens_k=indices(xp, cu_seqlens_k),
+        seed=check_seed(name, seed),
         out=out,
         return_lse=return_lse,
     )
@@ -433,6 +438,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    seed: int | None = None,
 ) -> Any:
     """Attention with the signature, layout and masks of
     ``torch.nn.functional.scaled_dot_product_attention``.
@@ -447,7 +454,7 @@ def scaled_dot_product_attention(
     attn_mask : array, optional
         Boolean (True keeps) or floating (added to the scores); broadcasts to (..., heads_q, L, S).
     dropout_p : float
-        Must be 0.0 for now.
+        As `dropout` of :func:`flash_attention`.
     is_causal : bool
         Query ``i`` sees keys ``j <= i``: aligned to the first key, unlike :func:`flash_attention`'s
         ``causal``.
@@ -455,6 +462,8 @@ def scaled_dot_product_attention(
         Default ``1 / sqrt(E)``.
     enable_gqa : bool
         Allow fewer key heads than query heads.
+    seed : int, optional
+        Of the dropout, which is a new one in each call where it is not given.
 
     Returns
     -------
@@ -528,7 +537,10 @@ def scaled_dot_product_attention(
             scores = xp.broadcast_to(attn_mask, full)
             scores = reshaped(xp, scores, (spec.batch, spec.heads_q, *full[-2:]))
         bias, mask = (None, scores) if attn_mask.dtype == np.bool_ else (scores, None)
-    result, _ = _forward(name, xp, q, k, v, spec, bias=bias, mask=mask)
+    if seed is None:
+        seed = secrets.randbits(64) if spec.dropout else 0
+    seed = check_seed(name, seed)
+    result, _ = _forward(name, xp, q, k, v, spec, bias=bias, mask=mask, seed=seed)
     result = result.swapaxes(1, 2)
     return result if query.ndim == 4 else result.reshape(*query.shape[:-1], value.shape[-1])
 
@@ -547,6 +559,7 @@ def _forward(
     sinks: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    seed: int = 0,
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
@@ -564,12 +577,14 @@ def _forward(
         sinks=sinks,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        seed=seed,
         out=out,
         return_lse=return_lse,
     )
 
 
-def _add_batch(function: str, name: str, array: Any) -> Any:
+def add_batch(function: str, name: str, array: Any) -> Any:
+    """View an array of one sequence, (seqlen, heads, head_dim), as a batch of one."""
     if array.ndim != 3:
         raise ValueError(
             f"{function}: {name} has shape {array.shape}, must be (seqlen, heads, head_dim) as q is"
@@ -577,7 +592,7 @@ def _add_batch(function: str, name: str, array: Any) -> Any:
     return array.reshape(1, *array.shape)
 
 
-def _fold(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
+def fold(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
     """(..., seqlen, heads, head_dim) -> (batch, seqlen, heads, head_dim), a view wherever the
     leading axes merge."""
     if array.shape[:-3] != lead:
@@ -587,7 +602,7 @@ def _fold(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) 
     return reshaped(xp, array, (math.prod(lead), *array.shape[-3:]))
 
 
-def _fold_scores(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
+def fold_scores(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
     """The leading axes of bias or mask as one; those of length 1 are not expanded but where others
     are longer."""
     if array is None or array.ndim <= 3:

@@ -7,6 +7,7 @@ without special care would get in that precision, and so how large an error may 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,128 @@ def attention(
     k: np.ndarray,
     v: np.ndarray,
     *,
+    sinks: np.ndarray | None = None,
+    z: np.ndarray | None = None,
+    precision: Any = np.float64,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q).
+
+    Every step is rounded to `precision`; the softmax of 16-bit scores is in float32, as everybody
+    has it. What float64 is to be judged by needs np.longdouble. `z`, (batch, heads_q, seqlen_q,
+    seqlen_k), is what dropout multiplies the probabilities by.
+    """
+    rounded, dtype = _rounding(precision)
+    s, _ = _scores(q, k, precision=precision, **options)
+    seqlen_k = s.shape[3]
+    v = np.repeat(v.astype(dtype).swapaxes(1, 2), s.shape[1] // v.shape[2], axis=1)
+
+    if sinks is not None:
+        column = sinks.astype(dtype)[None, :, None, None]
+        s = np.concatenate([s, np.broadcast_to(column, (*s.shape[:3], 1))], axis=3)
+    row_max = s.max(axis=3, keepdims=True, initial=-np.inf)
+    row_max[row_max == -np.inf] = 0
+    p = np.exp(s - row_max)
+    row_sum = p.sum(axis=3, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (row_max + np.log(row_sum))[..., 0]
+    p = p / np.where(row_sum == 0, 1, row_sum)
+    p = rounded(p[..., :seqlen_k] if z is None else p[..., :seqlen_k] * z.astype(dtype))
+    return rounded(p @ v).swapaxes(1, 2), lse
+
+
+def attention_gradients(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    dlse: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    alibi_slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    z: np.ndarray | None = None,
+    precision: Any = np.float64,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Return dq, dk, dv, and dbias, dsinks, dalibi of what is given, by the formula: the whole
+    score matrix at once, with out, P, dP, dS and results rounded to `precision`."""
+    rounded, dtype = _rounding(precision)
+    options |= {"bias": bias, "alibi_slopes": alibi_slopes}
+    out, lse = attention(q, k, v, sinks=sinks, z=z, precision=precision, **options)
+    s, derivative = _scores(q, k, precision=precision, **options)
+    heads_kv, head_dim = k.shape[2:]
+    heads_q = q.shape[2]
+    q, k, v, out, dout = (a.astype(dtype).swapaxes(1, 2) for a in (q, k, v, out, dout))
+    k, v = (np.repeat(a, heads_q // heads_kv, axis=1) for a in (k, v))
+    scale = options.get("scale")
+    scale = dtype(1 / np.sqrt(head_dim) if scale is None else scale)
+    lse = lse[..., None]
+    delta = (dout * out).sum(axis=3, keepdims=True)
+    if dlse is not None:
+        delta = delta - dlse.astype(dtype)[..., None]
+    seen = (lse > -np.inf) & (s > -np.inf)
+    p = np.exp(np.where(seen, s, -np.inf) - np.where(lse > -np.inf, lse, 0))
+    z = dtype(1) if z is None else z.astype(dtype)
+    dx = p * (z * rounded(dout @ v.swapaxes(2, 3)) - delta)
+    ds = rounded(dx * derivative)
+
+    def of_group(x: np.ndarray) -> np.ndarray:
+        return x.reshape(x.shape[0], heads_kv, heads_q // heads_kv, *x.shape[2:]).sum(axis=2)
+
+    dq = scale * (ds @ k)
+    dk = scale * of_group(ds.swapaxes(2, 3) @ q)
+    dv = of_group(rounded(p * z).swapaxes(2, 3) @ dout)
+    grads = {name: rounded(x.swapaxes(1, 2)) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
+    if bias is not None:
+        axes = [axis for axis, n in enumerate((1,) * (4 - bias.ndim) + bias.shape) if n == 1]
+        grads["dbias"] = rounded(dx.sum(axis=tuple(axes), keepdims=True).reshape(bias.shape))
+    if sinks is not None:
+        weight = np.exp(sinks.astype(dtype)[:, None, None] - np.where(lse > -np.inf, lse, np.inf))
+        grads["dsinks"] = -(weight * delta).sum(axis=(0, 2, 3))
+    if alibi_slopes is not None:
+        by_head = -(dx * _distance(*dx.shape[2:]).astype(dtype)).sum(axis=(2, 3))
+        grads["dalibi"] = by_head if alibi_slopes.ndim == 2 else by_head.sum(axis=0)
+    return grads
+
+
+def plain_gradients(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any
+) -> dict[str, list[np.ndarray]]:
+    """Return :func:`attention_gradients` in the precision of the inputs, several times, with the
+    head_dims in different orders: the same formula, whose sums round differently. By the error of
+    one a result would be judged by luck."""
+    runs = []
+    for step in (1, -1, 2):
+        order, order_v = (
+            np.argsort(np.arange(n)[::-1] if step < 0 else np.arange(n) % step, kind="stable")
+            for n in (q.shape[-1], v.shape[-1])
+        )
+        grads = attention_gradients(
+            dout[..., order_v], q[..., order], k[..., order], v[..., order_v],
+            precision=q.dtype, **options,
+        )  # fmt: skip
+        for name, back in (("dq", order), ("dk", order), ("dv", order_v)):
+            grads[name] = grads[name][..., np.argsort(back)]
+        runs.append(grads)
+    return {name: [grads[name] for grads in runs] for name in runs[0]}
+
+
+def _rounding(precision: Any) -> tuple[Callable[[np.ndarray], np.ndarray], Any]:
+    """A function that rounds an array to `precision`, and the type that computes."""
+    precision = np.dtype(precision)
+    dtype = precision.type if precision.itemsize >= 8 else np.float32
+    return lambda x: x.astype(precision).astype(dtype), dtype
+
+
+def _distance(seqlen_q: int, seqlen_k: int) -> np.ndarray:
+    return np.abs(np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - np.arange(seqlen_k))
+
+
+def _scores(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
@@ -27,37 +150,29 @@ def attention(
     bias: np.ndarray | None = None,
     mask: np.ndarray | None = None,
     alibi_slopes: np.ndarray | None = None,
-    sinks: np.ndarray | None = None,
-    precision: Any = np.float64,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q).
-
-    Every step is rounded to `precision`; the softmax of 16-bit scores is in float32, as everybody
-    has it. What float64 is to be judged by needs np.longdouble.
-    """
-    precision = np.dtype(precision)
-    dtype = precision.type if precision.itemsize >= 8 else np.float32
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(precision).astype(dtype)
-
-    q, k, v = (a.astype(dtype) for a in (q, k, v))
-    _, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_kv = k.shape[1:3]
-    q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
-    k, v = (np.repeat(a, heads_q // heads_kv, axis=1) for a in (k, v))
+    precision: Any,
+) -> tuple[np.ndarray, Any]:
+    """Return the scores (batch, heads_q, seqlen_q, seqlen_k), and the softcap's derivative."""
+    rounded, dtype = _rounding(precision)
+    q, k = (a.astype(dtype).swapaxes(1, 2) for a in (q, k))
+    heads_q, seqlen_q, head_dim = q.shape[1:]
+    seqlen_k = k.shape[2]
+    k = np.repeat(k, heads_q // k.shape[1], axis=1)
     scale = 1 / np.sqrt(head_dim) if scale is None else scale
+    derivative = dtype(1)
 
     s = rounded(dtype(scale) * (q @ k.swapaxes(2, 3)))
     if softcap is not None:
-        s = rounded(dtype(softcap) * np.tanh(s / dtype(softcap)))
+        tanh = np.tanh(s / dtype(softcap))
+        derivative = 1 - tanh * tanh
+        s = rounded(dtype(softcap) * tanh)
     if bias is not None:
         s = rounded(s + bias.astype(dtype))
-    beside = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    j = np.arange(seqlen_k)
     if alibi_slopes is not None:
         slopes = alibi_slopes.astype(dtype).reshape(-1, heads_q, 1, 1)
-        s = rounded(s - slopes * np.abs(beside - j).astype(dtype))
+        s = rounded(s - slopes * _distance(seqlen_q, seqlen_k).astype(dtype))
+    beside = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    j = np.arange(seqlen_k)
     keep = np.ones(s.shape, bool)
     if causal:
         keep &= j <= beside
@@ -69,18 +184,7 @@ def attention(
     if mask is not None:
         keep &= mask
     s[~keep] = -np.inf
-
-    if sinks is not None:
-        column = sinks.astype(dtype)[None, :, None, None]
-        s = np.concatenate([s, np.broadcast_to(column, (*s.shape[:3], 1))], axis=3)
-    row_max = s.max(axis=3, keepdims=True, initial=-np.inf)
-    row_max[row_max == -np.inf] = 0
-    p = np.exp(s - row_max)
-    row_sum = p.sum(axis=3, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (row_max + np.log(row_sum))[..., 0]
-    p = rounded(p / np.where(row_sum == 0, 1, row_sum))[..., :seqlen_k]
-    return rounded(p @ v).swapaxes(1, 2), lse
+    return s, derivative
 
 
 def varlen_attention(
@@ -137,3 +241,30 @@ def assert_accurate(
     with np.errstate(invalid="ignore"):  # inf - inf, where finite is False
         ours, usual = error(actual), max(error(np.asarray(p)) for p in plain)
     assert ours <= 2 * usual + slack, f"error {ours:.3g}, the formula's {usual:.3g}"
+
+
+def assert_gradients_accurate(
+    actual: np.ndarray, exact: np.ndarray, *plain: np.ndarray, inputs: Any = None
+) -> None:
+    """The rule of two for the largest error, and 1.2 for the root of the sum of squares, since a
+    wrong tile can hide in a maximum.
+
+    Of few numbers luck decides how exact the plain formula is: they may be as wrong as the rounding
+    of a few terms of `inputs`' dtype (actual's, unless given), and only the first rule holds.
+    """
+    unit = float(ml_dtypes.finfo(actual.dtype).eps)
+    largest = np.abs(exact).max(initial=0.0)
+    slack = (256 if actual.dtype == np.float64 else 1) * unit * largest
+    few = exact.size < 256
+    if few:
+        of_inputs = float(ml_dtypes.finfo(actual.dtype if inputs is None else inputs).eps)
+        slack += 4 * of_inputs * max(1.0, largest)
+    assert_accurate(actual, exact, *plain, slack=slack)
+
+    def norm(x: np.ndarray) -> float:
+        return np.sqrt((np.abs(x.astype(exact.dtype) - exact) ** 2).sum())
+
+    ours, usual = norm(actual), max(map(norm, plain))
+    assert few or ours <= 1.2 * usual + slack * np.sqrt(exact.size), (
+        f"norm of the error {ours:.3g}, of the formula's {usual:.3g}"
+    )

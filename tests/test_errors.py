@@ -103,11 +103,11 @@ FLASH_ATTENTION_CASES = [
     ({"softcap": -1.0}, ValueError, "softcap is -1.0, must be positive, or None for no cap"),
     ({"softcap": zeros(1)}, TypeError, "softcap must be a number, got ndarray"),
     ({"softcap": float("inf")}, ValueError, "softcap is inf, must be finite"),
-    (
-        {"dropout": 0.1},
-        NotImplementedError,
-        "dropout=0.1 is not implemented yet (it comes with the gradients); use 0.0",
-    ),
+    ({"dropout": 1.0}, ValueError, "dropout is 1.0, must be at least 0 and less than 1"),
+    ({"dropout": -0.1}, ValueError, "dropout is -0.1, must be at least 0 and less than 1"),
+    ({"dropout": "0"}, TypeError, "dropout must be a number, got str"),
+    ({"seed": None}, TypeError, "seed must be an integer, got None"),
+    ({"seed": 2**64}, ValueError, "seed is 18446744073709551616, must be from 0 to 2**64 - 1"),
     # Window
     ({"window": 3}, ValueError, "window is 3, must be a pair (left, right) or None"),
     (
@@ -402,11 +402,8 @@ SDPA_CASES = [
         ValueError,
         "attn_mask must be None where is_causal=True, got an array",
     ),
-    (
-        {"dropout_p": 0.5},
-        NotImplementedError,
-        "dropout_p=0.5 is not implemented yet (it comes with the gradients); use 0.0",
-    ),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p is 1.5, must be at least 0 and less than 1"),
+    ({"seed": -1}, ValueError, "seed is -1, must be from 0 to 2**64 - 1"),
 ]
 
 

@@ -35,7 +35,17 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "module", ["_config", "attention", "decoding", "kvcache", "multihead", "positions", "sampling"]
+    "module",
+    [
+        "_config",
+        "attention",
+        "decoding",
+        "gradients",
+        "kvcache",
+        "multihead",
+        "positions",
+        "sampling",
+    ],
 )
 def test_examples_in_docstrings(module):
     failed, attempted = doctest.testmod(importlib.import_module(f"cuattn.{module}"))

@@ -29,6 +29,7 @@ def forward(
     page_table: cupy.ndarray | None = None,
     prefix: int | tuple[cupy.ndarray, cupy.ndarray] | None = None,
     num_splits: int | str | None = None,
+    seed: int = 0,
     out: cupy.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None]:
@@ -87,6 +88,7 @@ def forward(
                 "cu_seqlens_k": 0 if cu_seqlens_k is None else cu_seqlens_k.data.ptr,
                 "seq_lens": 0 if seq_lens is None else seq_lens.data.ptr,
                 "page_table": 0 if page_table is None else page_table.data.ptr,
+                "seed": seed,
             }
             scores = None
             if not (bias is None and mask is None and alibi_slopes is None):

@@ -164,6 +164,31 @@ SPECULATE_PARAMS = Struct(
     ("int", "drafts vocab"),
 )
 
+DROPOUT_PARAMS = Struct(
+    "DropoutParams",
+    ("unsigned long long", "seed"),
+    ("double", "scale"),
+    ("unsigned", "threshold"),
+    seed="seed",
+)
+
+BACKWARD_PARAMS = Struct(
+    "BackwardParams",
+    ("const void*", "dout dlse"),
+    ("void*", "dq dk dv delta dbias dsinks dalibi"),
+    ("double*", "alibi_parts"),
+    ("Strides", "dout_stride"),
+    ("int", "bias_batch bias_heads bias_rows bias_cols"),
+    ("int", "alibi_batched alibi_slots alibi_tile"),
+)
+
+JVP_PARAMS = Struct(
+    "JvpParams",
+    ("const void*", "tangent_q tangent_k tangent_v"),
+    ("void*", "dout"),
+    ("Strides", "tangent_q_stride tangent_k_stride tangent_v_stride"),
+)
+
 #: Every struct, and a kernel that takes it.
 STRUCTS = {
     FORWARD_PARAMS: "attention/forward_simt.cu",
@@ -178,6 +203,9 @@ STRUCTS = {
     PENALTY_PARAMS: "sampling/penalize.cu",
     PENALIZE_PARAMS: "sampling/penalize.cu",
     SPECULATE_PARAMS: "sampling/speculate.cu",
+    DROPOUT_PARAMS: "gradients/backward_simt.cu",
+    BACKWARD_PARAMS: "gradients/backward_simt.cu",
+    JVP_PARAMS: "gradients/jvp_simt.cu",
 }
 
 
@@ -221,6 +249,56 @@ def forward_arguments(
         window_right=_bounded(spec.window_right),
         bias_is_float32=bias is not None and bias[2] == np.float32,
     )
+
+
+def dropout_arguments(spec: AttentionSpec) -> Arguments:
+    """Pack DROPOUT_PARAMS but for the seed, which each launch fills in."""
+    return DROPOUT_PARAMS.arguments(
+        scale=spec.dropout_scale,
+        threshold=spec.dropout_threshold,
+    )
+
+
+def backward_arguments(
+    spec: AttentionSpec,
+    dout: tuple[int, ...],
+    bias_shape: tuple[int, ...],
+    *,
+    alibi_batched: bool,
+    alibi_slots: int,
+    alibi_tile: int,
+) -> Arguments:
+    """Pack BACKWARD_PARAMS but for what each launch fills in.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The forward call.
+    dout : tuple
+        Its strides, in bytes.
+    bias_shape : tuple of 4 int
+        Of the bias, with axes of length 1 before its own.
+    alibi_batched, alibi_slots, alibi_tile
+        As in BackwardParams.
+    """
+    batch, heads, rows, cols = bias_shape
+    return BACKWARD_PARAMS.arguments(
+        dout_stride=_row_strides(spec, dout),
+        bias_batch=batch,
+        bias_heads=heads,
+        bias_rows=rows,
+        bias_cols=cols,
+        alibi_batched=alibi_batched,
+        alibi_slots=alibi_slots,
+        alibi_tile=alibi_tile,
+    )
+
+
+def jvp_arguments(spec: AttentionSpec, tangents: tuple[tuple[int, ...], ...]) -> Arguments:
+    """Pack JVP_PARAMS but for what each launch fills in; `tangents` are the byte strides of the
+    direction's q, k and v."""
+    q, k, v = (_row_strides(spec, strides) for strides in tangents)
+    return JVP_PARAMS.arguments(tangent_q_stride=q, tangent_k_stride=k, tangent_v_stride=v)
 
 
 def divisor(d: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.reference import tiles
+from cuattn.reference import dropout, tiles
 from cuattn.reference.layouts import Keys, Rows
 from cuattn.reference.tiles import ScoreTerms, matmul, matmul_of_nonfinite, size_of
 
@@ -26,6 +26,7 @@ class _Sequence(NamedTuple):
     q: np.ndarray  # (seqlen_q, heads_q, head_dim)
     k: np.ndarray  # (heads_kv, head_dim, seqlen_k)
     v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
+    index: int  # in the batch
     terms: ScoreTerms
     sinks: np.ndarray | None  # (heads_q, 1, 1)
     out: np.ndarray  # (seqlen_q, heads_q, head_dim_v)
@@ -68,6 +69,7 @@ def forward(
     page_table: np.ndarray | None = None,
     prefix: int | tuple[np.ndarray, np.ndarray] | None = None,
     num_splits: int | str | None = None,
+    seed: int = 0,
     out: np.ndarray | None = None,
     return_lse: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -82,7 +84,7 @@ def forward(
     seq_lens, page_table, prefix, num_splits
         As in :func:`cuattn.paged_attention`. A prefix that is an integer promises what `page_table`
         says anyway, and `num_splits` says how a GPU shares the work out: here they mean nothing.
-    bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, return_lse
+    bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seed, out, return_lse
         As in :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`; `out` may
         overlap the inputs.
 
@@ -111,6 +113,7 @@ def forward(
         sequence = _Sequence(
             rows.of(q, b),
             *_as_operands(*keys.of(b), rows.length(b), spec),
+            b,
             terms[b],
             sinks,
             rows.of(result, b),
@@ -118,8 +121,8 @@ def forward(
         )
         queue.extend(_tiles(sequence, spec))
         if keys.are_copied:
-            _run(queue, spec)
-    _run(queue, spec)
+            _run(queue, spec, seed)
+    _run(queue, spec, seed)
 
     if overlaps:
         out[...] = result
@@ -141,7 +144,7 @@ def _as_operands(
     return k.swapaxes(1, 2) if few_rows else _keys_last(k), v
 
 
-def _run(queue: collections.deque[_Tile], spec: AttentionSpec) -> None:
+def _run(queue: collections.deque[_Tile], spec: AttentionSpec, seed: int) -> None:
     """Do all tiles of the queue, on several threads where that pays."""
 
     def work() -> None:
@@ -153,7 +156,7 @@ def _run(queue: collections.deque[_Tile], spec: AttentionSpec) -> None:
                     tile = queue.popleft()
                 except IndexError:
                     return
-                _attend(tile, spec, buffer)
+                _attend(tile, spec, buffer, seed)
 
     products = sum(tile.scores for tile in queue) * (spec.head_dim + spec.head_dim_v)
     tiles.run_tiles(queue, work, products)
@@ -191,7 +194,9 @@ def _tiles(sequence: _Sequence, spec: AttentionSpec) -> Iterator[_Tile]:
             )
 
 
-def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool = True) -> None:
+def _attend(
+    tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, seed: int, finite: bool = True
+) -> None:
     """Attention of one tile of queries, written to its sequence's out and lse.
 
     Scores and results are (heads_q, rows, ...) arrays. BLAS sees them as (heads_kv, group * rows,
@@ -240,6 +245,8 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
         row_sum *= rescale
         row_sum += np.vecdot(s, ones[:num_keys])[..., None]
         out *= rescale
+        if spec.dropout:
+            s *= dropout.factors(spec, seed, sequence.index, tile.heads_q, rows, keys)
         multiply = matmul if finite else matmul_of_nonfinite
         multiply(s.reshape(*stacked, num_keys), v[:, keys], out=product.reshape(*stacked, -1))
         out += product
@@ -247,7 +254,7 @@ def _attend(tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, finite: bool =
     out /= np.where(row_sum == 0, 1, row_sum)
     if finite and not np.isfinite(out).all():
         # 0 * NaN is NaN: values may have got in that a row does not see. Once more, with care.
-        return _attend(tile, spec, buffer, finite=False)
+        return _attend(tile, spec, buffer, seed, finite=False)
     sequence.out[rows, tile.heads_q] = out.swapaxes(0, 1)
     if sequence.lse is not None:
         lse = np.where(row_max == -np.inf, 0, row_max) + np.log(row_sum)

@@ -17,7 +17,9 @@
 //
 //   H200, 2026-11-22: float32, 2048 queries and keys, 30.6 TFLOP/s at head_dim 64, 30.0 at
 //   128, 25.9 at 256, where a cuBLAS product of float32 matrices, without TF32, reaches 50.6.
-#include "attention/slab_simt.cuh"
+#include "attention/product_simt.cuh"
+#include "tile/dropout.cuh"
+#include "tile/fragment.cuh"
 #include "tile/ragged.cuh"
 #include "tile/score_mod.cuh"
 #include "tile/visibility.cuh"
@@ -25,36 +27,23 @@
 constexpr int kTileM = Config::tile_m;
 constexpr int kTileN = Config::tile_n;
 constexpr int kHeadDimV = Config::head_dim_v;  // padded; head_dim is a loop at run time
-constexpr int kThreadCols = 16;
 constexpr int kThreadRows = Config::thread_rows;
 constexpr int kRows = kTileM / kThreadRows;
 constexpr int kCols = kTileN / kThreadCols;
 constexpr int kVecsV = kHeadDimV / (kThreadCols * kVec);
-constexpr int kChain = 16;  // products added one by one: the error grows with their number
 constexpr int kDepth = sizeof(Acc) == 4 ? 32 : 16;  // columns in a slab of Q and of K
-
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // Keys in a slab of V: 16 KiB, or a chain.
 constexpr int kSlabV = 16384 / (kHeadDimV * static_cast<int>(sizeof(Acc)));
 constexpr int kDepthV = kSlabV < kChain ? kChain : least(kSlabV, kTileN);
-// Columns of S, and vectors of O, that a thread sums at a time: as many chains as registers hold
-// beside all of S and O.
-constexpr int kColsAtOnce = least(kCols, 4);
-constexpr int kVecsAtOnce = least(kVecsV, 32 / (kRows * kVec));
 
 static_assert(kTileM % kThreadRows == 0 && kTileN % kThreadCols == 0,
               "threads must share the scores evenly");
 static_assert(kHeadDimV % (kThreadCols * kVec) == 0, "threads must share O evenly");
 static_assert(kTileN % kDepthV == 0, "a tile must be whole slabs of V");
-static_assert(kCols % kColsAtOnce == 0 && kVecsV % kVecsAtOnce == 0, "chains must cover S and O");
 static_assert(kDepth % kChain == 0 && kDepthV % kChain == 0, "chains must end with a slab");
 static_assert(Config::threads == kThreadRows * kThreadCols,
               "Config::threads must be a thread for each place");
-
-__device__ __forceinline__ const Vec& vec(const Acc& first) {
-  return reinterpret_cast<const Vec&>(first);
-}
 
 struct Smem {
   alignas(16) Acc p[kTileM][kTileN];
@@ -71,86 +60,10 @@ struct Smem {
   tile::Sequence seq;
   tile::Visibility visibility;  // of the tile's rows
   Matrix from_q, from_k, from_v;
+  int dropout_head;  // of all in the batch
 };
 
 static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
-
-// S += Q K^T over `depth` columns of the slabs, or a few more, which are zeros.
-__device__ __forceinline__ void multiply_scores(Acc (&s)[kRows][kCols], const Smem& smem,
-                                                int depth) {
-  const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
-#pragma unroll 1
-  for (int begin = 0; begin < depth; begin += kChain)
-#pragma unroll
-    for (int first = 0; first < kCols; first += kColsAtOnce) {
-      Acc chain[kRows][kColsAtOnce];
-#pragma unroll
-      for (int d = 0; d < kChain; d += kVec) {
-        Vec k[kColsAtOnce];
-#pragma unroll
-        for (int j = 0; j < kColsAtOnce; ++j)
-          k[j] = vec(smem.k[col + (first + j) * kThreadCols][begin + d]);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          const Vec q = vec(smem.q[row + i * kThreadRows][begin + d]);
-#pragma unroll
-          for (int j = 0; j < kColsAtOnce; ++j)
-#pragma unroll
-            for (int e = 0; e < kVec; ++e)
-              chain[i][j] = d + e == 0 ? q.x[e] * k[j].x[e] : fma(q.x[e], k[j].x[e], chain[i][j]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kColsAtOnce; ++j) s[i][first + j] += chain[i][j];
-    }
-}
-
-// O += P V over the slab of V, whose first key is column `key` of P. kNonfinite: V holds
-// infinities or NaN, which must not reach a query that does not see their key: 0 * NaN is NaN.
-template <bool kNonfinite>
-__device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecsV][kVec], const Smem& smem,
-                                                int key) {
-  constexpr int kKeys = kNonfinite ? 1 : kVec;  // of P at a time: the rare case can do with less
-  struct alignas(kKeys * sizeof(Acc)) Keys {
-    Acc x[kKeys];
-  };
-  const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
-#pragma unroll 1
-  for (int begin = 0; begin < kDepthV; begin += kChain)
-#pragma unroll
-    for (int first = 0; first < kVecsV; first += kVecsAtOnce) {
-      Acc chain[kRows][kVecsAtOnce][kVec] = {};
-#pragma unroll(kNonfinite ? 1 : kChain / kVec)
-      for (int n = 0; n < kChain; n += kKeys) {
-        Keys p[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-          p[i] = reinterpret_cast<const Keys&>(smem.p[row + i * kThreadRows][key + begin + n]);
-#pragma unroll
-        for (int e = 0; e < kKeys; ++e)
-#pragma unroll
-          for (int c = 0; c < kVecsAtOnce; ++c) {
-            const Vec v = vec(smem.v[begin + n + e][(col + (first + c) * kThreadCols) * kVec]);
-#pragma unroll
-            for (int i = 0; i < kRows; ++i)
-#pragma unroll
-              for (int f = 0; f < kVec; ++f)
-                if (!kNonfinite && n + e == 0)
-                  chain[i][c][f] = p[i].x[e] * v.x[f];
-                else if (!kNonfinite || p[i].x[e] != 0)
-                  chain[i][c][f] = fma(p[i].x[e], v.x[f], chain[i][c][f]);
-          }
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int c = 0; c < kVecsAtOnce; ++c)
-#pragma unroll
-          for (int f = 0; f < kVec; ++f) o[i][first + c][f] += chain[i][c][f];
-    }
-}
 
 // Calls change(score, row, column) for each score of this thread, the first of which is in `row`
 // and `column`.
@@ -164,6 +77,26 @@ __device__ __forceinline__ void each_score(Acc (&s)[kRows][kCols], int row, int 
       change(s[i][j], row + i * kThreadRows, column + j * kThreadCols);
 }
 
+// Dropout of a tile of probabilities, whose first query and key are multiples of 16: a warp takes a
+// block of the mask, a lane eight of its entries. `head` counts over the batch.
+__device__ __forceinline__ void drop(Acc (&p)[kTileM][kTileN], const DropoutParams& dropout,
+                                     int head, int query, int key) {
+  static_assert(kTileM % 16 == 0 && kTileN % 16 == 0, "tiles are whole blocks of the mask");
+  const int lane = threadIdx.x % 32;
+  constexpr int kBlocks = kTileN / 16;
+#pragma unroll 1
+  for (int n = threadIdx.x / 32; n < kTileM / 16 * kBlocks; n += Config::threads / 32) {
+    const int i = n / kBlocks, j = n % kBlocks;
+    const tile::DropoutBits bits(dropout.seed, query / 16 + i, key / 16 + j, lane, head);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      Acc& entry = p[16 * i + tile::lane_row(lane) + tile::fragment_row(e)]
+                    [16 * j + tile::lane_column(lane) + tile::fragment_column(e)];
+      entry = bits[e] < dropout.threshold ? 0 : entry * static_cast<Acc>(dropout.scale);
+    }
+  }
+}
+
 // Over the 16 threads of a row.
 template <class Combine>
 __device__ __forceinline__ Acc row_reduce(Acc x, Combine combine) {
@@ -174,7 +107,8 @@ __device__ __forceinline__ Acc row_reduce(Acc x, Combine combine) {
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
-    forward_simt(const __grid_constant__ ForwardParams params) {
+    forward_simt(const __grid_constant__ ForwardParams params,
+                 const __grid_constant__ DropoutParams dropout) {
   __shared__ Smem smem;
   const int slots = gridDim.x / params.heads_q;
   const int head = blockIdx.x / slots, slot = blockIdx.x % slots;
@@ -192,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
   if (threadIdx.x == 0) {
     const int kv_head = head / (params.heads_q / params.heads_kv);
     smem.seq = found;
+    smem.dropout_head = found.index * params.heads_q + head;
     smem.visibility =
         tile::Visibility::from_row(found.tile * kTileM, kTileM, params.window_left,
                                    params.window_right, found.seqlen_q, found.seqlen_k);
@@ -227,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
       load_slab<kDepth>(smem.q, smem.from_q, first_query, d);
       load_slab<kDepth>(smem.k, smem.from_k, key, d);
       __syncthreads();
-      multiply_scores(s, smem, min(kDepth, params.head_dim - d));
+      multiply_scores(s, smem.q, smem.k, min(kDepth, params.head_dim - d));
     }
 
     if (Config::has_score) {
@@ -284,14 +219,18 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 #pragma unroll
         for (int f = 0; f < kVec; ++f) o[i][c][f] *= rescale;
     }
+    if (Config::has_score && dropout.threshold != 0) {
+      __syncthreads();  // P is complete
+      drop(smem.p, dropout, smem.dropout_head, seq.tile * kTileM, key);
+    }
 
     for (int n = 0; n < kTileN; n += kDepthV) {
       __syncthreads();  // K, or the slab of V before this, has been used
       const bool nonfinite = load_slab<kHeadDimV>(smem.v, smem.from_v, key + n, 0);
       if (__syncthreads_or(nonfinite))
-        multiply_values<true>(o, smem, n);
+        multiply_values<true, 32, 1>(o, smem.p, smem.v, n);  // rare: less at a time will do
       else
-        multiply_values<false>(o, smem, n);
+        multiply_values<false>(o, smem.p, smem.v, n);
     }
   }
 

@@ -22,6 +22,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
+#include "tile/nonfinite.cuh"
 #include "tile/ragged.cuh"
 #include "tile/score_mod.cuh"
 #include "tile/softmax.cuh"
@@ -154,14 +155,6 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
   }
 }
 
-// The output, given the weight in it of the values that `pass` is for.
-__device__ __forceinline__ T with_nonfinite(T out, T weight, int pass) {
-  const float value = static_cast<float>(out), infinity = tile::infinity();
-  if (static_cast<float>(weight) == 0.0f || value != value) return out;
-  if (pass == tile::kPositive) return static_cast<T>(infinity);
-  return static_cast<T>(value == infinity ? infinity - infinity : -infinity);
-}
-
 // Divides by the sums, writes lse, and writes O in whole chunks by way of the shared memory of the
 // warp's Q. The last passes change what the finite one left.
 __device__ __forceinline__ void finish(const ForwardParams& params, const Problem& p, Output& o,
@@ -220,7 +213,8 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
     } else {
       for (int e = 0; e < min(8, params.head_dim_v - chunk * 8); ++e) {
         const T element = reinterpret_cast<const T*>(elements)[e];
-        target[e] = pass < tile::kPositive ? element : with_nonfinite(target[e], element, pass);
+        target[e] =
+            pass < tile::kPositive ? element : tile::with_nonfinite(target[e], element, pass);
       }
     }
   }

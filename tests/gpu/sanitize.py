@@ -52,6 +52,36 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
     cuattn.flash_attention(q, k, v, causal=True)
 
 
+def gradients(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Every gradient and derivative of ragged tiles, padded head_dims, every option, and lengths
+    that are not what they must be."""
+    for head_dim, head_dim_v in [(64, 64), (40, 72), (33, 1), (192, 256)]:
+        q, k, v = arrays(
+            rng, dtype, (1, 70, 2, head_dim), (1, 150, 1, head_dim), (1, 150, 1, head_dim_v)
+        )
+        slopes, sinks = arrays(rng, np.dtype(np.float32), (2,), (2,))
+        (bias,) = arrays(rng, dtype, (2, 1, 150))
+        mask = cupy.asarray(rng.random((1, 1, 70, 150)) < 0.5)
+        options = [
+            {"causal": True, "sinks": sinks},
+            {"window": (30, 5), "softcap": 5.0, "alibi_slopes": slopes, "dropout": 0.5},
+            {"bias": bias, "mask": mask, "causal": True},
+        ]
+        for more in options:
+            wanted = {"grad_bias": "bias" in more, "grad_alibi": "alibi_slopes" in more}
+            out, pullback = cuattn.flash_attention_vjp(q, k, v, **wanted, **more)
+            pullback(out)
+            cuattn.flash_attention_jvp(q, k, v, q, k, v, **more)
+        q, k, v = q[0], k[0, :70], v[0, :70]
+        for lengths in [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]:
+            cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
+            more = {"causal": True, "alibi_slopes": slopes}
+            out, lse = cuattn.flash_attention_varlen(q, k, v, cu_seqlens, return_lse=True, **more)
+            cuattn.flash_attention_varlen_backward(
+                out, q, k, v, out, lse, cu_seqlens, grad_alibi=True, **more
+            )
+
+
 def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Lengths from 0 to more than was promised, contiguous and in pages that are all needed to the
     last slot, whole and in parts, and merged.
@@ -229,7 +259,12 @@ def main() -> None:
         each_tier("decode", decode)
     dispatch.sampling.MIN_TABLE_LOGITS = 0  # tables of penalized logits for rows of any size
     decoding._cascade_pays = lambda *call: True  # of a prefix of any length
-    for call, names in ((shared_prefix, ["float16"]), (kvcache, ["float16", "float32", "float64"])):
+    of_any_tier = (
+        (gradients, ["float16", "float32", "float64"]),
+        (shared_prefix, ["float16"]),
+        (kvcache, ["float16", "float32", "float64"]),
+    )
+    for call, names in of_any_tier:
         for name in names if call.__name__ in named or not named else []:
             call(np.random.default_rng(0), np.dtype(name))
             cupy.cuda.Device().synchronize()

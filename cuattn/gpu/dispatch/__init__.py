@@ -24,6 +24,13 @@ from cuattn.gpu.dispatch.decoding import (
     decode_head_lanes,
     merge,
 )
+from cuattn.gpu.dispatch.gradients import (
+    JVP,
+    BackwardCall,
+    BackwardLaunches,
+    choose_backward,
+    gradient_variants,
+)
 from cuattn.gpu.dispatch.launch import (
     SHARED_KIB,
     Call,
@@ -60,9 +67,12 @@ from cuattn.gpu.dispatch.sm90 import (
 
 __all__ = [
     "CACHE_UPDATE",
+    "JVP",
     "MAX_TOP_K",
     "SHARED_KIB",
     "TIERS",
+    "BackwardCall",
+    "BackwardLaunches",
     "Call",
     "Launch",
     "Layout",
@@ -74,9 +84,11 @@ __all__ = [
     "capability",
     "cascade_pays",
     "choose",
+    "choose_backward",
     "current_tiers",
     "decode_head_lanes",
     "filter_rows",
+    "gradient_variants",
     "merge",
     "penalize",
     "penalty_bytes",
@@ -157,6 +169,7 @@ def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
     for tier in TIERS:
         yield from tier.variants(arch)
+    yield from gradient_variants(arch)
     yield from cache_variants()
     yield from position_variants()
     yield from sampling_variants(arch)

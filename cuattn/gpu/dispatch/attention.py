@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
-from cuattn.gpu.params import forward_arguments
+from cuattn.gpu.params import dropout_arguments, forward_arguments
 from cuattn.gpu.structs import Arguments
 
 # ------------------------------------------------------------------------------------ forward, simt
@@ -22,7 +22,7 @@ class SimtForwardConfig(Config):
 
     dtype: str
     head_dim_v: int  # the next of 64, 128 and 256
-    # softcap, bias, mask or alibi_slopes can be there; for 16-bit, which falls here rarely, always
+    # softcap, bias, mask, alibi_slopes or dropout may be there; for 16-bit, which is rare, always
     has_score: bool
     tile_m: int
     tile_n: int
@@ -60,7 +60,7 @@ class SimtForward:
         config = _simt_config(
             dtype=spec.dtype.name,
             head_dim_v=next(n for n in (64, 128, 256) if spec.head_dim_v <= n),
-            has_score=call.has_score or spec.dtype.itemsize == 2,
+            has_score=call.has_score or spec.dtype.itemsize == 2 or spec.dropout != 0.0,
             arch=call.arch,
         )
         if spec.rows == "ragged":
@@ -69,7 +69,8 @@ class SimtForward:
             tiles, batch = -(-spec.seqlen_q // config.tile_m), spec.batch
         rows = min(batch, GRID_Y)
         grid = (tiles * spec.heads_q, rows, -(-batch // rows))
-        return Launch(_simt_variant(config), grid, (_arguments(call),))
+        arguments = _arguments(call), dropout_arguments(spec)
+        return Launch(_simt_variant(config), grid, arguments)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -152,6 +153,7 @@ class Sm80Forward:
             capability(call.arch) < 80
             or spec.keys not in ("batched", "ragged")
             or spec.dtype.itemsize != 2
+            or spec.dropout != 0.0
             or spec.heads_q > GRID_Y
             or heads > 1 << 30
         ):

@@ -162,13 +162,13 @@ def _part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
 def _as_decoding(call: Call) -> Call | None:
     """A call as the decoding kernels take it; None if they cannot.
 
-    They have neither bias nor mask. Plain arrays of keys they read as caches that are full, in
-    splits that do not depend on the batch. An infinite or NaN value that only some rows of a tile
-    see would reach the others, so all rows have to see the same keys: in caches that is what
+    They have neither bias, mask nor dropout. Plain arrays of keys they read as caches that are
+    full, in splits that do not depend on the batch. An infinite or NaN value that only some rows of
+    a tile see would reach the others, so all rows have to see the same keys: in caches that is what
     :func:`cuattn.flash_decode` says, in plain arrays it must not be.
     """
     spec = call.spec
-    if call.elementwise or spec.keys == "ragged":
+    if call.elementwise or spec.dropout != 0.0 or spec.keys == "ragged":
         return None
     if spec.keys in ("cached", "paged") or call.partial is not None:
         return call

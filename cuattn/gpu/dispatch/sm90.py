@@ -152,6 +152,7 @@ class Sm90Forward:
             or spec.kv_dtype != spec.dtype
             or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
             or spec.dtype.itemsize != 2
+            or spec.dropout != 0.0
             or not call.addressable
             or spec.head_dim_v % 8
             or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)

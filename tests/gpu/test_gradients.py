@@ -1,0 +1,524 @@
+"""Gradient kernels and dropout against the formula in float64: what they compute, and what they
+leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn._spec import attention_spec
+from cuattn.gpu import dispatch
+from cuattn.reference import dropout
+from tests import formulas
+from tests.gpu.test_attention import (
+    DTYPES,
+    HEAD_DIMS,
+    SEQLENS,
+    Call,
+    draw_call,
+    draw_options,
+    normal,
+    placed,
+    precisions,
+)
+
+cupy = pytest.importorskip("cupy")
+
+HALF = ["float16", "bfloat16"]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def poisoned_workspaces(monkeypatch):
+    """What kernels write for each other begins as NaN."""
+    from cuattn.gpu import gradients
+
+    allocate = gradients.scratch_array
+
+    def poisoned(shape, dtype):
+        array = allocate(shape, dtype)
+        array[...] = np.nan
+        return array
+
+    monkeypatch.setattr(gradients, "scratch_array", poisoned)
+
+
+@pytest.fixture(params=["sm80", "simt"])
+def tier(request, monkeypatch):
+    """Each tier of the backward pass: calls reach it, and what it leaves goes to those below it."""
+    from cuattn.gpu import gradients
+
+    tiers = dispatch.gradients.BACKWARD_TIERS
+    (first,) = (n for n, tier in enumerate(tiers) if tier.name == f"backward_{request.param}")
+    gradients._backward_plans.cache_clear()
+    monkeypatch.setattr(dispatch.gradients, "BACKWARD_TIERS", tiers[first:])
+    yield request.param
+    gradients._backward_plans.cache_clear()
+
+
+def drop(call: Call, rng: np.random.Generator) -> np.ndarray:
+    """Give a call dropout; what it multiplies the probabilities by."""
+    call.options |= {"dropout": float(rng.uniform(0.05, 0.8)), "seed": int(rng.integers(2**63))}
+    return factors(call.q, call.k, call.v, call.options)
+
+
+def factors(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: dict[str, Any]) -> np.ndarray:
+    spec = attention_spec(
+        "flash_attention",
+        *(a.shape for a in (q, k, v)),
+        *(a.dtype for a in (q, k, v)),
+        dropout=options["dropout"],
+    )
+    everything = [slice(0, n) for n in (spec.heads_q, spec.seqlen_q, spec.seqlen_k)]
+    return np.stack(
+        [dropout.factors(spec, options["seed"], b, *everything) for b in range(spec.batch)]
+    )
+
+
+def check(call: Call) -> None:
+    """Compare every gradient of a call with the formula's."""
+    rng, dtype = call.rng, call.q.dtype
+    z = drop(call, rng) if rng.random() < 0.3 and call.q.size and call.k.size else None
+    of_formula = {n: o for n, o in call.options.items() if n not in ("dropout", "seed")}
+    of_formula["z"] = z
+    arrays, options = call.on_device()
+    out, lse = cuattn.flash_attention(*arrays, **options, return_lse=True)
+    dout = normal(rng, out.shape, dtype)
+    dlse = normal(rng, lse.shape, np.dtype(lse.dtype)) if rng.random() < 0.5 else None
+    out = placed(out.get(), rng)
+    grads = cuattn.flash_attention_backward(
+        placed(dout, rng),
+        *arrays,
+        out,
+        lse,
+        dlse=None if dlse is None else cupy.asarray(dlse),
+        grad_bias="bias" in options,
+        grad_alibi="alibi_slopes" in options,
+        **options,
+    )
+    judge(grads, dout, call, dlse=dlse, **of_formula)
+
+
+def judge(grads: cuattn.AttentionGrads, dout: np.ndarray, call: Call, **options: Any) -> None:
+    exact_type, _ = precisions(call.q.dtype)
+    inputs = dout, call.q, call.k, call.v
+    exact = formulas.attention_gradients(*inputs, precision=exact_type, **options)
+    plain = formulas.plain_gradients(*inputs, **options)
+    for name, expected in exact.items():
+        actual = getattr(grads, name)
+        assert actual.shape == expected.shape, name
+        assert np.isfinite(actual.get()).all(), name
+        try:
+            formulas.assert_gradients_accurate(
+                actual.get(), expected, *plain[name], inputs=call.q.dtype
+            )
+        except AssertionError as error:
+            shapes = [a.shape for a in (call.q, call.k, call.v)]
+            raise AssertionError(f"{name}: {error}; {shapes}, {sorted(call.options)}") from None
+
+
+@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_contract(dtype, number, rng):
+    check(draw_call(rng, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256), (72, 160)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_common_calls(dtype, causal, head_dims, rng):
+    """More queries and keys than one tile of any kernel has."""
+    q = normal(rng, (2, 233, 4, head_dims[0]), DTYPES[dtype])
+    k, v = (normal(rng, (2, 250, 2, d), DTYPES[dtype]) for d in head_dims)
+    check(Call(q, k, v, {"causal": causal}, rng))
+
+
+def draw_aligned(rng: np.random.Generator, dtype: np.dtype, **options: Any) -> Call:
+    """A call whose rows are whole chunks of 16 bytes, as tensor core kernels want them."""
+    batch, heads_kv, group = (int(rng.integers(1, high)) for high in (3, 3, 5))
+    seqlen_q, seqlen_k = (int(rng.choice(SEQLENS)) for _ in "qk")
+    head_dim = int(rng.choice([n for n in HEAD_DIMS if n % 8 == 0]))
+    head_dim_v = head_dim if rng.random() < 0.5 else int(rng.choice([64, 128, 256]))
+    return Call(
+        normal(rng, (batch, seqlen_q, heads_kv * group, head_dim), dtype),
+        normal(rng, (batch, seqlen_k, heads_kv, head_dim), dtype),
+        normal(rng, (batch, seqlen_k, heads_kv, head_dim_v), dtype),
+        options or draw_options(rng, heads_kv * group, batch, dtype),
+        rng,
+    )
+
+
+def check_aligned(call: Call, z: np.ndarray | None = None) -> None:
+    """Compare every gradient of a call on contiguous arrays with the formula's."""
+    of_formula = {n: o for n, o in call.options.items() if n not in ("dropout", "seed")}
+    options = {
+        n: cupy.asarray(o) if isinstance(o, np.ndarray) else o for n, o in call.options.items()
+    }
+    arrays = [cupy.asarray(a) for a in (call.q, call.k, call.v)]
+    out, pullback = cuattn.flash_attention_vjp(
+        *arrays, grad_bias="bias" in options, grad_alibi="alibi_slopes" in options, **options
+    )
+    dout = normal(call.rng, out.shape, call.q.dtype)
+    judge(pullback(cupy.asarray(dout)), dout, call, z=z, **of_formula)
+
+
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("dtype", HALF)
+def test_aligned(tier, dtype, number, rng):
+    call = draw_aligned(rng, DTYPES[dtype])
+    check_aligned(call, drop(call, rng) if number % 3 == 2 else None)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", HALF)
+def test_aligned_common_calls(tier, dtype, head_dims, causal, rng):
+    q = normal(rng, (2, 333, 4, head_dims[0]), DTYPES[dtype])
+    k, v = (normal(rng, (2, 450, 2, d), DTYPES[dtype]) for d in head_dims)
+    check_aligned(Call(q, k, v, {"causal": causal}, rng))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_aligned_bias_and_mask(tier, dtype, rng):
+    q = normal(rng, (2, 130, 4, 64), DTYPES[dtype])
+    k, v = (normal(rng, (2, 150, 2, 64), DTYPES[dtype]) for _ in "kv")
+    options = {"bias": normal(rng, (4, 1, 150), DTYPES[dtype]), "causal": True}
+    options["mask"] = rng.random((2, 1, 130, 150)) < 0.7
+    check_aligned(Call(q, k, v, options, rng))
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_varlen(tier, dtype, number, rng):
+    """Each sequence has its own gradients; rows of no sequence hold anything, and get 0."""
+    if tier == "sm80" and dtype not in HALF:
+        pytest.skip("16-bit inputs only")
+    place = placed if tier == "simt" else lambda array, rng: cupy.asarray(array)
+    dtype = DTYPES[dtype]
+    sequences, heads_kv, group = (int(rng.integers(1, high)) for high in (7, 3, 4))
+    heads_q = heads_kv * group
+    dims = HEAD_DIMS if tier == "simt" else [n for n in HEAD_DIMS if n % 8 == 0]
+    head_dim, head_dim_v = (int(rng.choice(dims)) for _ in "kv")
+    lengths = [rng.choice([0, *SEQLENS], sequences) for _ in "qk"]
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in lengths)
+    spare = int(rng.integers(0, 40))
+    q = normal(rng, (cu_q[-1] + spare, heads_q, head_dim), dtype)
+    k = normal(rng, (cu_k[-1] + spare, heads_kv, head_dim), dtype)
+    v = normal(rng, (cu_k[-1] + spare, heads_kv, head_dim_v), dtype)
+    dout = normal(rng, (cu_q[-1] + spare, heads_q, head_dim_v), dtype)
+    for array, end in ((q, cu_q[-1]), (k, cu_k[-1]), (v, cu_k[-1]), (dout, cu_q[-1])):
+        array[end:] = np.nan
+    options = draw_options(rng, heads_q, sequences, dtype)
+    call = Call(q, k, v, options, rng)
+    arrays = [place(a, rng) for a in (q, k, v)]
+    options = {n: cupy.asarray(o) if isinstance(o, np.ndarray) else o for n, o in options.items()}
+    ends = cupy.asarray(cu_q), cupy.asarray(cu_k)
+    out, lse = cuattn.flash_attention_varlen(*arrays, *ends, **options, return_lse=True)
+    dlse = normal(rng, lse.shape, np.dtype(lse.dtype))
+    grads = cuattn.flash_attention_varlen_backward(
+        place(dout, rng), *arrays, out, lse, *ends, dlse=cupy.asarray(dlse),
+        grad_alibi="alibi_slopes" in options, **options,
+    )  # fmt: skip
+    assert bool((grads.dq[cu_q[-1] :] == 0).all())
+    assert bool((grads.dk[cu_k[-1] :] == 0).all())
+    assert bool((grads.dv[cu_k[-1] :] == 0).all())
+    summed: dict[str, list] = {}
+    for b in range(sequences):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        mine = dict(call.options)
+        slopes = mine.get("alibi_slopes")
+        if slopes is not None and slopes.ndim == 2:
+            mine["alibi_slopes"] = slopes[b]
+        one = Call(q[None, rows], k[None, keys], v[None, keys], mine, rng)
+        by_key = [g[None, keys] for g in (grads.dk, grads.dv)]
+        part = cuattn.AttentionGrads(grads.dq[None, rows], *by_key)
+        inputs = dout[None, rows], one.q, one.k, one.v
+        more = {"dlse": dlse[None, :, rows], **mine}
+        exact = formulas.attention_gradients(*inputs, precision=precisions(dtype)[0], **more)
+        plain = formulas.plain_gradients(*inputs, **more)
+        for name in ("dq", "dk", "dv"):
+            actual = getattr(part, name).get()
+            formulas.assert_gradients_accurate(actual, exact[name], *plain[name], inputs=dtype)
+        for name in ("dsinks", "dalibi"):
+            if name not in exact:
+                continue
+            if name == "dalibi" and slopes is not None and slopes.ndim == 2:
+                actual = grads.dalibi[b].get()
+                formulas.assert_gradients_accurate(actual, exact[name], *plain[name], inputs=dtype)
+            else:
+                summed.setdefault(name, []).append((exact[name], plain[name]))
+    for name, parts in summed.items():
+        expected = sum(e for e, _ in parts)
+        plains = [sum(p[n] for _, p in parts) for n in range(3)]
+        formulas.assert_gradients_accurate(
+            getattr(grads, name).get(), expected, *plains, inputs=dtype
+        )
+
+
+def test_many_sequences(rng):
+    """More than a warp looks at in one step, of 1 to 130 tokens and of none."""
+    lengths = rng.integers(0, 131, 200) * (rng.random(200) < 0.9)
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    q, k, v, dout = (normal(rng, (int(cu[-1]), 2, 32), np.dtype(np.float64)) for _ in "qkvo")
+    out, lse = cuattn.flash_attention_varlen(q, k, v, cu, causal=True, return_lse=True)
+    expected = cuattn.flash_attention_varlen_backward(dout, q, k, v, out, lse, cu, causal=True)
+    arrays = [cupy.asarray(a) for a in (dout, q, k, v, out, lse, cu)]
+    actual = cuattn.flash_attention_varlen_backward(*arrays, causal=True)
+    for a, e in zip(actual[:3], expected[:3], strict=True):
+        np.testing.assert_allclose(a.get(), e, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "bias_shape",
+    [(2, 4, 70, 90), (1, 4, 70, 90), (2, 1, 70, 90), (4, 1, 90), (70, 1), (90,), (1,), ()],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_bias_gradient_of_every_broadcast(dtype, bias_shape, rng):
+    dtype = DTYPES[dtype]
+    q = normal(rng, (2, 70, 4, 40), dtype)
+    k, v = (normal(rng, (2, 90, 2, 40), dtype) for _ in "kv")
+    check(Call(q, k, v, {"bias": normal(rng, bias_shape, dtype), "causal": True}, rng))
+
+
+def test_empty(rng):
+    for shape in [(0, 4, 4, 2, 1), (2, 0, 4, 2, 1), (2, 4, 0, 2, 1), (2, 3, 3, 0, 1)]:
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv = shape
+        q = cupy.ones((batch, seqlen_q, heads_q, 8), np.float32)
+        k = v = cupy.ones((batch, seqlen_k, heads_kv, 8), np.float32)
+        sinks = cupy.ones(heads_q, np.float32)
+        (out, lse), pullback = cuattn.flash_attention_vjp(q, k, v, sinks=sinks, return_lse=True)
+        dlse = cupy.full(lse.shape, 3, np.float32)
+        grads = pullback(out, dlse)
+        assert all(bool((g == 0).all()) for g in grads[:3])
+        assert [g.shape for g in grads[:3]] == [a.shape for a in (q, k, v)]
+        expected = 3 * batch * seqlen_q if seqlen_k == 0 else 0  # all of lse is the sink's
+        if not seqlen_k or not out.size:
+            assert bool((grads.dsinks == expected).all())
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_keys_may_hold_anything(tier, dtype, softcap, poison, rng):
+    dtype = DTYPES[dtype]
+    q, dout = (normal(rng, (1, 140, 2, 64), dtype) for _ in "qo")
+    k, v = (normal(rng, (1, 200, 1, 64), dtype) for _ in "kv")
+    mask = np.arange(200) % 3 != 1
+    options = {"mask": cupy.asarray(mask), "causal": True, "softcap": softcap}
+    q, dout = cupy.asarray(q), cupy.asarray(dout)
+    results = []
+    for _ in range(2):
+        arrays = q, cupy.asarray(k), cupy.asarray(v)
+        _, pullback = cuattn.flash_attention_vjp(*arrays, **options)
+        results.append(pullback(dout))
+        k[:, ~mask], v[:, ~mask] = poison, poison
+    for clean, poisoned in zip(results[0][:3], results[1][:3], strict=True):
+        assert bool((clean == poisoned).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_queries_may_hold_anything(tier, dtype, rng):
+    """A query that is NaN leaves alone what only other queries see."""
+    dtype = DTYPES[dtype]
+    q, k, v, dout = (cupy.asarray(normal(rng, (1, 100, 1, 64), dtype)) for _ in "qkvo")
+    window = (3, 0)
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, window=window)
+    clean = pullback(dout)
+    q[:, 90:] = np.nan
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, window=window)
+    spoilt = pullback(dout)
+    for c, s, end in zip(clean[:3], spoilt[:3], (90, 87, 87), strict=True):
+        assert bool((c[:, :end] == s[:, :end]).all())
+        assert np.isnan(s[:, 92:].get()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_no_key_have_no_gradient(tier, dtype, rng):
+    dtype = DTYPES[dtype]
+    q, dout = (cupy.asarray(normal(rng, (1, 150, 2, 32), dtype)) for _ in "qo")
+    k, v = (cupy.asarray(normal(rng, (1, 50, 1, 32), dtype)) for _ in "kv")
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True)
+    grads = pullback(dout)
+    assert bool((grads.dq[:, :100] == 0).all())
+    assert bool((grads.dq[:, 100:] != 0).any())
+    mask = cupy.zeros((1, 1, 1, 1), bool)
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, mask=mask)
+    assert all(bool((g == 0).all()) for g in pullback(dout)[:3])
+
+
+def test_very_low_scores(rng):
+    """exp(0 - lse) of keys past the last one would be infinite."""
+    q, dout = (cupy.asarray(normal(rng, (1, 1, 1, 64), np.dtype(np.float32))) for _ in "qo")
+    k, v = (cupy.asarray(normal(rng, (1, 192, 1, 64), np.dtype(np.float32))) for _ in "kv")
+    bias = cupy.full((1,), -120, np.float32)
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, bias=bias, mask=cupy.ones(192, bool))
+    assert all(bool(cupy.isfinite(g).all()) for g in pullback(dout)[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_in_every_run_and_any_batch(tier, dtype, rng):
+    dtype = DTYPES[dtype]
+    arrays = [
+        cupy.asarray(normal(rng, (3, n, h, 64), dtype))
+        for n, h in ((300, 4), (300, 4), (280, 2), (280, 2))
+    ]
+    dout, q, k, v = arrays
+    out, lse = cuattn.flash_attention(q, k, v, causal=True, return_lse=True)
+
+    def gradients(batch):
+        given = [a[batch] for a in (dout, q, k, v, out, lse)]
+        return cuattn.flash_attention_backward(*given, causal=True, deterministic=True)[:3]
+
+    first = gradients(slice(0, 3))
+    for _ in range(5):
+        for a, b in zip(first, gradients(slice(0, 3)), strict=True):
+            assert bool((a == b).all())
+    for a, b in zip(first, gradients(slice(1, 2)), strict=True):
+        assert bool((a[1:2] == b).all())
+
+
+def test_broadcast_dout(rng):
+    q, k, v = (cupy.asarray(normal(rng, (2, 70, 4, 32), np.dtype(np.float32))) for _ in "qkv")
+    out, pullback = cuattn.flash_attention_vjp(q, k, v)
+    one = cupy.asarray(normal(rng, (1, 70, 1, 32), np.dtype(np.float32)))
+    spread = cupy.broadcast_to(one, out.shape)
+    for a, b in zip(pullback(spread)[:3], pullback(spread.copy())[:3], strict=True):
+        assert bool((a == b).all())
+
+
+def test_memory_is_linear(rng):
+    q = cupy.asarray(normal(rng, (1, 16384, 1, 64), np.dtype(np.float32)))
+    out, pullback = cuattn.flash_attention_vjp(q, q, q, causal=True)
+    pullback(out)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    grads = pullback(out)
+    assert pool.total_bytes() - before <= 4 * q.nbytes  # of 256 for all scores
+    assert bool(cupy.isfinite(grads.dq).all())
+
+
+def test_captured_in_a_graph(rng):
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        arrays = [cupy.asarray(normal(rng, (2, 90, 4, 64), DTYPES["bfloat16"])) for _ in "qkvo"]
+        q, k, v, dout = arrays
+        slopes = cupy.full((2, 4), 0.1, np.float64)
+        bias = cupy.asarray(normal(rng, (4, 1, 90), DTYPES["float16"]))
+
+        def step():
+            _, pullback = cuattn.flash_attention_vjp(
+                q, k, v, alibi_slopes=slopes, bias=bias, grad_alibi=True, grad_bias=True
+            )
+            return pullback(dout)
+
+        step()
+        stream.begin_capture()
+        captured = step()
+        graph = stream.end_capture()
+        for _ in range(2):
+            for a in arrays:
+                a[...] = cupy.asarray(normal(rng, a.shape, DTYPES["bfloat16"]))
+            graph.launch(stream)
+            expected = step()
+            for name, a, e in zip(expected._fields, captured, expected, strict=True):
+                assert (a is None) == (e is None)
+                assert a is None or bool((a == e).all()), name
+
+
+# --------------------------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("seqlens", [(1, 1), (16, 16), (70, 250), (130, 200), (33, 256)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_drops_what_numpy_drops(dtype, seqlens, rng):
+    """Values that show which keys are left: the mask, bit for bit."""
+    dtype = DTYPES[dtype]
+    seqlen_q, seqlen_k = seqlens
+    q = np.zeros((2, seqlen_q, 6, 8), dtype)
+    k = np.zeros((2, seqlen_k, 3, 8), dtype)
+    v = np.broadcast_to(np.eye(seqlen_k, dtype=dtype)[:, None], (2, seqlen_k, 3, seqlen_k))
+    options = {"dropout": 0.37, "seed": int(rng.integers(2**63)) * 2 + 1}
+    out = cuattn.flash_attention(*(cupy.asarray(a) for a in (q, k, v)), **options)
+    expected = factors(q, k, v, options).swapaxes(1, 2) != 0
+    np.testing.assert_array_equal(out.get() != 0, expected)
+
+
+def test_dropout_of_ragged_sequences(rng):
+    """Positions count within sequences, and heads over all of them."""
+    cu = np.array([0, 30, 30, 130], np.int32)
+    arrays = [normal(rng, (130, 4, 32), np.dtype(np.float64)) for _ in "qkv"]
+    options = {"dropout": 0.5, "seed": 5, "causal": True}
+    expected = cuattn.flash_attention_varlen(*arrays, cu, **options)
+    actual = cuattn.flash_attention_varlen(
+        *(cupy.asarray(a) for a in arrays), cupy.asarray(cu), **options
+    )
+    np.testing.assert_allclose(actual.get(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_with_dropout(dtype, number, rng):
+    """Forward and backward drop the same entries, whatever else a call has."""
+    call = draw_call(rng, DTYPES[dtype])
+    z = drop(call, rng)
+    of_formula = {n: o for n, o in call.options.items() if n not in ("dropout", "seed")}
+    arrays, options = call.on_device()
+    out, lse = cuattn.flash_attention(*arrays, **options, return_lse=True)
+    exact_type, _ = precisions(call.q.dtype)
+    exact, _ = formulas.attention(call.q, call.k, call.v, z=z, precision=exact_type, **of_formula)
+    plain, _ = formulas.attention(call.q, call.k, call.v, z=z, precision=call.q.dtype, **of_formula)
+    formulas.assert_gradients_accurate(out.get(), exact, plain)
+    dout = normal(rng, out.shape, call.q.dtype)
+    grads = cuattn.flash_attention_backward(placed(dout, rng), *arrays, out, lse, **options)
+    wanted = {n: o for n, o in of_formula.items() if n not in ("bias", "alibi_slopes")}
+    if wanted.keys() == of_formula.keys():
+        judge(grads, dout, call, z=z, **of_formula)
+    else:  # with what was not asked for left out
+        asked = cuattn.flash_attention_backward(
+            placed(dout, rng), *arrays, out, lse, grad_bias="bias" in options,
+            grad_alibi="alibi_slopes" in options, **options,
+        )  # fmt: skip
+        judge(asked, dout, call, z=z, **of_formula)
+        for a, b in zip(grads[:3], asked[:3], strict=True):
+            assert bool((a == b).all())
+
+
+# ------------------------------------------------------------------------------------------- jvp
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jvp(dtype, number, rng):
+    """Against NumPy's in float64, by the error of NumPy's in the precision of the inputs."""
+    call = draw_call(rng, DTYPES[dtype])
+    if rng.random() < 0.3:
+        drop(call, rng)
+    directions = [normal(rng, a.shape, a.dtype) for a in (call.q, call.k, call.v)]
+    arrays, options = call.on_device()
+    out, tangent = cuattn.flash_attention_jvp(
+        *arrays, *(placed(d, rng) for d in directions), **options
+    )
+    wide = [a.astype(np.float64) for a in (call.q, call.k, call.v, *directions)]
+    exact_out, exact = cuattn.flash_attention_jvp(*wide, **call.options)
+    plain_out, plain = cuattn.flash_attention_jvp(
+        call.q, call.k, call.v, *directions, **call.options
+    )
+    formulas.assert_gradients_accurate(out.get(), exact_out, plain_out)
+    formulas.assert_gradients_accurate(tangent.get(), exact, plain)
+
+
+def test_jvp_and_vjp_agree(rng):
+    shapes = (2, 190, 6, 40), (2, 170, 3, 40), (2, 170, 3, 24)
+    arrays = [cupy.asarray(normal(rng, s, np.dtype(np.float64))) for s in (*shapes, *shapes)]
+    options = {"causal": True, "softcap": 5.0, "dropout": 0.2, "seed": 3}
+    out, pullback = cuattn.flash_attention_vjp(*arrays[:3], **options)
+    _, tangent = cuattn.flash_attention_jvp(*arrays, **options)
+    dout = cupy.asarray(normal(rng, out.shape, np.dtype(np.float64)))
+    back = sum(float((g * d).sum()) for g, d in zip(pullback(dout)[:3], arrays[3:], strict=True))
+    assert abs(back - float((tangent * dout).sum())) <= 1e-9 * float(abs(tangent * dout).sum())

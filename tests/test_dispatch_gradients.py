@@ -1,0 +1,134 @@
+"""Which kernels compute gradients and which have dropout: every choice is an enumerated variant,
+on a grid that a GPU has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn._spec import attention_spec
+from cuattn.gpu import dispatch, params
+from cuattn.gpu.dispatch import BackwardCall, Call, Layout, Strides
+from tests.test_dispatch import MAX_GRID, SMEM_LIMITS, specs
+
+#: In the order of their fields.
+POINTERS = ["dout", "dlse", "dq", "dk", "dv", "delta", "dbias", "dsinks", "dalibi", "alibi_parts"]
+
+
+def small_spec():
+    dtypes = [np.dtype(np.float32)] * 3
+    return attention_spec("flash_attention", (2, 8, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), *dtypes)
+
+
+def fits(launch: dispatch.Launch) -> bool:
+    grid = (*launch.grid, 1, 1)[:3]
+    return all(0 < n <= most for n, most in zip(grid, MAX_GRID, strict=True))
+
+
+@given(
+    arch=st.sampled_from(list(SMEM_LIMITS)),
+    spec=specs(),
+    grads=st.tuples(*[st.booleans()] * 3),
+    aligned=st.booleans(),
+)
+def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
+    call = Call.contiguous(spec, arch)
+    if spec.rows == "ragged":
+        grads = (False, *grads[1:])
+    shape = (1, spec.heads_q, 1, spec.seqlen_k)
+    if grads[0]:
+        call = dataclasses.replace(call, bias=Layout(shape, (0, 0, 0, 4), np.dtype(np.float32)))
+    chosen = dispatch.choose_backward(BackwardCall(call, call.strides.out, *grads, aligned))
+    listed = set(dispatch.gradient_variants(arch))
+    rows = spec.batch * -(-max(spec.seqlen_q, spec.seqlen_k) // 16) * spec.heads_q
+    for launch in chosen.launches:
+        assert launch.variant in listed
+        assert fits(launch) or rows * 16 > 1 << 31
+    entries = [launch.variant.entry for launch in chosen.launches]
+    assert entries[0] == "delta_simt"
+    whole = aligned and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
+    if spec.dtype.itemsize == 2 and whole and dispatch.capability(arch) >= 80:
+        assert entries.count("backward_sm80") in (2, 3)
+        assert "backward_simt" not in entries
+    else:
+        assert entries.count("backward_simt") == 2
+    for entry, wanted in zip(("bias_simt", "alibi_simt", "sinks_simt"), grads, strict=True):
+        assert (entry in entries) == wanted
+    if spec.rows == "batched":
+        jvp = dispatch.JVP.serves(call, call.strides[:3])
+        assert jvp.variant in listed
+        assert fits(jvp) or rows * 16 > 1 << 31
+
+
+@pytest.mark.parametrize("arch", SMEM_LIMITS)
+def test_variants_fit_the_gpu(arch):
+    variants = list(dispatch.gradient_variants(arch))
+    assert len(set(variants)) == len(variants)
+    assert all(v.config.smem_bytes <= SMEM_LIMITS[arch] * 1024 for v in variants)
+    entries = {v.entry for v in variants}
+    assert ("backward_sm80" in entries) == (dispatch.capability(arch) >= 80)
+
+
+def test_every_number_of_a_wide_row_is_computed_once():
+    """dq, dk and dv are each the result of one pass, whatever registers allow."""
+    for head_dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        dtypes = [np.dtype(np.float16)] * 3
+        q, k, v = ((2, 100, 4, d) for d in (head_dims[0], *head_dims))
+        spec = attention_spec("flash_attention", q, k, v, *dtypes)
+        call = Call.contiguous(spec, "sm_90a")
+        chosen = dispatch.choose_backward(BackwardCall(call, call.strides.out))
+        configs = [
+            launch.variant.config
+            for launch in chosen.launches
+            if launch.variant.entry == "backward_sm80"
+        ]
+        assert [c.keys_stationary for c in configs][:2] == [False, True]
+        of_keys = [c for c in configs if c.keys_stationary]
+        assert sum(c.first for c in of_keys) == sum(c.second for c in of_keys) == 1
+
+
+@given(spec=specs(), arch=st.sampled_from(list(SMEM_LIMITS)))
+def test_dropout_goes_to_the_kernel_that_has_it(spec, arch):
+    launch = dispatch.choose(Call.contiguous(dataclasses.replace(spec, dropout=0.1), arch))
+    assert launch.variant.entry == "forward_simt"
+    assert launch.variant.config.has_score
+    dropout = launch.arguments[1].pack({"seed": 2**64 - 1})
+    assert params.DROPOUT_PARAMS.unpack(dropout) == {
+        "seed": 2**64 - 1,
+        "scale": 65536 / (65536 - 6554),
+        "threshold": 6554,
+    }
+
+
+def test_values_are_in_their_fields():
+    packed = params.backward_arguments(
+        small_spec(),
+        (4000, 400, 40, 4),
+        (1, 6, 1, 9),
+        alibi_batched=True,
+        alibi_slots=7,
+        alibi_tile=64,
+    ).pack({name: n for n, name in enumerate(POINTERS)})
+    values = params.BACKWARD_PARAMS.unpack(packed)
+    assert [values[name] for name in POINTERS] == list(range(len(POINTERS)))
+    assert values["dout_stride"] == (1000, 100, 10)
+    axes = ("bias_batch", "bias_heads", "bias_rows", "bias_cols")
+    assert [values[name] for name in axes] == [1, 6, 1, 9]
+    alibi = ("alibi_batched", "alibi_slots", "alibi_tile")
+    assert [values[name] for name in alibi] == [1, 7, 64]
+
+
+def test_tangents_keep_their_strides():
+    spec = small_spec()
+    call = Call.contiguous(spec, "sm_80")
+    tangents = Strides(*((4000 * n, 400 * n, 40 * n, 4) for n in (1, 2, 3, 4)))
+    launch = dispatch.JVP.serves(call, tangents[:3])
+    addresses = {"tangent_q": 1, "tangent_k": 2, "tangent_v": 3, "dout": 4}
+    values = params.JVP_PARAMS.unpack(launch.arguments[1].pack(addresses))
+    assert {name: values[name] for name in addresses} == addresses
+    for n, name in enumerate("qkv", start=1):
+        assert values[f"tangent_{name}_stride"] == (1000 * n, 100 * n, 10 * n)
