@@ -412,6 +412,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    seed: int | None = None,
 ) -> NumPyArray: ...
 
 
@@ -425,6 +427,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    seed: int | None = None,
 ) -> Any: ...
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
 from cuattn._backend import backend, contiguous_last_axis, indices, reshaped
+from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -53,6 +54,7 @@ class AttentionGrads(NamedTuple):
     dalibi: Any = None
 
 
+@explain_keywords
 def flash_attention_backward(
     dout: Any,
     q: Any,
@@ -147,7 +149,7 @@ def flash_attention_backward(
         )
         lse, dlse = (a if a is None else a[None] for a in (lse, dlse))
     lead = q.shape[:-3]
-    shapes = [None if a is None else a.shape for a in (bias, alibi_slopes)]
+    shapes = [() if a is None else a.shape for a in (bias, alibi_slopes)]
     if len(lead) > 1:
         dout, q, k, v, out = (
             fold(name, xp, n, a, lead)
@@ -200,6 +202,7 @@ def flash_attention_backward(
     return AttentionGrads(dq, dk, dv, dbias, dsinks, dalibi)
 
 
+@explain_keywords
 def flash_attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -318,6 +321,7 @@ def flash_attention_varlen_backward(
     )
 
 
+@explain_keywords
 def flash_attention_vjp(
     q: Any,
     k: Any,
@@ -388,6 +392,7 @@ def flash_attention_vjp(
     return ((result, lse) if return_lse else result), pullback
 
 
+@explain_keywords
 def flash_attention_jvp(
     q: Any,
     k: Any,

@@ -9,11 +9,18 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import attention, compiler, dispatch
+from cuattn.gpu import attention, compiler, debug, dispatch
 from cuattn.gpu.memory import contiguous, pointer, scratch_array, use_device
 from cuattn.gpu.plan import Plan, layout_key
 
 
+def _check(
+    function: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *spec: Any, **more: Any
+) -> None:
+    debug.check_attention(function, q, k, v, *spec, **more)
+
+
+@debug.checks(_check)
 def backward(
     dout: cupy.ndarray,
     q: cupy.ndarray,

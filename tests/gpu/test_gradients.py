@@ -475,13 +475,14 @@ def test_gradients_with_dropout(dtype, number, rng):
     plain, _ = formulas.attention(call.q, call.k, call.v, z=z, precision=call.q.dtype, **of_formula)
     formulas.assert_gradients_accurate(out.get(), exact, plain)
     dout = normal(rng, out.shape, call.q.dtype)
-    grads = cuattn.flash_attention_backward(placed(dout, rng), *arrays, out, lse, **options)
+    on_device = placed(dout, rng)
+    grads = cuattn.flash_attention_backward(on_device, *arrays, out, lse, **options)
     wanted = {n: o for n, o in of_formula.items() if n not in ("bias", "alibi_slopes")}
     if wanted.keys() == of_formula.keys():
         judge(grads, dout, call, z=z, **of_formula)
     else:  # with what was not asked for left out
         asked = cuattn.flash_attention_backward(
-            placed(dout, rng), *arrays, out, lse, grad_bias="bias" in options,
+            on_device, *arrays, out, lse, grad_bias="bias" in options,
             grad_alibi="alibi_slopes" in options, **options,
         )  # fmt: skip
         judge(asked, dout, call, z=z, **of_formula)

@@ -1,0 +1,83 @@
+"""examples/train_chars.py: its gradients by central differences, and a few steps of training."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tqdm", reason="needs the extra 'examples'")
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+import tales  # noqa: E402
+import train_chars  # noqa: E402
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_of_the_model(rng, dropout):
+    """Every kind of weight, in float64."""
+    model = train_chars.Model(np, rng, 7, 8, 2, 2, dropout=dropout)
+    model.weights = {name: w.astype(np.float64) for name, w in model.weights.items()}
+    tokens = rng.integers(0, 7, (2, 10))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    _, pullback = model.loss(inputs, targets, seed=5)
+    grads = pullback()
+    assert grads.keys() == model.weights.keys()
+    for name, w in model.weights.items():
+        direction = rng.standard_normal(w.shape)
+        expected = 0.0
+        # Steps so small that few units of the squared ReLU, whose slope has a kink, cross it.
+        for step, factor in ((-2e-5, 1), (-1e-5, -8), (1e-5, 8), (2e-5, -1)):
+            model.weights[name] = w + step * direction
+            expected += factor / 12e-5 * model.loss(inputs, targets, seed=5)[0]
+        model.weights[name] = w
+        assert (grads[name] * direction).sum() == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+
+
+def test_adamw_goes_downhill():
+    weights = {"matrix": np.full((2, 2), 3.0), "vector": np.full(2, 3.0)}
+    adam = train_chars.AdamW(weights, decay=0.0)
+    for _ in range(200):
+        adam.update({name: 2 * w for name, w in weights.items()}, 0.05)
+    assert all(np.abs(w).max() < 0.05 for w in weights.values())
+
+
+def test_rate_rises_and_falls():
+    rates = [train_chars.rate(step, 100, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_tales_are_the_same_everywhere():
+    text = tales.tales(train_chars.TALES)
+    assert text == tales.tales(train_chars.TALES)
+    assert text.startswith(tales.tales(3))
+    assert 500_000 < len(text) < 1_000_000
+    assert text.count("\n\n") == train_chars.TALES
+    assert text != tales.tales(train_chars.TALES, seed=1)
+
+
+def test_a_few_steps(tmp_path):
+    arguments = ["--steps", "25", "--batch", "4", "--context", "64", "--features", "32"]
+    arguments += ["--layers", "1", "--samples", "1", "--sample", "30", "--dropout", "0.1"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "train_chars.py", "--device", "cpu", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "agg"},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert run.returncode == 0, run.stderr
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+) nats", run.stdout).groups())
+    assert last < first - 0.5
+    assert (tmp_path / "train_chars.png").read_bytes().startswith(b"\x89PNG")
+    assert "what it writes" in run.stdout
