@@ -50,15 +50,18 @@ struct Smem {
            [kWarpKeys];  // page numbers of the tile that each warp loads into a stage next
   Loader::Table table;
   decoding::Rows<T, kRows> rows;
-  Schedule ahead[Config::threads / 32];  // where the rings' loads are
-  Schedule schedule;                     // one split after the one that is computed
-  decoding::Split splits[2];             // the one that is computed, and the next, in turn
-  bool exists[2];                        // whether there is that split
-  decoding::SplitPlace place;            // of the split that is computed
+  // Where the rings' loads are. Aligned, since the compiler reads 16 bytes at a time, and would
+  // read a word that another warp writes along with a warp's own.
+  alignas(16) Schedule ahead[Config::threads / 32];
+  Schedule schedule;           // one split after the one that is computed
+  decoding::Split splits[2];   // the one that is computed, and the next, in turn
+  bool exists[2];              // whether there is that split
+  decoding::SplitPlace place;  // of the split that is computed
   decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
   decoding::SplitPlace last_place;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
+static_assert(sizeof(Schedule) % 16 == 0, "every warp's has to be aligned");
 
 // The barrier of the warps that share a ring.
 __device__ __forceinline__ void sync_slice() {

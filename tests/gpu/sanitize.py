@@ -6,7 +6,8 @@ functions that it may not have: those are the API errors.) CuPy's memory pool is
 array is an allocation of its own and a step beyond its end is seen.
 
 racecheck takes lane 31's reads of a tile's place in the queue of attention/forward_sm90.cu for a
-race: docs/notes/forward_sm90.md says why they are none.
+race: docs/notes/forward_sm90.md says why they are none. Any other report is to be traced to its
+instructions, as docs/notes/decoding.md does with one.
 """
 
 from __future__ import annotations
@@ -86,8 +87,10 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Lengths from 0 to more than was promised, contiguous and in pages that are all needed to the
     last slot, whole and in parts, and merged.
 
-    Two warps and more share the keys of tiles of 32 and 64 rows, by barriers of their own, which
-    racecheck takes for barriers of the block. Where all have as many keys it cannot miscount.
+    Two warps and more share the keys of tiles of 32 and 64 rows, by barriers of their own. Where
+    slices had unequal numbers of keys racecheck reported hazards, which were put down to its taking
+    these barriers for the block's, and never traced; so all have as many here, and what stands in
+    for unequal ones is the models of tests/pipelines/decode_sm80.py.
     """
     page_size, capacity, prefix = 16, 512, 256
     table = cupy.asarray(rng.permutation(4 * capacity // page_size).astype(np.int32).reshape(4, -1))
@@ -131,8 +134,8 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
 
 def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Few rows and many, in pages that are all needed to the last slot, and in arrays that end
-    within a tile of keys. The sequences' own keys are such that racecheck cannot miscount, as in
-    `decode`.
+    within a tile of keys. Forty sequences of one tile of keys each give a thread block of
+    decode_sm80.cu several splits, between which each warp keeps its place in shared memory.
     """
     for dims, group, page_size in [
         ((64, 64), 4, 16),

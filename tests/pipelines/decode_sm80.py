@@ -1,8 +1,13 @@
-"""The pipeline of decoding/decode_sm80.cu within a thread block: slices of warps that have
-different numbers of tiles of a split, and meet at barriers of the whole block between splits.
+"""The pipelines of decoding/decode_sm80.cu within a thread block.
 
-Inputs are splits: how many tiles each slice has of one, and how many times the slices combine rows
-of it. What is shared is written by the first thread, in turns of two, or by all.
+`pipeline`: slices of warps that have different numbers of tiles of a split, and meet at barriers of
+the whole block between splits. Inputs are splits: how many tiles each slice has of one, and how
+many times the slices combine rows of it. What is shared is written by the first thread, in turns of
+two, or by all.
+
+`ring`: the warps of one slice, which have the same tiles, one after the other over the ends of
+splits, and meet at a barrier of their own. Inputs are tiles. The barriers of the whole block, of
+which every warp passes the same ones, are left out: they could only order more.
 """
 
 from __future__ import annotations
@@ -13,10 +18,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cuattn.gpu import dispatch
-from tests.pipelines.explorer import END, Advance, Arrive, Pipeline, Read, Wait, Write
+from tests.pipelines.explorer import END, Advance, Arrive, Copy, Pipeline, Read, Sync, Wait, Write
 
 KERNEL = "decoding/decode_sm80.cu"
 SLICES = 3  # that are modelled
+WARPS = 2  # of a slice, likewise
 
 
 class Split(NamedTuple):
@@ -33,6 +39,16 @@ def query_buffers() -> set[int]:
     return {
         variant.config.query_buffers
         for arch in ("sm_80", "sm_90a")
+        for variant in dispatch.variants(arch)
+        if variant.source == KERNEL
+    }
+
+
+def stages() -> set[int]:
+    """How many stages a ring has, in some variant or other."""
+    return {
+        variant.config.stages
+        for arch in ("sm_80", "sm_90a", "sm_120")
         for variant in dispatch.variants(arch)
         if variant.source == KERNEL
     }
@@ -116,3 +132,34 @@ def pipeline(buffers: int, ahead: bool) -> Pipeline:
     }
     keeps = {"started": False, "rounds": 0, "merges": False, "deferred": False, "ahead": False}
     return Pipeline(rings, {"block": ("block", SLICES)}, memory, processes, splits(), keeps=keeps)
+
+
+def share_ring(warp: int, depth: int, own, tile) -> Iterator[NamedTuple]:
+    """A warp of a slice: it copies its part of each tile to a stage, after computing with all of
+    the tile that was there before. At the end it computes what is left."""
+    every = range(WARPS)
+    for _ in range(own.filled if tile == END else own.filled == depth):
+        yield Advance("ring", -own.filled)
+        yield Wait(f"group.{warp}")
+        yield Sync("slice")
+        yield from (Read(f"stage.{other}") for other in every)
+        yield Sync("slice")
+        yield Advance("ring", own.filled)
+        own.filled -= 1
+    if tile != END:
+        yield Arrive(f"group.{warp}", copies=1)
+        yield Copy(f"group.{warp}", f"stage.{warp}")
+        yield Advance("ring")
+        own.filled += 1
+
+
+def ring(depth: int) -> Pipeline:
+    """The model of a slice's ring of so many stages."""
+    barriers = {"slice": ("block", WARPS)}
+    barriers |= {f"group.{warp}": ("ring", 1) for warp in range(WARPS)}
+    memory = {f"stage.{warp}": "ring" for warp in range(WARPS)}
+    processes = {
+        f"warp {warp}": functools.partial(share_ring, warp, depth) for warp in range(WARPS)
+    }
+    rings = {"block": 1, "ring": depth}
+    return Pipeline(rings, barriers, memory, processes, ("tile",), keeps={"filled": 0})

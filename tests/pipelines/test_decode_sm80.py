@@ -1,5 +1,6 @@
 """The slices of a thread block of decoding/decode_sm80.cu meet at the same barriers, whatever each
-of them has of a split, and nothing that they share is written while it is read."""
+of them has of a split, and nothing that they share is written while it is read; nor are the stages
+of a ring."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import dataclasses
 import pytest
 
 from tests.pipelines import explorer
-from tests.pipelines.decode_sm80 import pipeline, query_buffers
+from tests.pipelines.decode_sm80 import pipeline, query_buffers, ring, stages
 
 
 @pytest.mark.parametrize("buffers", sorted(query_buffers()))
@@ -46,3 +47,33 @@ def test_every_barrier_is_needed():
         roles = {name: without(role, left_out) for name, role in model.processes.items()}
         with pytest.raises(explorer.Fault, match=r"may (read|write)"):
             explorer.run(dataclasses.replace(model, processes=roles), splits)
+
+
+@pytest.mark.parametrize("depth", sorted(stages()))
+def test_a_stage_is_filled_again_when_all_its_warps_have_read_it(depth):
+    """After any number of tiles."""
+    model = ring(depth)
+    explorer.explore(model, exact=True)
+    explorer.run(model, ["tile"] * (3 * depth + 1))
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_a_slice_needs_both_of_its_barriers(left_out):
+    """Before a tile is read, and after."""
+    model = ring(3)
+
+    def without(role):
+        def other(own, tile):
+            met = 0
+            for operation in role(own, tile):
+                if isinstance(operation, explorer.Sync):
+                    met += 1
+                    if (met - 1) % 2 == left_out:
+                        continue
+                yield operation
+
+        return other
+
+    roles = {name: without(role) for name, role in model.processes.items()}
+    with pytest.raises(explorer.Fault, match=r"may (read|write) stage"):
+        explorer.explore(dataclasses.replace(model, processes=roles))
