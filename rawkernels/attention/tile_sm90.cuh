@@ -6,6 +6,7 @@
 #include "kvcache/pages.cuh"
 #include "ptx/tma.cuh"
 #include "tile/ragged.cuh"
+#include "tile/visibility.cuh"
 
 using Out = Config::out_dtype;  // of what is written: the inputs' type, or float
 
@@ -121,14 +122,18 @@ struct Tile : SplitOfTile<Config::split_kv> {
 
   // ------------------------------------------------------- the keys that a query sees by position
 
+  // A query's row is its position among the keys.
+  __device__ __forceinline__ tile::Visibility visibility(const ForwardParams& params) const {
+    return {-params.window_left, params.window_right + 1, keys.length};
+  }
+
   // From first_key to before end_key.
   __device__ __forceinline__ int first_key(const ForwardParams& params, int query) const {
-    return Config::bound_left ? query + diagonal() - params.window_left : 0;
+    return Config::bound_left ? visibility(params).keys(query + diagonal()).begin : 0;
   }
 
   __device__ __forceinline__ int end_key(const ForwardParams& params, int query) const {
-    return Config::bound_right ? min(query + diagonal() + params.window_right + 1, keys.length)
-                               : keys.length;
+    return Config::bound_right ? visibility(params).keys(query + diagonal()).end : keys.length;
   }
 
   // Whether none of a consumer's 64 rows sees the tile's first block, or its last.
