@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import platform
 import subprocess
 
@@ -35,8 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Reduce the file that pytest-benchmark has written to what the report reads."""
-    file = config.getoption("benchmark_json")
-    if file is not None and file.is_file():
+    option = config.getoption("benchmark_json")
+    if option is None:
+        return
+    file = pathlib.Path(getattr(option, "name", option))  # before pytest-benchmark 5.3 an open file
+    if file.is_file():
         slim.rewrite(file)
 
 
