@@ -137,8 +137,10 @@ SIMT_BIAS_TILE = (32, 32, 8, 3)  # no results but in shared memory, whatever hea
 
 
 def _config(dtype: str, head_dim: int, *, keys_stationary: bool) -> SimtGradientConfig:
-    tile = SIMT_TILES[8 if dtype == "float64" else 4][head_dim]
-    return SimtGradientConfig(dtype, keys_stationary, head_dim, *tile)
+    *tile, blocks = SIMT_TILES[8 if dtype == "float64" else 4][head_dim]
+    if keys_stationary and head_dim == 128:
+        blocks = 2  # three leave 168 registers, of which sm_120 spills four
+    return SimtGradientConfig(dtype, keys_stationary, head_dim, *tile, blocks)
 
 
 def _padded(head_dim: int) -> int:
