@@ -244,15 +244,26 @@ def assert_accurate(
 
 
 def assert_gradients_accurate(
-    actual: np.ndarray, exact: np.ndarray, *plain: np.ndarray, inputs: Any = None
+    actual: np.ndarray,
+    exact: np.ndarray,
+    *plain: np.ndarray,
+    inputs: Any = None,
+    lse: np.ndarray | None = None,
 ) -> None:
     """The rule of two for the largest error, and 1.2 for the root of the sum of squares, since a
     wrong tile can hide in a maximum.
 
     Of few numbers luck decides how exact the plain formula is: they may be as wrong as the rounding
     of a few terms of `inputs`' dtype (actual's, unless given), and only the first rule holds.
+
+    `lse`, as the backward pass was given it, is good to a unit in its last place: the row's largest
+    score is rounded, and so is the sum. All probabilities of the row share that factor, so that sums
+    do not average it out, and of few rows luck decides how large it is in the plain formula.
     """
     unit = float(ml_dtypes.finfo(actual.dtype).eps)
+    if lse is not None and lse.size < 256:
+        largest_lse = np.abs(lse[np.isfinite(lse)]).max(initial=lse.dtype.type(0))
+        unit = max(unit, float(np.spacing(largest_lse)))
     largest = np.abs(exact).max(initial=0.0)
     slack = (256 if actual.dtype == np.float64 else 1) * unit * largest
     few = exact.size < 256

@@ -100,10 +100,16 @@ def check(call: Call) -> None:
         grad_alibi="alibi_slopes" in options,
         **options,
     )
-    judge(grads, dout, call, dlse=dlse, **of_formula)
+    judge(grads, dout, call, lse=lse.get(), dlse=dlse, **of_formula)
 
 
-def judge(grads: cuattn.AttentionGrads, dout: np.ndarray, call: Call, **options: Any) -> None:
+def judge(
+    grads: cuattn.AttentionGrads,
+    dout: np.ndarray,
+    call: Call,
+    lse: np.ndarray | None = None,
+    **options: Any,
+) -> None:
     exact_type, _ = precisions(call.q.dtype)
     inputs = dout, call.q, call.k, call.v
     exact = formulas.attention_gradients(*inputs, precision=exact_type, **options)
@@ -114,7 +120,7 @@ def judge(grads: cuattn.AttentionGrads, dout: np.ndarray, call: Call, **options:
         assert np.isfinite(actual.get()).all(), name
         try:
             formulas.assert_gradients_accurate(
-                actual.get(), expected, *plain[name], inputs=call.q.dtype
+                actual.get(), expected, *plain[name], inputs=call.q.dtype, lse=lse
             )
         except AssertionError as error:
             shapes = [a.shape for a in (call.q, call.k, call.v)]
