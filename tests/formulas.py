@@ -257,8 +257,8 @@ def assert_gradients_accurate(
     of a few terms of `inputs`' dtype (actual's, unless given), and only the first rule holds.
 
     `lse`, as the backward pass was given it, is good to a unit in its last place: the row's largest
-    score is rounded, and so is the sum. All probabilities of the row share that factor, so that sums
-    do not average it out, and of few rows luck decides how large it is in the plain formula.
+    score is rounded, and so is the sum. All probabilities of the row share that factor, so sums do
+    not average it out, and of few rows luck decides how large it is in the plain formula.
     """
     unit = float(ml_dtypes.finfo(actual.dtype).eps)
     if lse is not None and lse.size < 256:
