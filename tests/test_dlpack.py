@@ -124,6 +124,26 @@ def test_the_torch_example(examples, capsys):
     assert "(2, 128, 256) to (2, 128, 256)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_gradients_through_torch(examples, name):
+    torch = pytest.importorskip("torch")
+    import with_torch
+
+    dtype = getattr(torch, name)
+    dout, q = torch.randn(2, 2, 9, 4, 16).to(dtype)
+    k, v = torch.randn(2, 2, 11, 4, 16).to(dtype)  # as many heads: torch repeats none by itself
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    with_torch.FlashAttention.apply(*inputs, {"scale": 0.3}).backward(dout)
+    expected = [x.detach().requires_grad_() for x in (q, k, v)]
+    heads_first = (x.transpose(1, 2) for x in expected)
+    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=0.3)
+    out.transpose(1, 2).backward(dout)
+    for ours, theirs in zip(inputs, expected, strict=True):
+        tolerance = 1e-5 if name == "float32" else 2**-5
+        assert ours.grad.dtype == dtype
+        assert (ours.grad - theirs.grad).abs().max() <= tolerance * theirs.grad.abs().max()
+
+
 def test_the_jax_example(examples, capsys):
     jax = pytest.importorskip("jax")
     import with_jax
@@ -135,4 +155,29 @@ def test_the_jax_example(examples, capsys):
     mapped = jax.vmap(compiled)(q[:, None], k[:, None], v[:, None])[:, 0]
     assert abs(mapped - expected).max() < 1e-5
     with_jax.main()
-    assert "(2, 128, 256) to (2, 128, 256)" in capsys.readouterr().out
+    assert "gradients of {'to_out': (4, 64, 256)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_gradients_through_jax(examples, name):
+    jax = pytest.importorskip("jax")
+    import with_jax
+
+    arrays = jax.random.normal(jax.random.key(2), (4, 2, 9, 4, 16)).astype(name)
+    dout, inputs = arrays[0], arrays[1:]
+
+    def loss(attention, *inputs):
+        return (attention(*inputs) * dout).astype("float32").sum()
+
+    def ours(q, k, v):
+        return with_jax.attention(q, k, v, causal=True)
+
+    def theirs(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    of_all = jax.grad(loss, argnums=(1, 2, 3))
+    actual = jax.jit(of_all, static_argnums=0)(ours, *inputs)
+    for a, e in zip(actual, of_all(theirs, *inputs), strict=True):
+        assert a.dtype == e.dtype
+        tolerance = 1e-5 if name == "float32" else 2**-5
+        assert abs(a - e).max() <= tolerance * abs(e).max()
