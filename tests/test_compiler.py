@@ -7,11 +7,14 @@ import dataclasses
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from cuattn.__main__ import main
+from cuattn._spec import attention_spec
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.compiler import CompileError, Config, Variant
+from cuattn.gpu.dispatch import Layout
 from cuattn.gpu.report import DEFAULT_ARCHS
 
 pytestmark = pytest.mark.skipif(
@@ -159,29 +162,39 @@ struct ScoreMod {
 
 
 @pytest.mark.parametrize(
-    ("source", "arch"),
+    ("tier", "keys", "arrays"),
     [
-        ("attention/forward_simt.cu", "sm_80"),
-        ("attention/forward_sm80.cu", "sm_80"),
-        ("decoding/decode_simt.cu", "sm_80"),
-        ("decoding/decode_sm80.cu", "sm_80"),
-        ("decoding/decode_sm90.cu", "sm_90a"),
+        ("forward_simt", "batched", True),
+        ("forward_sm80", "batched", True),
+        ("forward_sm90", "batched", False),
+        ("forward_sm90", "batched", True),
+        ("forward_sm90", "cached", False),
+        ("decode_simt", "cached", False),
+        ("decode_sm80", "cached", False),
+        ("decode_sm90", "cached", False),
     ],
 )
-def test_a_score_functor_is_a_part_of_the_kernel(source, arch):
-    has_scores = {"attention/forward_sm80.cu": "general", "attention/forward_simt.cu": "has_score"}
-    field = has_scores.get(source)
-    builtin = next(
-        v
-        for v in dispatch.variants(arch)
-        if v.source == source and (field is None or getattr(v.config, field))
+def test_a_score_functor_is_a_part_of_the_kernel(tier, keys, arrays):
+    """A call with a functor of its own gets the kernel of a call with other scores, with this
+    functor in it, on every tier: with bias and mask, or without."""
+    dtype = np.dtype(np.float16)
+    q, k = (2, 2, 4, 64), (2, 512, 2, 64)
+    spec = attention_spec("flash_attention", q, k, k, *[dtype] * 3, softcap=5.0, keys=keys)
+    bias = Layout((2, 4, 2, 512), (8192, 2048, 1024, 2), dtype)
+    mask = Layout((2, 512), (512, 1), np.dtype(bool))
+    tiers = tuple(each for each in dispatch.TIERS if each.name == tier)
+    builtin, own = (
+        dispatch.choose(dispatch.Call.contiguous(spec, "sm_90a", **options), tiers).variant
+        for options in (
+            {},
+            {"score_mod": USER_SCORES, **({"bias": bias, "mask": mask} if arrays else {})},
+        )
     )
-    own = dataclasses.replace(builtin, score_mod=USER_SCORES)
-    assert own != builtin
-    assert USER_SCORES in compiler.full_source(own)
-    assert USER_SCORES not in compiler.full_source(builtin)
-    report = compiler.report(own, arch)
-    assert report.code_digest != compiler.report(builtin, arch).code_digest
+    assert own.source == builtin.source
+    assert [USER_SCORES in compiler.full_source(each) for each in (builtin, own)] == [False, True]
+    report = compiler.report(own, "sm_90a")
+    assert report.code_digest != compiler.report(builtin, "sm_90a").code_digest
+    assert report.clean
 
 
 def test_report_of_a_clean_kernel(variant):

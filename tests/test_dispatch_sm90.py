@@ -193,7 +193,11 @@ def test_scales_of_scores():
 
     def scales(**options):
         spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
-        plain, with_bias = (sm90.score_scales(spec, has_bias=biased) for biased in (False, True))
+        call = Call.contiguous(spec, "sm_90a")
+        bias = Layout((300, 300), (600, 2), BFLOAT16)
+        plain, with_bias = (
+            sm90.score_scales(each) for each in (call, dataclasses.replace(call, bias=bias))
+        )
         assert with_bias[:2] == plain[:2]
         assert with_bias[2] == pytest.approx(np.log2(np.e))
         return plain

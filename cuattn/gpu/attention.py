@@ -7,6 +7,7 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import debug, decoding
+from cuattn.gpu.compiler import CONTRACT_SCORES
 from cuattn.gpu.dispatch import current_tiers
 from cuattn.gpu.memory import contiguous, contiguous_last_axis, copy_to_out, target, use_device
 from cuattn.gpu.plan import Scores, attention_plan, layout_key
@@ -32,11 +33,14 @@ def forward(
     seed: int = 0,
     out: cupy.ndarray | None = None,
     return_lse: bool = False,
+    score_mod: str = CONTRACT_SCORES,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None]:
     """Compute ``out`` and, where asked, ``lse`` on q's device, on CuPy's current stream, without
     synchronising.
 
-    Parameters and result as of :func:`cuattn.reference.attention.forward`.
+    Parameters and result as of :func:`cuattn.reference.attention.forward`, but `score_mod`: the
+    text of a score functor, as rawkernels/tile/score_mod.cuh describes it, in the place of scale,
+    softcap, bias, ALiBi and mask. With one of its own a call has no prefix.
     """
     with use_device(q):
         q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
@@ -91,12 +95,14 @@ def forward(
                 "seed": seed,
             }
             scores = None
-            if not (bias is None and mask is None and alibi_slopes is None):
+            arrays = bias is not None or mask is not None or alibi_slopes is not None
+            if arrays or score_mod is not CONTRACT_SCORES:
                 scores = Scores(
                     layout_key(bias),
                     layout_key(mask),
                     layout_key(alibi_slopes),
                     (addresses["bias"] | addresses["mask"]) % 16 == 0,
+                    score_mod,
                 )
             anywhere = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"]
             attention_plan(

@@ -59,12 +59,13 @@ class Plan:
 
 
 class Scores(NamedTuple):
-    """The arrays that change a call's scores, as of :func:`layout_key`."""
+    """What changes a call's scores: arrays, as of :func:`layout_key`, and the score functor."""
 
     bias: tuple | None
     mask: tuple | None
     alibi_slopes: tuple | None
     aligned: bool  # the addresses of bias and mask are multiples of 16
+    score_mod: str = compiler.CONTRACT_SCORES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,7 +98,7 @@ def attention_plan(
     aligned, num_pages, table_stride, num_splits, partial
         As in :class:`cuattn.gpu.dispatch.Call`.
     """
-    bias, mask, alibi_slopes, score_aligned = scores or Scores(None, None, None, True)
+    bias, mask, alibi_slopes, score_aligned, score_mod = scores or Scores(None, None, None, True)
     call = dispatch.Call(
         spec,
         compiler.device_arch(device),
@@ -112,6 +113,7 @@ def attention_plan(
         table_stride,
         num_splits,
         partial,
+        score_mod,
     )
     return Plan(dispatch.choose(call, tiers), device)
 

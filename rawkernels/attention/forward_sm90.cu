@@ -201,7 +201,7 @@ struct Consumer {
     Tile tile = read_tile(smem, queue);
     while (kFilterWarps > 0 && tile.row >= 0 && tile.empty()) tile = read_tile(smem, queue);
     if (tile.row < 0) return tile;
-    if (Config::score && params.alibi_slopes != nullptr)
+    if (Config::score && kContractScores && params.alibi_slopes != nullptr)
 #pragma unroll
       for (int i = 0; i < kSlopes; ++i) {
         int head = tile.head;
@@ -230,7 +230,9 @@ struct Consumer {
     stage_k.advance();
     if (!kReleasesLate && block == last_block) release_queries();
     const int row = tile.row + first_row, column = block * kTileN + lane_column();
-    if constexpr (Config::score) {
+    if constexpr (!kContractScores) {
+      apply_score_mod(s, params, tile, row, column);
+    } else if constexpr (Config::score) {
       float distance[kSlopes];
 #pragma unroll
       for (int i = 0; i < kSlopes; ++i)

@@ -23,10 +23,9 @@ constexpr int kStagesQ = Config::q_stages;
 
 // Warps of the nonfinite filter (attention/filter_sm90.cuh), where some query of a tile may not see
 // some of its keys, or none at all.
-constexpr int kFilterWarps = Config::bound_left || Config::bound_right || Config::elementwise ||
-                                     Config::varlen || Config::seq_lens
-                                 ? 2
-                                 : 0;
+constexpr int kFilterWarps =
+    Config::bound_left || Config::bound_right || kMayMask || Config::varlen || Config::seq_lens ? 2
+                                                                                                : 0;
 
 // Where pages are small a block takes dozens of TMA boxes: where a warp is free for it, V has one
 // of its own.
@@ -86,8 +85,7 @@ static_assert(kWarpgroups == 2 || kWarpgroups == 3,
               "consumers take turns, and have the registers that two or three can have");
 static_assert(kStages == 2,
               "a consumer holds one stage while it waits for the next; Smem::replaced");
-static_assert(!(Config::pack_gqa && Config::elementwise),
-              "bias and mask are loaded as rows of one head");
+static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows of one head");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");
 

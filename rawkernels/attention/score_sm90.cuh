@@ -1,4 +1,5 @@
-// What happens to q·k in attention/forward_sm90.cu before the softmax: softcap, bias, ALiBi, masks.
+// What happens to q·k in attention/forward_sm90.cu before the softmax: softcap, bias, ALiBi, masks,
+// or a functor of the variant's own.
 // Scores are wgmma's accumulators, in rows of a consumer and columns of a block of keys as
 // tile/fragment.cuh has them.
 #pragma once
@@ -10,7 +11,7 @@
 #include "tile/fragment.cuh"
 #include "tile/softmax.cuh"
 
-constexpr bool kSoftcapAlibi = Config::score && !Config::elementwise;
+constexpr bool kSoftcapAlibi = Config::score && !Config::elementwise && kContractScores;
 
 // The first of a lane's two rows among its consumer's 64, and the first of its columns.
 __device__ __forceinline__ int lane_row() {
@@ -20,6 +21,23 @@ __device__ __forceinline__ int lane_column() { return tile::lane_column(threadId
 
 // Rows of a lane that may have slopes of their own: both, where rows are of several heads.
 constexpr int kSlopes = Config::pack_gqa ? 2 : 1;
+
+// From products to scores by the variant's own functor; the lane's first are of `row` and `column`.
+__device__ __forceinline__ void apply_score_mod(float (&s)[kTileN / 2], const ForwardParams& params,
+                                                const Tile& tile, int row, int column) {
+  const ScoreMod<T, true, false> score_mod = {
+      score_inputs(params).of_head<T>(tile.batch, tile.head)};
+  const float slope = score_mod.slope(tile.batch, tile.head);
+  score_mod.terms([&](const auto& term) {
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) {
+      const int query = row + tile::fragment_row(i);
+      const tile::ScoreRow<float> score_row = {tile.batch, tile.head, query,
+                                               query + tile.diagonal(), slope};
+      s[i] = term(s[i], score_row, column + tile::fragment_column(i));
+    }
+  });
+}
 
 // Softcap and ALiBi, but for a factor of score_scale, which `slope` has been divided by. `distance`
 // is that from the lane's queries to its first key. The tanh is an instruction with an error of

@@ -12,6 +12,15 @@ using Out = Config::out_dtype;  // of what is written: the inputs' type, or floa
 
 constexpr int kTileM = 64 * Config::warpgroups;
 
+// Scores are those of cuattn.flash_attention, which attention/score_sm90.cuh computes in its own
+// way, with rows of bias and mask in shared memory (Config::elementwise). A variant's own functor
+// (tile/score_mod.cuh) finds everything in global memory.
+constexpr bool kContractScores = tile::IsContract<ScoreMod<Config::dtype, true, false>>::value;
+constexpr bool kMayMask = Config::elementwise || !kContractScores;
+static_assert(kContractScores || (Config::score && !Config::elementwise),
+              "a functor of the variant's own takes the place of softcap and ALiBi, and reads bias "
+              "and mask itself");
+
 // Rows of k and v lie as cu_seqlens_k says.
 constexpr bool kRaggedKeys = Config::varlen && !Config::paged_kv && !Config::seq_lens;
 // Sequences whose lengths only the device knows: thread blocks take tiles as they get free.
@@ -33,7 +42,7 @@ struct Sm90Params {
   int section;  // heads that are worked on together; 0: fixed-length tiles cost the same
   // Scores are softcap * tanh(cap_scale * q·k), or scale * q·k where cap_scale is 0. The last
   // factor waits: kernels keep scores over score_scale, unless there is a bias, and exp(x) is
-  // exp2(x * log2(e)).
+  // exp2(x * log2(e)). A functor of the variant's own gives them in natural units.
   float cap_scale, score_scale, scale_log2;
   // Config::paged_kv: a kvcache::PageTable. One TMA box has 2^box_shift keys, or fewer where one
   // is a whole block.
@@ -176,7 +185,7 @@ struct Tile : SplitOfTile<Config::split_kv> {
   // the tile. Slots past a sequence's end hold anything with Config::seq_lens; else TMA gives zeros
   // for them.
   __device__ __forceinline__ Partial filtered(const ForwardParams& params) const {
-    if (Config::elementwise && params.mask != nullptr) return {0, 0};
+    if (kMayMask && params.mask != nullptr) return {0, 0};
     Partial filtered = partial(params, row, row + kTileM);
     int first = row;
     if constexpr (Config::pack_gqa) first = query_of(params, row);
@@ -193,7 +202,7 @@ struct Tile : SplitOfTile<Config::split_kv> {
     if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query))
       return false;
     const ScoreStrides& stride = params.mask_stride;
-    return !Config::elementwise || params.mask == nullptr ||
+    return !kMayMask || params.mask == nullptr ||
            params.mask[batch * stride.batch + head * stride.head + query * stride.row +
                        key * stride.col];
   }

@@ -177,3 +177,17 @@ struct ContractScores {
 }  // namespace tile
 
 #include "variant/score_mod.cuh"
+
+namespace tile {
+
+// Whether a functor is ContractScores, whose terms a kernel may compute in ways of its own.
+template <class Functor>
+struct IsContract {
+  static constexpr bool value = false;
+};
+template <class T, bool kFast, bool kLog2>
+struct IsContract<ContractScores<T, kFast, kLog2>> {
+  static constexpr bool value = true;
+};
+
+}  // namespace tile

@@ -7,11 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cuattn import flash_attention, flash_decode
+from cuattn import flash_attention
+from cuattn._spec import attention_spec
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import compiler, dispatch, plan  # noqa: E402
+from cuattn.gpu import attention, compiler, dispatch  # noqa: E402
 from cuattn.gpu.params import UNBOUNDED  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -186,67 +187,110 @@ struct ScoreMod {
   using Acc = tile::Accumulator<T>;
   tile::ScoreInputs inputs;
 
-  struct Term {
+  struct Wave {
     Acc scale;
     __device__ Acc operator()(Acc score, const tile::ScoreRow<Acc>& row, int key) const {
+      return score * scale * (1 + Acc(0.1) * cos(static_cast<Acc>(row.position - key)));
+    }
+  };
+  struct Shift {
+    __device__ Acc operator()(Acc score, const tile::ScoreRow<Acc>& row, int key) const {
       const int number = row.head % 3 - 2 * row.batch + (5 * row.query + key) % 7;
-      return (score * scale + static_cast<Acc>(number)) * (kLog2 ? Acc(1.4426950408889634) : 1);
+      return (score + static_cast<Acc>(number)) * (kLog2 ? Acc(1.4426950408889634) : 1);
     }
   };
   __device__ Acc slope(int, int) const { return 0; }
   template <class Visit>
   __device__ void terms(const Visit& visit) const {
-    visit(Term{static_cast<Acc>(inputs.scale)});
+    visit(Wave{static_cast<Acc>(inputs.scale)});
+    visit(Shift{});
   }
 };
 """
 
 
-def user_bias(batch, heads, queries, keys):
-    """What USER_SCORES adds."""
-    b, h, i, j = np.ogrid[:batch, :heads, :queries, :keys]
-    return (h % 3 - 2 * b + (5 * i + j) % 7).astype(np.float64)
+def user_bias(q, k):
+    """What USER_SCORES adds to a sequence's scaled scores: (heads, queries, keys)."""
+    q, k = (a.astype(np.float64).swapaxes(0, 1) for a in (q, k))
+    k = k.repeat(len(q) // len(k), 0)
+    h, i, j = np.ogrid[: len(q), : q.shape[1], : k.shape[1]]
+    wave = 0.1 * np.cos(i + k.shape[1] - q.shape[1] - j)
+    return q @ k.swapaxes(1, 2) / np.sqrt(q.shape[2]) * wave + h % 3 + (5 * i + j) % 7
 
 
-@pytest.fixture
-def user_scores(monkeypatch):
-    """Kernels compiled from now on take USER_SCORES."""
-
-    def full_source(variant):
-        return variant.config.prelude() + compiler.resolve(variant.source, USER_SCORES)
-
-    monkeypatch.setattr(compiler, "full_source", full_source)
-    compiler.kernel.cache_clear()
-    plan.attention_plan.cache_clear()
-    yield
-    compiler.kernel.cache_clear()
-    plan.attention_plan.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("tier", ["forward_sm80", "forward_simt"])
-def test_scores_of_a_functor_of_ones_own(user_scores, tier, dtype, rng):
-    q, k, v = (rng.standard_normal((2, n, 6, 64)).astype(dtype) for n in (150, 170, 170))
-    slopes = np.zeros(6, np.float32)  # takes the variants that have scores
-    with dispatch.use_tiers(tier, "forward_simt"):
-        out = flash_attention(
-            *map(cupy.asarray, (q, k, v)), causal=True, alibi_slopes=cupy.asarray(slopes)
-        ).get()
+def user_attention(q, k, v, batch, **options):
+    """Attention with USER_SCORES of sequence `batch` of a call, in float64."""
     wide = [a.astype(np.float64) for a in (q, k, v)]
-    want = flash_attention(*wide, causal=True, bias=user_bias(2, 6, 150, 170))
-    np.testing.assert_allclose(out, want, atol={2: 4e-3, 4: 1e-5, 8: 1e-12}[q.itemsize])
+    return flash_attention(*wide, bias=user_bias(q, k) - 2 * batch, **options)
+
+
+TOLERANCE = {2: 4e-3, 4: 1e-5, 8: 1e-12}
+
+
+@pytest.mark.parametrize("window", [None, (None, 0), (40, 3)])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("tier", ["forward_sm90", "forward_sm80", "forward_simt"])
+def test_scores_of_a_functor_of_ones_own(tier, dtype, window, rng):
+    """A call whose tiles are ragged; on Hopper, whatever other tiers do, by its own kernel."""
+    q, k, v = (rng.standard_normal((2, n, 6, 64)).astype(dtype) for n in (150, 270, 270))
+    spec = attention_spec(
+        "flash_attention", q.shape, k.shape, v.shape, *[q.dtype] * 3, window=window
+    )
+    with dispatch.use_tiers(tier, "forward_simt"):
+        out, _ = attention.forward(*map(cupy.asarray, (q, k, v)), spec, score_mod=USER_SCORES)
+    for b in range(2):
+        want = user_attention(q[b], k[b], v[b], b, window=window)
+        np.testing.assert_allclose(out[b].get(), want, atol=TOLERANCE[q.itemsize])
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("tier", ["forward_sm90", "forward_sm80", "forward_simt"])
+def test_scores_of_a_functor_of_ones_own_in_ragged_rows(tier, head_dims, rng):
+    lengths = [5, 0, 300, 129]
+    q, k, v = (
+        rng.standard_normal((sum(lengths), heads, dim)).astype(np.float16)
+        for heads, dim in zip((4, 2, 2), (*head_dims[:1] * 2, head_dims[1]), strict=True)
+    )
+    spec = attention_spec(
+        "flash_attention_varlen",
+        *(q.shape, k.shape, v.shape),
+        *[q.dtype] * 3,
+        causal=True,
+        sequences=len(lengths),
+    )
+    ends = np.cumsum([0, *lengths]).astype(np.int32)
+    with dispatch.use_tiers(tier, "forward_simt"):
+        out, lse = attention.forward(
+            *map(cupy.asarray, (q, k, v)),
+            spec,
+            cu_seqlens_q=cupy.asarray(ends),
+            cu_seqlens_k=cupy.asarray(ends),
+            return_lse=True,
+            score_mod=USER_SCORES,
+        )
+    for b, (first, n) in enumerate(zip(ends, lengths, strict=False)):
+        rows = slice(first, first + n)
+        want, want_lse = user_attention(q[rows], k[rows], v[rows], b, causal=True, return_lse=True)
+        np.testing.assert_allclose(out[rows].get(), want, atol=TOLERANCE[2])
+        np.testing.assert_allclose(lse[:, rows].get(), want_lse, atol=TOLERANCE[2])
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize("tier", ["decode_sm90", "decode_sm80", "decode_simt"])
-def test_scores_of_a_functor_of_ones_own_in_decoding(user_scores, tier, tokens, rng):
+@pytest.mark.parametrize("tier", ["decode_sm90", "decode_sm80", "decode_simt", "forward_sm90"])
+def test_scores_of_a_functor_of_ones_own_in_decoding(tier, tokens, rng):
     lens = np.array([130, 600], np.int32)
     q = rng.standard_normal((2, tokens, 6, 64)).astype(np.float16)
     k, v = (rng.standard_normal((2, 600, 2, 64)).astype(np.float16) for _ in "kv")
+    spec = attention_spec(
+        "flash_decode", q.shape, k.shape, v.shape, *[q.dtype] * 3, causal=True, keys="cached"
+    )
     with dispatch.use_tiers(tier, "decode_simt"):
-        out = flash_decode(*map(cupy.asarray, (q, k, v, lens))).get()
-    bias = user_bias(2, 6, tokens, 600)
+        out, _ = attention.forward(
+            *map(cupy.asarray, (q, k, v)),
+            spec,
+            seq_lens=cupy.asarray(lens),
+            score_mod=USER_SCORES,
+        )
     for b, n in enumerate(lens):
-        wide = [a.astype(np.float64) for a in (q[b], k[b, :n], v[b, :n])]
-        want = flash_attention(*wide, causal=True, bias=bias[b, ..., :n])
-        np.testing.assert_allclose(out[b], want, atol=4e-3)
+        want = user_attention(q[b], k[b, :n], v[b, :n], b, causal=True)
+        np.testing.assert_allclose(out[b].get(), want, atol=TOLERANCE[2])

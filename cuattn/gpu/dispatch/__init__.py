@@ -160,7 +160,7 @@ def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
     for tier in sorted(tiers, key=lambda tier: tier.decodes is not decoding):
         launch = tier.serves(call)
         if launch is not None:
-            return launch
+            return launch.with_scores(call.score_mod)
     names = ", ".join(tier.name for tier in tiers)
     raise LookupError(f"none of the tiers {names} serves {call.spec} on {call.arch}")
 

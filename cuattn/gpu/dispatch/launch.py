@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu.compiler import Variant
+from cuattn.gpu.compiler import CONTRACT_SCORES, Variant
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -104,6 +104,7 @@ class Call:
     table_stride: int = 0  # elements from row to row of their table
     num_splits: int | str | None = None  # as in `cuattn.flash_decode`
     partial: Partial | None = None
+    score_mod: str = CONTRACT_SCORES  # the text of the score functor, as a Variant has it
 
     @classmethod
     def contiguous(
@@ -131,9 +132,19 @@ class Call:
         return self.bias is not None or self.mask is not None
 
     @property
+    def has_own_scores(self) -> bool:
+        """Whether its score functor is another than that of :func:`cuattn.flash_attention`."""
+        return self.score_mod != CONTRACT_SCORES
+
+    @property
     def has_score(self) -> bool:
         """Whether scores depend on more than q·k and the window."""
-        return self.elementwise or self.alibi_slopes is not None or self.spec.softcap != 0.0
+        return (
+            self.elementwise
+            or self.alibi_slopes is not None
+            or self.spec.softcap != 0.0
+            or self.has_own_scores
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +157,12 @@ class Launch:
     tensor_maps: Mapping[str, TensorMap | None] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
     parts: int = 1  # of the keys, each with a result of its own
+
+    def with_scores(self, score_mod: str) -> Launch:
+        """The same launch of the kernel's variant with another score functor."""
+        return dataclasses.replace(
+            self, variant=dataclasses.replace(self.variant, score_mod=score_mod)
+        )
 
 
 class Tier(Protocol):

@@ -156,7 +156,7 @@ class Sm90Forward:
             or not call.addressable
             or spec.head_dim_v % 8
             or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
-            or spec.scale <= 0.0
+            or (spec.scale <= 0.0 and not call.has_own_scores)
         ):
             return None
         bounded = spec.window_left is not None, spec.window_right is not None
@@ -167,7 +167,7 @@ class Sm90Forward:
                 spec.dtype.name,
                 padded,
                 call.has_score,
-                call.elementwise,
+                call.elementwise and not call.has_own_scores,
                 varlen=ragged,
                 cached=cached,
             )
@@ -191,7 +191,7 @@ class Sm90Forward:
                     spec,
                     config,
                     tensor_maps,
-                    has_bias=call.bias is not None,
+                    scales=score_scales(call),
                     section=sm90_section(spec, config, blocks),
                     table_stride=call.table_stride,
                     num_pages=call.num_pages,
@@ -364,14 +364,14 @@ def _arguments(
     config: Sm90ForwardConfig,
     tensor_maps: dict[str, TensorMap | None],
     *,
-    has_bias: bool = False,
+    scales: tuple[float, float, float],
     section: int = 0,
     table_stride: int = 0,
     num_pages: int = 0,
     num_splits: int = 1,
 ) -> Arguments:
     """Pack SM90_PARAMS but for what each launch fills in."""
-    cap_scale, score_scale, scale_log2 = score_scales(spec, has_bias=has_bias)
+    cap_scale, score_scale, scale_log2 = scales
     return SM90_PARAMS.arguments(
         section=section,
         cap_scale=cap_scale,
@@ -388,11 +388,13 @@ def _arguments(
     )
 
 
-def score_scales(spec: AttentionSpec, *, has_bias: bool) -> tuple[float, float, float]:
+def score_scales(call: Call) -> tuple[float, float, float]:
     """What scores are multiplied by: before a tanh, after it, and before exp2."""
+    spec = call.spec
     cap_scale = spec.scale / spec.softcap if spec.softcap else 0.0
     score_scale = spec.softcap or spec.scale
-    return cap_scale, score_scale, (1.0 if has_bias else score_scale) / math.log(2.0)
+    natural = call.bias is not None or call.has_own_scores
+    return cap_scale, score_scale, (1.0 if natural else score_scale) / math.log(2.0)
 
 
 def _tensor_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
@@ -403,12 +405,13 @@ def _tensor_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap |
     else:
         q = _rows(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
     keys = _pages if config.paged_kv else _keys
+    mapped = config.elementwise and call.score_aligned
     return {
         "q": q,
         "k": keys(call, config, spec.head_dim, strides.k),
         "v": keys(call, config, spec.head_dim_v, strides.v),
-        "bias": _scores(call.bias if call.score_aligned else None, config.bias_pitch),
-        "mask": _scores(call.mask if call.score_aligned else None, config.tile_n),
+        "bias": _scores(call.bias if mapped else None, config.bias_pitch),
+        "mask": _scores(call.mask if mapped else None, config.tile_n),
     }
 
 
@@ -563,6 +566,7 @@ class Sm90Prefix:
                     spec,
                     config,
                     tensor_maps,
+                    scales=score_scales(call),
                     table_stride=call.table_stride,
                     num_pages=call.num_pages,
                     num_splits=parts,
