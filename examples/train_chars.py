@@ -1,7 +1,7 @@
 """Train a small transformer to write tales, character by character, without torch or JAX: every
 gradient of attention is cuattn's, the rest is NumPy, or CuPy on a GPU.
 
-    python examples/train_chars.py                      # a few minutes on two CPU cores
+    python examples/train_chars.py                      # two minutes on two CPU cores
     python examples/train_chars.py --text my_book.txt   # learns from another text
     python examples/train_chars.py --plot loss.png      # where the loss curve goes
 
@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", help="file to learn from (default: tales of its own)")
-    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--batch", type=int, default=10, help="sequences of a step")
     parser.add_argument("--context", type=int, default=320, help="characters of a sequence")
     parser.add_argument("--layers", type=int, default=3)
