@@ -16,6 +16,7 @@ from cuattn.gradients import (
     flash_attention_vjp,
 )
 from cuattn.kvcache import PagedKVCache
+from cuattn.mla import mla_decode
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
 
@@ -32,6 +33,7 @@ __all__ = [
     "flash_attention_vjp",
     "flash_decode",
     "merge_attention",
+    "mla_decode",
     "multi_head_attention",
     "paged_attention",
     "rope",

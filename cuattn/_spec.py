@@ -134,6 +134,7 @@ def attention_spec(
     page_size: int = 0,
     names: tuple[str, str, str] = ("q", "k", "v"),
     dropout_name: str = "dropout",
+    max_head_dim: int = MAX_HEAD_DIM,
 ) -> AttentionSpec:
     """Check shapes and options of one call; the result is cached by its arguments.
 
@@ -160,8 +161,10 @@ def attention_spec(
         Tokens in a page of paged keys.
     names : tuple of str
         What the function calls q, k, v and, where it has another name there, dropout.
+    max_head_dim : int
+        The largest head_dim that the function takes.
     """
-    _check_shapes(function, names, q, k, v, ragged=sequences is not None)
+    _check_shapes(function, names, q, k, v, sequences is not None, max_head_dim)
     _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
     dropout = _number(function, dropout_name, dropout)
     if not 0.0 <= dropout < 1.0:
@@ -289,7 +292,13 @@ def check_fits(function: str, name: str, array: Any) -> None:
 
 
 def _check_shapes(
-    function: str, names: tuple[str, ...], q: tuple, k: tuple, v: tuple, *, ragged: bool
+    function: str,
+    names: tuple[str, ...],
+    q: tuple,
+    k: tuple,
+    v: tuple,
+    ragged: bool,
+    max_head_dim: int,
 ) -> None:
     layout = "(total, heads, head_dim)" if ragged else "(batch, seqlen, heads, head_dim)"
     ndim = 3 if ragged else 4
@@ -310,9 +319,9 @@ def _check_shapes(
     if k[-2] < 1 or q[-2] % k[-2]:
         raise ValueError(f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}")
     for name, shape in ((nq, q), (nv, v)):
-        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+        if not 1 <= shape[-1] <= max_head_dim:
             raise ValueError(
-                f"{function}: {name} has head_dim {shape[-1]}, must be from 1 to {MAX_HEAD_DIM}"
+                f"{function}: {name} has head_dim {shape[-1]}, must be from 1 to {max_head_dim}"
             )
 
 

@@ -91,6 +91,18 @@ class PagedOptions(DecodeOptions, total=False):
     prefix: int | tuple[Array, Array] | None
 
 
+class LatentOptions(TypedDict, total=False):
+    """Keywords of :func:`cuattn.mla_decode`, beside scale and return_lse."""
+
+    cu_seqlens_q: Array | None
+    indices: Array | None
+    causal: bool
+    window: Window | None
+    sinks: Array | None
+    num_splits: int | str | None
+    out: Array | None
+
+
 class FilterOptions(TypedDict, total=False):
     """Keywords of :func:`cuattn.sampling.filter_logits`."""
 

@@ -183,7 +183,7 @@ def flash_decode(
     single = q.ndim == 3
     if single:
         q = q[:, None]
-        out = None if out is None else _add_token(name, out)
+        out = None if out is None else add_token(name, out)
     spec = attention_spec(
         name,
         q.shape,
@@ -199,7 +199,7 @@ def flash_decode(
         keys="cached",
         names=("q", "k_cache", "v_cache"),
     )
-    _check_seq_lens(name, seq_lens, spec.batch)
+    check_seq_lens(name, seq_lens, spec.batch)
     result, lse = _decode(
         name,
         xp,
@@ -397,7 +397,7 @@ def paged_attention(
         capacity, capacity_v = (batch, *capacity), (batch, *capacity_v)
     if single:
         q = q[:, None]
-        out = None if out is None else _add_token(name, out)
+        out = None if out is None else add_token(name, out)
     if not ragged and q.shape[:1] != (batch,):
         raise ValueError(f"{name}: q has batch {q.shape[0]}, must be page_table's {batch}")
     spec = attention_spec(
@@ -436,10 +436,10 @@ def paged_attention(
         prefix = int(prefix) or None
     if ragged:
         check_rising(name, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    _check_seq_lens(name, seq_lens, batch)
+    check_seq_lens(name, seq_lens, batch)
     if xp is np:
         lens = np.clip(seq_lens, 0, max_pages * page_size)
-        _check_used_pages(name, page_table, lens, k_pages.shape[0], page_size)
+        check_used_pages(name, page_table, lens, k_pages.shape[0], page_size)
         if isinstance(prefix, int):
             counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
             _check_shared_pages(name, page_table, lens - counts, prefix, page_size)
@@ -574,23 +574,7 @@ def _decode(
 ) -> tuple[Any, Any]:
     """Check what both kinds of cache have, and hand the call to the backend of their library."""
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
-    if spec.seqlen_k > MAX_CAPACITY:
-        name = "page_table" if spec.keys == "paged" else "k_cache"
-        raise ValueError(
-            f"{function}: {name} has room for {spec.seqlen_k} keys of a sequence, must be "
-            f"{MAX_CAPACITY} at most"
-        )
-    if isinstance(num_splits, str) and num_splits != "fixed":
-        raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
-    if num_splits is not None and not isinstance(num_splits, str):
-        if not isinstance(num_splits, numbers.Integral) or isinstance(num_splits, bool):
-            raise TypeError(
-                f'{function}: num_splits must be an integer or "fixed", got '
-                f"{type(num_splits).__qualname__}"
-            )
-        if not 1 <= num_splits <= 1024:
-            raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
-        num_splits = int(num_splits)
+    check_capacity(function, spec)
     return backend(xp, "attention").forward(
         q,
         k,
@@ -599,21 +583,48 @@ def _decode(
         seq_lens=indices(xp, seq_lens),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        num_splits=num_splits,
+        num_splits=check_num_splits(function, num_splits),
         out=out,
         return_lse=check_bool(function, "return_lse", return_lse),
         **options,
     )
 
 
-def _check_seq_lens(function: str, seq_lens: Any, batch: int) -> None:
+def check_capacity(function: str, spec: Any) -> None:
+    """Check that the keys of a sequence can be counted."""
+    if spec.seqlen_k > MAX_CAPACITY:
+        name = "page_table" if spec.keys == "paged" else "k_cache"
+        raise ValueError(
+            f"{function}: {name} has room for {spec.seqlen_k} keys of a sequence, must be "
+            f"{MAX_CAPACITY} at most"
+        )
+
+
+def check_num_splits(function: str, num_splits: Any) -> int | str | None:
+    """Check how a GPU is to split a sequence's keys, and return it with a number as an int."""
+    if isinstance(num_splits, str) and num_splits != "fixed":
+        raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
+    if num_splits is None or isinstance(num_splits, str):
+        return num_splits
+    if not isinstance(num_splits, numbers.Integral) or isinstance(num_splits, bool):
+        raise TypeError(
+            f'{function}: num_splits must be an integer or "fixed", got '
+            f"{type(num_splits).__qualname__}"
+        )
+    if not 1 <= num_splits <= 1024:
+        raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
+    return int(num_splits)
+
+
+def check_seq_lens(function: str, seq_lens: Any, batch: int) -> None:
+    """Check the lengths of a batch's sequences."""
     if seq_lens.shape != (batch,):
         raise ValueError(f"{function}: seq_lens has shape {seq_lens.shape}, must be ({batch},)")
     check_index_dtype(function, "seq_lens", seq_lens)
     check_fits(function, "seq_lens", seq_lens)
 
 
-def _check_used_pages(
+def check_used_pages(
     function: str, page_table: np.ndarray, lens: np.ndarray, num_pages: int, page_size: int
 ) -> None:
     """Check, on the host, that each page with a valid key is one of those there are."""
@@ -648,6 +659,15 @@ def _check_shared_pages(
         )
 
 
+def check_page_size(function: str, name: str, page_size: int) -> None:
+    """Check how many tokens a page has."""
+    if page_size & (page_size - 1) or not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(
+            f"{function}: {name} has page size {page_size}, must be a power of two up to "
+            f"{MAX_PAGE_SIZE}"
+        )
+
+
 def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> None:
     for label, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.ndim != 4:
@@ -660,12 +680,7 @@ def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> 
             f"{function}: v_pages has shape {v_pages.shape}, must begin with k_pages' "
             f"(num_pages, page_size) = {k_pages.shape[:2]}"
         )
-    page_size = k_pages.shape[1]
-    if page_size & (page_size - 1) or not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise ValueError(
-            f"{function}: k_pages has page size {page_size}, must be a power of two up to "
-            f"{MAX_PAGE_SIZE}"
-        )
+    check_page_size(function, "k_pages", k_pages.shape[1])
     if page_table.ndim != 2:
         raise ValueError(
             f"{function}: page_table has shape {page_table.shape}, must be (batch, max_pages)"
@@ -695,9 +710,10 @@ def _check_prefix_arrays(
         )
 
 
-def _add_token(function: str, out: Any) -> Any:
+def add_token(function: str, out: Any, name: str = "q") -> Any:
+    """View `out` with an axis of one token, which q, of that name, has not."""
     if out.ndim != 3:
-        raise ValueError(f"{function}: out has shape {out.shape}, must have q's three axes")
+        raise ValueError(f"{function}: out has shape {out.shape}, must have {name}'s three axes")
     return out[:, None]
 
 

@@ -42,6 +42,7 @@ needs_compiler = pytest.mark.skipif(
         "decoding",
         "gradients",
         "kvcache",
+        "mla",
         "multihead",
         "positions",
         "sampling",

@@ -19,6 +19,7 @@ FLOORS = {
     "positions": {"tile", "ptx"},
     "attention": {"kvcache", "tile", "ptx"},
     "decoding": {"attention", "kvcache", "tile", "ptx"},
+    "mla": {"decoding", "attention", "kvcache", "tile", "ptx"},
     "gradients": {"attention", "tile", "ptx"},
     "sampling": {"tile", "ptx"},
 }

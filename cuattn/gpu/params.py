@@ -67,6 +67,16 @@ DECODE_PARAMS = Struct(
     launch_id="launch_id",
 )
 
+MLA_PARAMS = Struct(
+    "MlaParams",
+    ("const void*", "q_rope rope"),
+    ("const int*", "indices lengths cu_tokens"),
+    ("Strides", "q_rope_stride"),
+    ("PageStrides", "rope_stride"),
+    ("long long", "index_stride"),
+    ("int", "tokens sequences window_left window_right"),
+)
+
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
 
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
@@ -195,6 +205,7 @@ STRUCTS = {
     SM90_PARAMS: "attention/forward_sm90.cu",
     DECODE_PARAMS: "decoding/decode_simt.cu",
     DECODE_MAPS: "decoding/decode_sm90.cu",
+    MLA_PARAMS: "mla/decode_simt.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
     ROPE_PARAMS: "positions/rope.cu",
@@ -498,6 +509,36 @@ def decode_arguments(
         group_magic=group_magic,
         out_is_acc=out_itemsize != itemsize,
         single_tile=single_tile,
+    )
+
+
+def mla_arguments(
+    spec: AttentionSpec,
+    q_rope: tuple[int, ...],
+    rope: tuple[int, ...],
+    *,
+    index_stride: int,
+) -> Arguments:
+    """Pack MLA_PARAMS but for what each launch fills in.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The call, as :mod:`cuattn.mla` has it.
+    q_rope, rope : tuple
+        Strides of the queries' and the pages' rotated parts, in bytes.
+    index_stride : int
+        Elements from row to row of the indices; 0 without.
+    """
+    itemsize = spec.dtype.itemsize
+    return MLA_PARAMS.arguments(
+        q_rope_stride=_row_strides(spec, q_rope),
+        rope_stride=[stride // itemsize for stride in rope[:-1]],
+        index_stride=index_stride,
+        tokens=spec.seqlen_q,
+        sequences=spec.batch,
+        window_left=_bounded(spec.window_left),
+        window_right=_bounded(spec.window_right),
     )
 
 

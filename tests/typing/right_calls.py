@@ -65,6 +65,15 @@ def decoding(q: Floats) -> None:
     assert_type(cuattn.paged_attention(q, k, v, table, lengths, prefix=0), Floats)
 
 
+def latents(q: Floats) -> None:
+    table, lengths = np.zeros((1, 1), np.int32), np.array([2], np.int32)
+    pages: Floats = q[:, :, :1]
+    out = cuattn.mla_decode(q, q, pages, pages, table, lengths, scale=0.1, window=(4, None))
+    assert_type(out, Floats)
+    both = cuattn.mla_decode(q, q, pages, pages, table, lengths, scale=1, return_lse=True)
+    assert_type(both[0], Floats)
+
+
 def sampling(logits: Floats) -> None:
     assert_type(cuattn.sampling.softmax(logits, temperature=[0.5, 1]), Floats)
     assert_type(cuattn.sampling.greedy(logits), NDArray[np.int32])
@@ -86,6 +95,7 @@ def main() -> None:
     rng = np.random.default_rng()
     attention(rng.standard_normal((1, 5, 2, 8), dtype=np.float32))
     decoding(rng.standard_normal((1, 5, 2, 8), dtype=np.float32))
+    latents(rng.standard_normal((1, 2, 2, 8), dtype=np.float32))
     sampling(rng.standard_normal((2, 4), dtype=np.float32))
 
 

@@ -42,6 +42,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
+from cuattn.gpu.dispatch.mla import mla_variants
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding
 from cuattn.gpu.dispatch.sampling import (
@@ -90,6 +91,7 @@ __all__ = [
     "filter_rows",
     "gradient_variants",
     "merge",
+    "mla_variants",
     "penalize",
     "penalty_bytes",
     "penalty_table",
@@ -170,6 +172,7 @@ def variants(arch: str) -> Iterator[Variant]:
     for tier in TIERS:
         yield from tier.variants(arch)
     yield from gradient_variants(arch)
+    yield from mla_variants(arch)
     yield from cache_variants()
     yield from position_variants()
     yield from sampling_variants(arch)

@@ -95,7 +95,7 @@ class Sm80DecodeConfig(Config):
     @property
     def part_bytes(self) -> int:
         """Scratch of a partial result."""
-        return _part_bytes(self.rows, self.head_dim, 4)
+        return part_bytes(self.rows, self.head_dim, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +147,10 @@ class SimtDecodeConfig(Config):
     @property
     def part_bytes(self) -> int:
         """Scratch of a partial result."""
-        return _part_bytes(self.rows, self.head_dim, 8 if self.dtype == "float64" else 4)
+        return part_bytes(self.rows, self.head_dim, 8 if self.dtype == "float64" else 4)
 
 
-def _part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
+def part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
     """O, with maximum and sum for every 64 columns, and as many bytes of launch ids: kSlotPackets
     of decoding/combine.cuh."""
     return rows * head_dim * 33 // 16 * acc_bytes
@@ -260,7 +260,7 @@ class Sm80Decode:
         rows = rows_of_sequence(spec)
         tile_rows = next(n for n in DECODE_ROWS[head_dim] if rows <= n or n == 64)
         config = _sm80_config(spec.dtype.name, head_dim, tile_rows, call.arch)
-        return _partitioned(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
+        return partitioned(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -284,7 +284,7 @@ class SimtDecode:
             return None
         call, spec = taken, taken.spec
         small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
-        return _partitioned(call, _simt_variant(spec.dtype.name, 128 if small else 256))
+        return partitioned(call, _simt_variant(spec.dtype.name, 128 if small else 256))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -293,7 +293,7 @@ class SimtDecode:
         yield _simt_variant("float32", 128)
 
 
-def _partitioned(call: Call, variant: Variant) -> Launch:
+def partitioned(call: Call, variant: Variant) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh."""
     spec, config = call.spec, variant.config
     blocks = call.multiprocessors * config.blocks_per_sm

@@ -1,0 +1,168 @@
+"""Which kernels serve latent attention, in which variants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+from cuattn._arrays import FLOAT_DTYPES
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
+from cuattn.gpu.dispatch.launch import Call, Launch, Strides
+from cuattn.gpu.params import mla_arguments
+
+LATENT = 512  # width that kernels pad latents to
+ROPE = 64  # … and what is rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaCall:
+    """One call of :func:`cuattn.mla_decode` and the device it is for: all that a choice of kernel
+    depends on. Strides are in bytes."""
+
+    spec: AttentionSpec  # as cuattn.mla has it
+    arch: str
+    multiprocessors: int
+    q_latent: tuple[int, ...]
+    q_rope: tuple[int, ...]
+    latent: tuple[int, ...]  # of pages, (page, slot, head, column)
+    rope: tuple[int, ...]
+    out: tuple[int, ...]
+    aligned: bool = True  # the addresses of all of them are multiples of 16
+    num_pages: int = 0
+    table_stride: int = 0  # elements from row to row of the page table
+    num_splits: int | str | None = None
+    top_k: int | None = None  # tokens of a query, where they are given by their positions
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of what is rotated."""
+        return self.spec.head_dim - self.spec.head_dim_v
+
+    @property
+    def queries(self) -> int:
+        """Query tokens of all sequences."""
+        spec = self.spec
+        return spec.seqlen_q if spec.rows == "ragged" else spec.batch * spec.seqlen_q
+
+    def as_call(self) -> Call:
+        """The call as decoding of one key head: with its latents as keys and as values. Where
+        tokens are given by position, each query is a sequence of its own, with so many keys."""
+        spec, q, out = self.spec, self.q_latent, self.out
+        if self.top_k is not None:
+            spec = dataclasses.replace(
+                spec,
+                batch=self.queries,
+                seqlen_q=1,
+                seqlen_k=self.top_k,
+                rows="batched",
+                window_left=None,
+                window_right=None,
+            )
+            q, out = ((array[-3], *array[-3:]) for array in (q, out))
+        return Call(
+            spec,
+            self.arch,
+            self.multiprocessors,
+            Strides(q, self.latent, self.latent, out),
+            self.aligned,
+            num_pages=self.num_pages,
+            table_stride=self.table_stride,
+            num_splits=self.num_splits,
+        )
+
+
+class MlaTier(Protocol):
+    """A kernel for some calls, as :class:`cuattn.gpu.dispatch.Tier`."""
+
+    name: str
+
+    def serves(self, call: MlaCall) -> Launch | None:
+        """The launch for a call, or None for one that is left to other tiers."""
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SimtMlaConfig(Config):
+    """mla/decode_simt.cu."""
+
+    dtype: str
+    latent: int
+    rope: int
+    rows: int
+    batch_keys: int
+    blocks_per_sm: int
+    tile_keys: int
+
+    @property
+    def threads(self) -> int:
+        """Four warps, which take keys in turn."""
+        return 128
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return part_bytes(self.rows, self.latent, 8 if self.dtype == "float64" else 4)
+
+
+class SimtMla:
+    """Every call."""
+
+    name = "mla_simt"
+
+    def serves(self, call: MlaCall) -> Launch | None:
+        """The launch for a call."""
+        return _partitioned(call, _simt_variant(call.spec.dtype.name))
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        for dtype in FLOAT_DTYPES.values():
+            yield _simt_variant(dtype)
+
+
+def _simt_variant(dtype: str) -> Variant:
+    wide = dtype == "float64"
+    config = SimtMlaConfig(
+        dtype,
+        LATENT,
+        ROPE,
+        rows=1 if wide else 2,
+        batch_keys=1 if wide else 2,
+        blocks_per_sm=2,
+        tile_keys=64,
+    )
+    return Variant("mla/decode_simt.cu", "mla_decode_simt", config)
+
+
+def _partitioned(call: MlaCall, variant: Variant) -> Launch:
+    """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh."""
+    launch = partitioned(call.as_call(), variant)
+    own = mla_arguments(call.spec, _q_rope_strides(call), call.rope, index_stride=call.top_k or 0)
+    return dataclasses.replace(launch, arguments=(*launch.arguments, own))
+
+
+def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
+    """Strides of the rotated parts as the kernel's sequences have them."""
+    if call.top_k is None:
+        return call.q_rope
+    return (call.q_rope[-3], *call.q_rope[-3:])
+
+
+#: The kernels, the fastest first.
+MLA_TIERS: tuple[MlaTier, ...] = (SimtMla(),)
+
+
+def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA_TIERS) -> Launch:
+    """Choose the kernel of a call: the first of `tiers` that serves it."""
+    chosen = (tier.serves(call) for tier in tiers)
+    return next(launch for launch in chosen if launch is not None)
+
+
+def mla_variants(arch: str) -> Iterator[Variant]:
+    """Every variant of the kernels of latent attention on an architecture."""
+    for tier in MLA_TIERS:
+        yield from tier.variants(arch)

@@ -1,0 +1,143 @@
+"""Latent attention on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import cupy
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu import compiler, dispatch
+from cuattn.gpu.memory import (
+    contiguous,
+    contiguous_last_axis,
+    copy_to_out,
+    pointer,
+    target,
+    use_device,
+)
+from cuattn.gpu.plan import Plan
+
+
+def forward(
+    q_latent: cupy.ndarray,
+    q_rope: cupy.ndarray,
+    latent_pages: cupy.ndarray,
+    rope_pages: cupy.ndarray,
+    spec: AttentionSpec,
+    *,
+    page_table: cupy.ndarray,
+    seq_lens: cupy.ndarray,
+    cu_seqlens_q: cupy.ndarray | None,
+    indices: cupy.ndarray | None,
+    sinks: cupy.ndarray | None,
+    num_splits: int | str | None,
+    out: cupy.ndarray | None,
+    return_lse: bool,
+) -> tuple[cupy.ndarray, cupy.ndarray | None]:
+    """Compute ``out`` and, where asked, ``lse`` on q_latent's device, on CuPy's current stream,
+    without synchronising.
+
+    Parameters and result as of :func:`cuattn.reference.mla.forward`.
+    """
+    with use_device(q_latent):
+        q_latent, q_rope, latent_pages, rope_pages = map(
+            contiguous_last_axis, (q_latent, q_rope, latent_pages, rope_pages)
+        )
+        sinks = None if sinks is None else contiguous(sinks, spec.acc_dtype)
+        result = target(out, spec.out_shape, spec.dtype)
+        sparse = indices is not None
+        if sparse:  # each query is a sequence to the kernels: they have to lie evenly
+            indices, q_latent, q_rope = (
+                contiguous(indices),
+                contiguous(q_latent),
+                contiguous(q_rope),
+            )
+            if not result.flags.c_contiguous:
+                result = contiguous(result)
+        lse = lse_rows = None
+        if return_lse:
+            lse = lse_rows = cupy.empty(spec.lse_shape, spec.acc_dtype)
+            if sparse:  # (queries, heads)
+                lse_rows = cupy.empty((*spec.out_shape[:-1],), spec.acc_dtype)
+                lse = lse_rows.swapaxes(-1, -2)
+        if spec.batch and result.size:
+            addresses = {
+                "q": q_latent.data.ptr,
+                "k": latent_pages.data.ptr,
+                "v": latent_pages.data.ptr,
+                "out": result.data.ptr,
+                "lse": pointer(lse_rows),
+                "alibi_slopes": 0,
+                "sinks": pointer(sinks),
+                "page_table": page_table.data.ptr,
+                "seq_lens": 0 if sparse else seq_lens.data.ptr,
+                "cu_seqlens_q": 0 if sparse else pointer(cu_seqlens_q),
+                "q_rope": q_rope.data.ptr,
+                "rope": rope_pages.data.ptr,
+                "indices": pointer(indices),
+                "lengths": seq_lens.data.ptr,
+                "cu_tokens": pointer(cu_seqlens_q),
+            }
+            anywhere = q_latent.data.ptr | latent_pages.data.ptr | result.data.ptr
+            if spec.head_dim > spec.head_dim_v:
+                anywhere |= q_rope.data.ptr | rope_pages.data.ptr
+            _plan(
+                spec,
+                q_latent.data.device_id,
+                dispatch.mla.MLA_TIERS,
+                q_latent.strides,
+                q_rope.strides,
+                latent_pages.strides,
+                rope_pages.strides,
+                result.strides,
+                anywhere % 16 == 0,
+                latent_pages.shape[0],
+                page_table.strides[0] // page_table.itemsize,
+                num_splits,
+                indices.shape[-1] if sparse else None,
+            ).launch(addresses)
+        return copy_to_out(result, out), lse
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    spec: AttentionSpec,
+    device: int,
+    tiers: tuple[dispatch.mla.MlaTier, ...],
+    q_latent: tuple[int, ...],
+    q_rope: tuple[int, ...],
+    latent: tuple[int, ...],
+    rope: tuple[int, ...],
+    out: tuple[int, ...],
+    aligned: bool,
+    num_pages: int,
+    table_stride: int,
+    num_splits: int | str | None,
+    top_k: int | None,
+) -> Plan:
+    """Choose and compile the kernel of a call on a device, which must be the current one.
+
+    Parameters
+    ----------
+    tiers : tuple
+        The kernels to choose from.
+    q_latent, q_rope, latent, rope, out, aligned, num_pages, table_stride, num_splits, top_k
+        As in :class:`cuattn.gpu.dispatch.mla.MlaCall`.
+    """
+    call = dispatch.mla.MlaCall(
+        spec,
+        compiler.device_arch(device),
+        compiler.multiprocessors(device),
+        q_latent,
+        q_rope,
+        latent,
+        rope,
+        out,
+        aligned,
+        num_pages,
+        table_stride,
+        num_splits,
+        top_k,
+    )
+    return Plan(dispatch.mla.choose_mla(call, tiers), device)

@@ -1,0 +1,408 @@
+"""Multi-head latent attention, as DeepSeek's models have it: the public functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuattn._arrays import as_arrays, check_bool, check_given, check_index_dtype
+from cuattn._backend import backend
+from cuattn._backend import indices as as_indices
+from cuattn._keywords import explain_keywords
+from cuattn._spec import (
+    AttentionSpec,
+    attention_spec,
+    check_cu_seqlens,
+    check_fits,
+    check_rising,
+    check_shared,
+)
+from cuattn._typing import Array, LatentOptions, NumPyArray
+from cuattn.decoding import (
+    add_token,
+    check_capacity,
+    check_num_splits,
+    check_page_size,
+    check_seq_lens,
+    check_used_pages,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["mla_decode"]
+
+MAX_LATENT = 512
+MAX_ROPE = 64
+PAGES = "(num_pages, page_size, {0}) or (num_pages, page_size, 1, {0})"
+
+
+@overload
+def mla_decode(
+    q_latent: NumPyArray,
+    q_rope: Array,
+    latent_pages: Array,
+    rope_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    return_lse: Literal[False] = False,
+    **options: Unpack[LatentOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def mla_decode(
+    q_latent: NumPyArray,
+    q_rope: Array,
+    latent_pages: Array,
+    rope_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    return_lse: Literal[True],
+    **options: Unpack[LatentOptions],
+) -> tuple[NumPyArray, NDArray[Any]]: ...
+
+
+@overload
+def mla_decode(
+    q_latent: Array,
+    q_rope: Array,
+    latent_pages: Array,
+    rope_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    return_lse: Literal[True],
+    **options: Unpack[LatentOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def mla_decode(
+    q_latent: Array,
+    q_rope: Array,
+    latent_pages: Array,
+    rope_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    **options: Unpack[LatentOptions],
+) -> Any: ...
+
+
+@explain_keywords
+def mla_decode(
+    q_latent: Any,
+    q_rope: Any,
+    latent_pages: Any,
+    rope_pages: Any,
+    page_table: Any,
+    seq_lens: Any,
+    *,
+    scale: float,
+    cu_seqlens_q: Any = None,
+    indices: Any = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    sinks: Any = None,
+    num_splits: int | str | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Latent attention (MLA) of each sequence's newest tokens over a cache of latents in pages.
+
+    All heads share one key a token, its latent ``c`` and its rotated part ``r``, and the latent is
+    the value as well [1]_. With the key projection absorbed into the query, the score of head ``h``
+    is ``scale * (q_latent[h] @ c + q_rope[h] @ r)``, and the result is the softmax-weighted sum of
+    latents, to which the value projection is applied afterwards:
+
+    >>> q_latent = np.einsum("bshd,hdc->bshc", q_nope, w_uk)  # doctest: +SKIP
+    >>> out = mla_decode(q_latent, q_rope, *pages, table, lens, scale=scale)  # doctest: +SKIP
+    >>> out = np.einsum("bshc,hdc->bshd", out, w_uv)  # doctest: +SKIP
+
+    Parameters
+    ----------
+    q_latent : array (batch, seqlen_q, heads, latent) or (batch, heads, latent)
+        Queries of the newest tokens, with the key projection absorbed; with `cu_seqlens_q` (total,
+        heads, latent). float16, bfloat16, float32 or float64; NumPy or CuPy. latent from 1 to 512.
+    q_rope : array of q_latent's shape with rope_dim in place of latent
+        The rotated part of the queries. rope_dim from 0 to 64.
+    latent_pages : array (num_pages, page_size, latent) or (num_pages, page_size, 1, latent)
+        Latents, of q_latent's dtype; page_size is a power of two up to 256. What lies past a
+        sequence's length may be anything, NaN included, and does not count.
+    rope_pages : array (num_pages, page_size, rope_dim) or (num_pages, page_size, 1, rope_dim)
+        The rotated parts of the keys. A token's latent and rotated part may lie side by side in one
+        row of an array, of which `latent_pages` and `rope_pages` are views, or in two arrays.
+    page_table : int32 array (batch, max_pages)
+        Token ``j`` of sequence ``b`` is in slot ``j % page_size`` of page ``page_table[b, j //
+        page_size]``. Entries past a sequence's last page may be anything.
+    seq_lens : int32 array (batch,)
+        How many tokens each sequence has, the queries' own included: query ``i`` sits at position
+        ``seq_lens[b] - seqlen_q + i``.
+    scale : float
+        Of the scores. It has no default, since the arguments do not tell it: it belongs to the
+        heads before absorption, whose keys have other widths than the latents. DeepSeek-V2 and V3
+        have 128 + 64 features a head, so ``1 / sqrt(192)``, and not ``1 / sqrt(512 + 64)``; with
+        YaRN it is multiplied by ``mscale**2``, ``mscale = 0.1 * mscale_all_dim * log(factor) + 1``.
+    cu_seqlens_q : int32 array (batch + 1,), optional
+        Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``, as in
+        :func:`cuattn.paged_attention`.
+    indices : int32 array (batch, seqlen_q, k), (batch, k) or (total, k), optional
+        Sparse attention: each query sees of its sequence the tokens of these positions alone, as
+        far as `causal` and `window` let it; in any order, -1 (or any other position that the
+        sequence does not have) for none. A position that is named twice counts twice.
+    causal, window, sinks
+        As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k.
+    num_splits, return_lse, out
+        As in :func:`cuattn.flash_decode`.
+
+    Returns
+    -------
+    out : array of q_latent's shape
+        Weighted sums of latents, of q_latent's dtype. A query that may see no token gets 0; rows
+        that belong to no sequence are undefined.
+    lse : array (batch, heads, seqlen_q), or (heads, total)
+        Only with `return_lse`; natural logarithms, float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        An argument does not fit; the message names it, and nothing has been written.
+
+    Notes
+    -----
+    A rotation of the cached latents (as some quantisations apply it) rotates the result too: it has
+    to be undone there, or folded into the value projection.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts
+       Language Model", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> rng = np.random.default_rng(0)
+    >>> latents = rng.standard_normal((8, 16, 512), dtype=np.float32)  # 8 pages of 16 tokens
+    >>> rotated = rng.standard_normal((8, 16, 64), dtype=np.float32)
+    >>> page_table = np.array([[5, 0], [3, 7]], np.int32)
+    >>> seq_lens = np.array([10, 30], np.int32)
+    >>> q_latent = rng.standard_normal((2, 16, 512), dtype=np.float32)
+    >>> q_rope = rng.standard_normal((2, 16, 64), dtype=np.float32)
+    >>> cuattn.mla_decode(
+    ...     q_latent, q_rope, latents, rotated, page_table, seq_lens, scale=192**-0.5
+    ... ).shape
+    (2, 16, 512)
+    """
+    name = "mla_decode"
+    check_given(
+        name,
+        q_latent=q_latent,
+        q_rope=q_rope,
+        latent_pages=latent_pages,
+        rope_pages=rope_pages,
+        page_table=page_table,
+        seq_lens=seq_lens,
+    )
+    xp, arrays = as_arrays(
+        name,
+        q_latent=q_latent,
+        q_rope=q_rope,
+        latent_pages=latent_pages,
+        rope_pages=rope_pages,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        indices=indices,
+        sinks=sinks,
+        out=out,
+    )
+    q_latent, q_rope, latent_pages, rope_pages, page_table, seq_lens, *rest = arrays
+    cu_seqlens_q, indices, sinks, out = rest
+    if scale is None:
+        raise TypeError(
+            f"{name}: scale must be a number, got None: it has no default, since it belongs to the "
+            "heads before absorption (1 / sqrt(192) for DeepSeek-V3)"
+        )
+    ragged = cu_seqlens_q is not None
+    single = q_latent.ndim == 3 and not ragged
+    _check_queries(name, q_latent, q_rope, ragged)
+    latent_pages, rope_pages = _check_latent_pages(
+        name, latent_pages, rope_pages, q_latent.shape[-1], q_rope.shape[-1]
+    )
+    if page_table.ndim != 2:
+        raise ValueError(
+            f"{name}: page_table has shape {page_table.shape}, must be (batch, max_pages)"
+        )
+    check_index_dtype(name, "page_table", page_table)
+    batch, max_pages = page_table.shape
+    num_pages, page_size = latent_pages.shape[:2]
+    if ragged:
+        check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q)
+        if cu_seqlens_q.shape[0] != batch + 1:
+            raise ValueError(
+                f"{name}: cu_seqlens_q has shape {cu_seqlens_q.shape}, must be page_table's "
+                f"{batch} sequences + 1"
+            )
+    elif q_latent.shape[0] != batch:
+        raise ValueError(
+            f"{name}: q_latent has batch {q_latent.shape[0]}, must be page_table's {batch}"
+        )
+    if single:
+        q_latent, q_rope = q_latent[:, None], q_rope[:, None]
+        out = None if out is None else add_token(name, out, "q_latent")
+    spec = _latent_spec(
+        name,
+        q_latent,
+        q_rope,
+        latent_pages,
+        rope_pages,
+        capacity=max_pages * page_size,
+        sequences=batch if ragged else None,
+        causal=check_bool(name, "causal", causal),
+        window=window,
+        scale=scale,
+    )
+    check_shared(name, spec, alibi_slopes=None, sinks=sinks, out=out)
+    check_capacity(name, spec)
+    if ragged:
+        check_rising(name, "cu_seqlens_q", cu_seqlens_q, q_latent.shape[0])
+    check_seq_lens(name, seq_lens, batch)
+    if indices is not None:
+        indices = _check_indices(name, indices, q_latent.shape[:-2], single)
+    if xp is np:
+        lens = np.clip(seq_lens, 0, spec.seqlen_k)
+        check_used_pages(name, page_table, lens, num_pages, page_size)
+    result, lse = backend(xp, "mla").forward(
+        q_latent,
+        q_rope,
+        latent_pages,
+        rope_pages,
+        spec,
+        page_table=as_indices(xp, page_table),
+        seq_lens=as_indices(xp, seq_lens),
+        cu_seqlens_q=as_indices(xp, cu_seqlens_q) if ragged else None,
+        indices=None if indices is None else as_indices(xp, indices),
+        sinks=sinks,
+        num_splits=check_num_splits(name, num_splits),
+        out=out,
+        return_lse=check_bool(name, "return_lse", return_lse),
+    )
+    result = result[:, 0] if single else result
+    return (result, lse) if return_lse else result
+
+
+def _latent_spec(
+    function: str,
+    q_latent: Any,
+    q_rope: Any,
+    latent_pages: Any,
+    rope_pages: Any,
+    *,
+    capacity: int,
+    sequences: int | None,
+    causal: bool,
+    window: Any,
+    scale: float,
+) -> AttentionSpec:
+    """The call as attention of one key head whose rows are a latent and what is rotated, and whose
+    values are the latents: head_dim - head_dim_v is what is rotated."""
+    for label, array in (("q_rope", q_rope), ("rope_pages", rope_pages)):
+        if array.dtype != q_latent.dtype:
+            raise TypeError(
+                f"{function}: {label} has dtype {array.dtype}, must be q_latent's {q_latent.dtype}"
+            )
+    latent = q_latent.shape[-1]
+    width = latent + q_rope.shape[-1]
+    lengths = (capacity, 1) if sequences is not None else (q_latent.shape[0], capacity, 1)
+    return attention_spec(
+        function,
+        (*q_latent.shape[:-1], width),
+        (*lengths, width),
+        (*lengths, latent),
+        q_latent.dtype,
+        latent_pages.dtype,
+        latent_pages.dtype,
+        causal=causal,
+        window=window,
+        scale=scale,
+        sequences=sequences,
+        keys="paged",
+        page_size=latent_pages.shape[1],
+        names=("q_latent", "latent_pages", "latent_pages"),
+        max_head_dim=MAX_LATENT + MAX_ROPE,
+    )
+
+
+def _check_queries(function: str, q_latent: Any, q_rope: Any, ragged: bool) -> None:
+    if q_latent.ndim not in ((3,) if ragged else (3, 4)):
+        layout = "(total, heads, latent)"
+        if not ragged:
+            layout = "(batch, seqlen_q, heads, latent) or (batch, heads, latent)"
+        raise ValueError(f"{function}: q_latent has shape {q_latent.shape}, must be {layout}")
+    if q_rope.ndim != q_latent.ndim or q_rope.shape[:-1] != q_latent.shape[:-1]:
+        want = (*map(str, q_latent.shape[:-1]), "rope_dim")
+        raise ValueError(
+            f"{function}: q_rope has shape {q_rope.shape}, must be q_latent's but for the last "
+            f"axis, ({', '.join(want)})"
+        )
+    for label, width, least, most in (
+        ("q_latent", q_latent.shape[-1], 1, MAX_LATENT),
+        ("q_rope", q_rope.shape[-1], 0, MAX_ROPE),
+    ):
+        if not least <= width <= most:
+            raise ValueError(
+                f"{function}: {label} has width {width}, must be from {least} to {most}"
+            )
+    if q_latent.shape[-2] < 1:
+        raise ValueError(f"{function}: q_latent has 0 heads, must have at least 1")
+
+
+def _check_latent_pages(
+    function: str, latent_pages: Any, rope_pages: Any, latent: int, rope_dim: int
+) -> tuple[Any, Any]:
+    """Check both arrays of pages, and return them with an axis of one head."""
+    checked = []
+    for label, pages, width, of in (
+        ("latent_pages", latent_pages, latent, "q_latent"),
+        ("rope_pages", rope_pages, rope_dim, "q_rope"),
+    ):
+        if pages.ndim == 3:
+            pages = pages[:, :, None]
+        if pages.ndim != 4 or pages.shape[2] != 1:
+            raise ValueError(
+                f"{function}: {label} has shape {pages.shape}, must be {PAGES.format(width)}"
+            )
+        if pages.shape[3] != width:
+            raise ValueError(
+                f"{function}: {label} has width {pages.shape[3]}, must be {of}'s {width}"
+            )
+        checked.append(pages)
+    if checked[1].shape[:2] != checked[0].shape[:2]:
+        raise ValueError(
+            f"{function}: rope_pages has shape {rope_pages.shape}, must begin with latent_pages' "
+            f"(num_pages, page_size) = {checked[0].shape[:2]}"
+        )
+    check_page_size(function, "latent_pages", checked[0].shape[1])
+    return checked[0], checked[1]
+
+
+def _check_indices(function: str, indices: Any, rows: tuple[int, ...], single: bool) -> Any:
+    """Check positions of tokens, and return them as (batch, seqlen_q, k) or (total, k)."""
+    if single and indices.ndim == 2:
+        indices = indices[:, None]
+    if indices.ndim != len(rows) + 1 or indices.shape[:-1] != rows:
+        want = ", ".join([*map(str, rows[:1] if single else rows), "k"])
+        raise ValueError(f"{function}: indices has shape {indices.shape}, must be ({want})")
+    check_index_dtype(function, "indices", indices)
+    check_fits(function, "indices", indices)
+    return indices

@@ -1,0 +1,185 @@
+// Latent attention in plain CUDA C++: every call of mla_decode, on any architecture. The kernel to
+// read first.
+//
+//   q_latent, out (batch, seqlen_q, heads, latent) or (total, heads, latent), q_rope with rope_dim
+//   in place of latent; pages of latents and of rotated parts, any strides; float16, bfloat16,
+//   float32, float64; latent up to kLatent, rope_dim up to kRope. DecodeParams and MlaParams have
+//   the rest. All heads share one key a token, its latent and its rotated part side by side, and
+//   the latent is the value too: it is read once. A tile's rows are kRows pairs of a query token
+//   and a head. The warps of a block take keys in turn, kBatch at a time, a row spread over a
+//   warp's lanes; each warp keeps the running maximum, sum and O of every row (online softmax), and
+//   the block merges its warps' results at the end of a split (schedule.cuh).
+#include "decoding/combine.cuh"
+#include "mla/params.cuh"
+#include "tile/operands.cuh"
+#include "tile/score_mod.cuh"
+
+using T = Config::dtype;
+using Acc = tile::Accumulator<T>;
+constexpr int kLatent = Config::latent;
+constexpr int kRope = Config::rope;
+constexpr int kRows = Config::rows;
+constexpr int kBatch = Config::batch_keys;  // keys on their way at a time
+constexpr int kWarps = Config::threads / 32;
+constexpr int kTileKeys = 64;              // the fewest of a block of keys
+constexpr int kLatentDims = kLatent / 32;  // lane l has columns l, l + 32, …
+constexpr int kDims = kLatentDims + kRope / 32;
+
+using Schedule = decoding::Schedule<kRows, kTileKeys>;
+using Writer = decoding::Writer<T, kRows, kLatent, false, 1>;
+
+static_assert(kLatent % 64 == 0 && kRope % 32 == 0, "lanes must share both parts evenly");
+
+struct Smem {
+  alignas(16) Acc o[kWarps][kRows][kLatent];
+  Acc max_sum[kWarps][kRows][2];
+  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
+  decoding::SplitPlace last_place;
+};
+static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
+
+// A latent and a rotated part, spread over the warp.
+__device__ __forceinline__ void load_row(Acc (&row)[kDims], const T* latent, const T* rope,
+                                         const DecodeParams& params) {
+  const int lane = threadIdx.x % 32, rope_dim = params.head_dim - params.head_dim_v;
+#pragma unroll
+  for (int i = 0; i < kLatentDims; ++i)
+    row[i] = lane + 32 * i < params.head_dim_v ? tile::to_operand<Acc>(latent[lane + 32 * i]) : 0;
+#pragma unroll
+  for (int i = kLatentDims; i < kDims; ++i) {
+    const int column = lane + 32 * (i - kLatentDims);
+    row[i] = column < rope_dim ? tile::to_operand<Acc>(rope[column]) : 0;
+  }
+}
+
+// A warp's share of a split.
+struct Slice {
+  Acc q[kRows][kDims];
+  Acc o[kRows][kLatentDims] = {};
+  Acc row_max[kRows], row_sum[kRows] = {};
+  tile::Range visible[kRows];
+
+  __device__ __forceinline__ Slice(const DecodeParams& params, const MlaParams& mla,
+                                   const decoding::Split& split) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Rows that do not exist do as the last one does.
+      const int index = min(split.row_tile * kRows + r, split.seq.seqlen_q * params.group - 1);
+      const int token = divided_by_group(params, index);
+      const int head = index - token * params.group;
+      const auto row_at = [&](const void* array, const Strides& stride) {
+        return static_cast<const T*>(array) + split.seq.index * stride.batch +
+               (split.seq.begin_q + token) * stride.seq + head * stride.head;
+      };
+      load_row(q[r], row_at(params.q, params.q_stride), row_at(mla.q_rope, mla.q_rope_stride),
+               params);
+      visible[r] = visible_keys(params, split.seq, token);
+      row_max[r] = tile::negative_infinity<Acc>();
+    }
+  }
+
+  // Adds keys first … first + kBatch - 1, as far as `exists` says and they come before `end`.
+  __device__ __forceinline__ void attend(const DecodeParams& params, int first, int end,
+                                         const Acc (&k)[kBatch][kDims],
+                                         const bool (&exists)[kBatch]) {
+    const Acc scale = static_cast<Acc>(params.scale);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Acc s[kBatch], new_max = row_max[r];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int key = first + j;
+        s[j] = 0;
+#pragma unroll
+        for (int i = 0; i < kDims; ++i) s[j] = fma(q[r][i], k[j][i], s[j]);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+          s[j] += __shfl_xor_sync(~0u, s[j], distance);
+        s[j] *= scale;
+        if (!exists[j] || key < visible[r].begin || key >= min(visible[r].end, end))
+          s[j] = tile::negative_infinity<Acc>();
+        new_max = fmax(new_max, ceil(s[j] * static_cast<Acc>(1.4426950408889634)));
+      }
+      const Acc shift = new_max == tile::negative_infinity<Acc>() ? 0 : new_max;
+      const Acc factor = decoding::power_of_two(row_max[r] - shift);
+      Acc sum = 0, weighted[kLatentDims] = {};
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const Acc weight = decoding::weight(s[j], shift);
+        if (weight == 0) continue;  // a hidden key's latent may be NaN
+        sum += weight;
+#pragma unroll
+        for (int i = 0; i < kLatentDims; ++i) weighted[i] = fma(weight, k[j][i], weighted[i]);
+      }
+      row_max[r] = new_max;
+      row_sum[r] = fma(row_sum[r], factor, sum);
+#pragma unroll
+      for (int i = 0; i < kLatentDims; ++i) o[r][i] = fma(o[r][i], factor, weighted[i]);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    mla_decode_simt(const __grid_constant__ DecodeParams params,
+                    const __grid_constant__ MlaParams mla) {
+  __shared__ Smem smem;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const kvcache::PageTable table = page_table(params);
+  const kvcache::Pages<const T> latents = {static_cast<const T*>(params.k), params.k_stride};
+  const kvcache::Pages<const T> rotated = {static_cast<const T*>(mla.rope), mla.rope_stride};
+  Schedule schedule;
+  if (!schedule.start(params)) return;
+  decoding::Split split;
+  if (threadIdx.x == 0) smem.last_place.merges = false;
+  while (schedule.next(params, split)) {
+    const decoding::SplitPlace place = schedule.place_of(params, split);
+    const mla::Tokens tokens = mla::tokens_of(params, mla, split.seq.index);
+    Slice slice(params, mla, split);
+    for (int first = split.begin + warp * kBatch; first < split.end; first += kWarps * kBatch) {
+      Acc k[kBatch][kDims];
+      bool exists[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int token = tokens.of_key(min(first + i, split.end - 1));
+        exists[i] = tokens.has(token);
+        const int there = exists[i] ? token : 0;
+        const int page = table.page(tokens.sequence, there), slot = table.slot(there);
+        load_row(k[i], latents.row(page, slot, 0), rotated.row(page, slot, 0), params);
+      }
+      slice.attend(params, first, split.end, k, exists);
+    }
+
+    __syncthreads();  // the split before has been merged
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLatentDims; ++i) smem.o[warp][r][lane + 32 * i] = slice.o[r][i];
+      if (lane == 0) {
+        smem.max_sum[warp][r][0] = slice.row_max[r];
+        smem.max_sum[warp][r][1] = slice.row_sum[r];
+      }
+    }
+    __syncthreads();
+    const Writer writer = {params, split, place};
+    for (int i = threadIdx.x; i < writer.rows() * Writer::kVecs; i += Config::threads) {
+      const int row = i / Writer::kVecs, column = i % Writer::kVecs * 4;
+      if (column >= params.head_dim_v) continue;
+      decoding::Partial<T> whole;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w)
+        whole.add(reinterpret_cast<const decoding::FourColumns<Acc>&>(smem.o[w][row][column]),
+                  smem.max_sum[w][row][0], smem.max_sum[w][row][1]);
+      writer.put(row, column, whole);
+    }
+    if (place.merges && place.alone) {
+      writer.merge_partials();
+    } else if (place.merges && threadIdx.x == 0) {
+      smem.last_split = split;
+      smem.last_place = place;
+    }
+  }
+  __syncthreads();
+  if (smem.last_place.merges) Writer{params, smem.last_split, smem.last_place}.merge_partials();
+}

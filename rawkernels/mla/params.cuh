@@ -1,0 +1,72 @@
+// What the kernels of latent attention are told about one call beside DecodeParams. Declared as
+// MLA_PARAMS in cuattn/gpu/params.py too.
+//
+// A token's row is its latent, head_dim_v wide, and its rotated part, head_dim - head_dim_v wide.
+// DecodeParams has the latents as k (and as v), the queries' latent parts as q, and one key head.
+//
+// With `indices` every query is a sequence of DecodeParams of its own: its keys are the entries of
+// its row of `indices`, `capacity` of them, each the position of a token in the sequence that the
+// query belongs to.
+#pragma once
+
+#include "decoding/params.cuh"
+#include "tile/visibility.cuh"
+
+struct MlaParams {
+  const void* q_rope;
+  const void* rope;      // pages of the rotated parts
+  const int* indices;    // (queries, capacity); null: all tokens of a sequence are its keys
+  const int* lengths;    // of the sequences that `indices` are about
+  const int* cu_tokens;  // of them: where each one's queries begin; null: `tokens` of each
+  Strides q_rope_stride;
+  PageStrides rope_stride;
+  long long index_stride;
+  int tokens, sequences;
+  int window_left, window_right;  // with `indices`, where DecodeParams has none
+};
+
+namespace mla {
+
+// Where the keys of a work tile are: a sequence's row of the page table, and the tokens that a
+// query with a row of indices may see.
+struct Tokens {
+  const int* indices;  // null: key j is token j
+  int sequence;
+  int begin, end;  // tokens outside are not seen
+
+  __device__ __forceinline__ int of_key(int key) const {
+    return indices == nullptr ? key : indices[key];
+  }
+  __device__ __forceinline__ bool has(int token) const { return token >= begin && token < end; }
+};
+
+// The sequence that a query of all sequences' end to end belongs to, the last one for queries that
+// belong to none.
+__device__ __forceinline__ int sequence_of_query(const MlaParams& mla, int query) {
+  if (mla.cu_tokens == nullptr) return query / mla.tokens;
+  int low = 0, high = mla.sequences - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (mla.cu_tokens[middle] <= query)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+// The keys of sequence `index` of DecodeParams.
+__device__ __forceinline__ Tokens tokens_of(const DecodeParams& params, const MlaParams& mla,
+                                            int index) {
+  if (mla.indices == nullptr) return {nullptr, index, 0, kUnbounded};
+  const int sequence = sequence_of_query(mla, index);
+  const int begin = mla.cu_tokens == nullptr ? sequence * mla.tokens : mla.cu_tokens[sequence];
+  const int end = mla.cu_tokens == nullptr ? begin + mla.tokens : mla.cu_tokens[sequence + 1];
+  const int capacity = params.table_stride << params.page_shift;
+  const int length = max(0, min(mla.lengths[sequence], capacity));
+  const tile::Visibility visibility = {-mla.window_left, mla.window_right + 1, length};
+  const tile::Range keys = visibility.keys(length - (end - index));
+  return {mla.indices + index * mla.index_stride, sequence, max(keys.begin, 0), keys.end};
+}
+
+}  // namespace mla

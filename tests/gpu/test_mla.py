@@ -1,0 +1,285 @@
+"""Latent attention's kernels, tier by tier, against the definition in float64, however their work
+is split, paged and replayed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuattn.mla import mla_decode
+from tests import formulas
+
+cupy = pytest.importorskip("cupy")
+
+from cuattn.gpu import dispatch, plan  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in formulas.DTYPES}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+TIERS = dispatch.mla.MLA_TIERS
+SCALE = 192**-0.5
+
+
+@pytest.fixture(params=TIERS, ids=lambda tier: tier.name)
+def tier(request, monkeypatch):
+    """Each tier: calls reach it, and what it leaves goes to the tiers below it."""
+    monkeypatch.setattr(dispatch.mla, "MLA_TIERS", TIERS[TIERS.index(request.param) :])
+    return request.param.name
+
+
+@pytest.fixture(autouse=True)
+def dirty_scratch(monkeypatch):
+    """Scratch memory is never what a kernel might hope for."""
+    scratch = plan.scratch
+
+    def dirty(nbytes):
+        memory = scratch(nbytes)
+        if not cupy.cuda.get_current_stream().is_capturing():
+            whole = cupy.ndarray(nbytes, np.uint8, memory)
+            whole[...] = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
+        return memory
+
+    monkeypatch.setattr(plan, "scratch", dirty)
+
+
+class Cache:
+    """Sequences of a batch on the host, and in pages on the device, with NaN where nothing is to
+    be read."""
+
+    def __init__(
+        self, rng, lens, dtype, page_size=64, *, latent=512, rope=64, joined=True, sizes=1.0
+    ):
+        self.lens = np.array(lens, np.int32)
+        self.latent, self.dtype = latent, np.dtype(dtype)
+        self.rows = [(rng.standard_normal((n, latent + rope)) * sizes).astype(dtype) for n in lens]
+        width = max(1, -(-max(lens) // page_size))
+        pages = np.full((len(lens) * width + 3, page_size, latent + rope), np.nan, dtype)
+        table = rng.permutation(len(pages))[: len(lens) * width].reshape(-1, width)
+        for b, n in enumerate(lens):
+            page, slot = np.divmod(np.arange(n), page_size)
+            pages[table[b, page], slot] = self.rows[b]
+        self.table = table.astype(np.int32)
+        for b, n in enumerate(lens):
+            self.table[b, -(-n // page_size) :] = 1 << 30
+        pages = cupy.asarray(pages)
+        self.pages = [pages[..., :latent], pages[..., latent:]]
+        if not joined:
+            self.pages = [cupy.ascontiguousarray(part) for part in self.pages]
+
+    def queries(self, rng, *shape, size=1.0):
+        width = self.rows[0].shape[1]
+        return (rng.standard_normal((*shape, width)) * size).astype(self.dtype)
+
+    def decode(self, q, **options):
+        q = cupy.asarray(q)
+        arrays = (q[..., : self.latent], q[..., self.latent :], *self.pages)
+        options = {"scale": SCALE, "return_lse": True} | options
+        return mla_decode(
+            *arrays, *map(cupy.asarray, (self.table, self.lens)), **on_device(options)
+        )
+
+    def check(self, q, cu=None, indices=None, **options):
+        """Judge out and lse by the definition on each sequence."""
+        more = {} if cu is None else {"cu_seqlens_q": cu}
+        more |= {} if indices is None else {"indices": indices}
+        out, lse = (a.get() for a in self.decode(q, **more, **options))
+        assert out.dtype == self.dtype
+        if cu is None:
+            rows = [slice(b, b + 1) for b in range(len(q))]
+            parts = [(q[r], out[r], lse[r]) for r in rows]
+        else:
+            rows = [slice(a, b) for a, b in itertools.pairwise(cu)]
+            parts = [(q[None, r], out[None, r], lse[None, :, r]) for r in rows]
+        wanted: list[list[Any]] = [[], [], [], [], [], []]
+        for b, (q_b, out_b, lse_b) in enumerate(parts):
+            k = self.rows[b][None, :, None]
+            mask = None
+            if indices is not None:
+                of = indices[rows[b]].reshape(q_b.shape[1], -1)
+                mask = (of[:, :, None] == np.arange(len(self.rows[b]))).any(axis=1)[None, None]
+            exact, plain = (
+                formulas.attention(
+                    q_b, k, k[..., : self.latent], mask=mask, precision=precision,
+                    **({"causal": True, "scale": SCALE} | options),
+                )
+                for precision in (
+                    np.longdouble if self.dtype == np.float64 else np.float64, self.dtype
+                )
+            )  # fmt: skip
+            for into, array in zip(wanted, (out_b, *exact, lse_b, *plain), strict=True):
+                into.append(array.reshape(-1))
+        out, exact, exact_lse, lse, plain, plain_lse = map(np.concatenate, wanted)
+        formulas.assert_accurate(out, exact, plain)
+        formulas.assert_accurate(lse, exact_lse, plain_lse)
+
+
+def on_device(options):
+    return {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": (37, 0)},
+    "two-sided": {"causal": False, "window": (20, 3)},
+    "sinks": {"sinks": True},
+    "all": {"window": (100, 5), "sinks": True, "scale": 0.03},
+}
+
+
+def drawn(options, rng, heads):
+    options = {"causal": True} | options
+    if "sinks" in options:
+        options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+    return options
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_option(rng, tier, dtype, option):
+    cache = Cache(rng, [0, 1, 5, 63, 64, 65, 129, 517], DTYPES[dtype])
+    options = drawn(OPTIONS[option], rng, 16)
+    for seqlen_q in (1, 3):
+        cache.check(cache.queries(rng, 8, seqlen_q, 16), **options)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 40, 64, 65, 128])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5])
+def test_every_number_of_rows(rng, tier, heads, seqlen_q):
+    cache = Cache(rng, [300, 17, 64], BFLOAT16)
+    cache.check(cache.queries(rng, 3, seqlen_q, heads), causal=True)
+
+
+def test_many_tokens(rng, tier):
+    cache = Cache(rng, [300, 70], np.float16)
+    cache.check(cache.queries(rng, 2, 64, 16), causal=True)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_every_page_size(rng, tier, page_size, joined):
+    cache = Cache(rng, [515, 1, 64], BFLOAT16, page_size, joined=joined)
+    for options in ({}, {"window": (9, 0)}):
+        cache.check(cache.queries(rng, 3, 1, 32), **options)
+
+
+@pytest.mark.parametrize("widths", [(256, 32), (512, 0), (192, 64), (40, 24), (1, 1), (511, 63)])
+def test_every_width(rng, tier, widths):
+    latent, rope = widths
+    for dtype in (BFLOAT16, np.dtype(np.float32)):
+        heads = 16 if latent > 1 else 128
+        cache = Cache(rng, [200, 70], dtype, latent=latent, rope=rope, joined=latent % 2 == 0)
+        cache.check(cache.queries(rng, 2, 1, heads))
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 64, "fixed"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_every_split(rng, tier, num_splits, heads):
+    cache = Cache(rng, [5000, 3, 0, 1025], BFLOAT16)
+    cache.check(cache.queries(rng, 4, 1, heads), num_splits=num_splits)
+
+
+def test_ragged_rows(rng, tier):
+    counts = [1, 4, 0, 9]
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    cache = Cache(rng, [90, 300, 12, 70], BFLOAT16)
+    cache.check(cache.queries(rng, cu[-1], 16), cu)
+
+
+@pytest.mark.parametrize("rise", ["first", "last", "every", "even", "odd"])
+def test_maxima_that_rise(rng, tier, rise):
+    """Scores that leave the lagging maximum far behind, in some blocks of 64 keys or in all."""
+    n = 64 * 7 + 5
+    cache = Cache(rng, [n, n - 64], BFLOAT16)
+    block = np.arange(n) // 64
+    steps = {
+        "first": block == 1, "last": block == 7, "every": block, "even": block // 2 * 2,
+        "odd": (block + 1) // 2 * 2,
+    }[rise]  # fmt: skip
+    q = cache.queries(rng, 2, 1, 40, size=0.1)
+    q[..., 0] = 30.0
+    page, slot = np.divmod(np.arange(n), 64)
+    for b, rows in enumerate(cache.rows):
+        rows[:, 0] = (steps[: len(rows)] * 20.0).astype(BFLOAT16)
+        at = cupy.asarray(cache.table[b, page[: len(rows)]]), cupy.asarray(slot[: len(rows)])
+        cache.pages[0][at] = cupy.asarray(rows[:, :512])
+    cache.check(q)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_sparse(rng, tier, heads, seqlen_q):
+    lens, k = [0, 40, 700], 100
+    cache = Cache(rng, lens, BFLOAT16)
+    indices = np.full((3, seqlen_q, k), -1, np.int32)
+    for b, n in enumerate(lens):
+        for i in range(seqlen_q):
+            some = rng.permutation(n)[: min(n, k - 7)]
+            indices[b, i, : len(some)] = some
+            indices[b, i, -1] = 1 << 29
+            rng.shuffle(indices[b, i])
+    q = cache.queries(rng, 3, seqlen_q, heads)
+    for options in ({}, {"causal": False}, {"window": (300, 0)}):
+        cache.check(q, indices=indices, **options)
+
+
+def test_sparse_ragged_rows(rng, tier):
+    cu = np.array([0, 1, 1, 4], np.int32)
+    cache = Cache(rng, [100, 30, 300], BFLOAT16)
+    indices = np.stack([rng.permutation(30) for _ in range(4)]).astype(np.int32)
+    cache.check(cache.queries(rng, 4, 16), cu, indices)
+
+
+def test_fixed_splits_do_not_depend_on_the_batch(rng, tier):
+    cache = Cache(rng, [3000, 1100, 5, 2500], BFLOAT16)
+    q = cache.queries(rng, 4, 1, 16)
+    whole = cache.decode(q, num_splits="fixed")
+    for b in range(4):
+        alone = Cache.__new__(Cache)
+        alone.__dict__ = cache.__dict__ | {
+            "table": cache.table[b : b + 1], "lens": cache.lens[b : b + 1]
+        }  # fmt: skip
+        got = alone.decode(q[b : b + 1], num_splits="fixed")
+        assert all(
+            np.array_equal(x.get()[0].view(np.uint8), y.get()[b].view(np.uint8))
+            for x, y in zip(got, whole, strict=True)
+        )
+
+
+def test_a_graph_replays_after_lengths_changed(rng, tier):
+    cache = Cache(rng, [900, 64, 300], BFLOAT16)
+    q = cache.queries(rng, 3, 1, 128)
+    on_gpu = cupy.asarray(q)
+    lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
+
+    def call():
+        arrays = on_gpu[..., :512], on_gpu[..., 512:], *cache.pages
+        return mla_decode(*arrays, table, lens, scale=SCALE)
+
+    call()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        out = call()
+        graph = stream.end_capture()
+        for shorter in (0, 1, 37):
+            lens[...] = cupy.asarray(np.maximum(cache.lens - shorter, 0))
+            out[...] = np.nan
+            graph.launch()
+            want = call()
+            assert np.array_equal(out.get().view(np.uint16), want.get().view(np.uint16))
+
+
+def test_out_of_other_strides(rng, tier):
+    cache = Cache(rng, [100, 30], BFLOAT16)
+    q = cache.queries(rng, 2, 1, 16)
+    want, _ = cache.decode(q)
+    room = cupy.full((2, 1, 32, 512), np.nan, BFLOAT16)
+    got, _ = cache.decode(q, out=room[:, :, ::2])
+    assert np.array_equal(got.get().view(np.uint16), want.get().view(np.uint16))
+    assert np.isnan(room[:, :, 1::2].get().astype(np.float32)).all()

@@ -1,0 +1,101 @@
+"""Which kernel serves a call of mla_decode."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuattn._spec import attention_spec
+from cuattn.gpu import dispatch
+from cuattn.gpu.dispatch.mla import MLA_TIERS, MlaCall, choose_mla
+from cuattn.gpu.params import DECODE_PARAMS, MLA_PARAMS
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def described(
+    *, heads=16, seqlen_q=1, batch=3, dtype=BFLOAT16, latent=512, rope=64, page_size=64,
+    max_pages=8, joined=True, arch="sm_90a", window=None, **options,
+):  # fmt: skip
+    width = latent + rope
+    spec = attention_spec(
+        "mla_decode",
+        (batch, seqlen_q, heads, width),
+        (batch, max_pages * page_size, 1, width),
+        (batch, max_pages * page_size, 1, latent),
+        *(np.dtype(dtype),) * 3,
+        causal=True, window=window, scale=0.1, keys="paged", page_size=page_size, max_head_dim=576,
+    )  # fmt: skip
+    size = spec.dtype.itemsize
+
+    def strides(*shape):
+        found = [size]
+        for n in shape[:0:-1]:
+            found.append(found[-1] * n)
+        return tuple(found[::-1])
+
+    row = width if joined else latent
+    pages = strides(50, page_size, 1, row)
+    return MlaCall(
+        spec,
+        arch,
+        132,
+        q_latent=strides(batch, seqlen_q, heads, latent),
+        q_rope=strides(batch, seqlen_q, heads, rope),
+        latent=pages,
+        rope=pages if joined else strides(50, page_size, 1, rope),
+        out=strides(batch, seqlen_q, heads, latent),
+        num_pages=50,
+        table_stride=max_pages,
+        **options,
+    )
+
+
+def packed(launch, struct):
+    (arguments,) = (each for each in launch.arguments if each.struct is struct)
+    values = dict.fromkeys(arguments.wanted, 0) | {
+        name: bytes(128) for name in arguments.wanted if name.endswith("_map")
+    }
+    return struct.unpack(arguments.pack(values))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_every_call_is_served_by_a_variant_that_is_compiled(arch, dtype):
+    for call in (
+        described(arch=arch, dtype=dtype),
+        described(arch=arch, dtype=dtype, heads=128, latent=100, rope=0, page_size=1),
+        described(arch=arch, dtype=dtype, top_k=100, num_splits="fixed"),
+    ):
+        assert choose_mla(call).variant in set(dispatch.variants(arch))
+
+
+def test_rows_of_both_parts():
+    launch = choose_mla(described(heads=16, seqlen_q=2), MLA_TIERS[-1:])
+    both = packed(launch, DECODE_PARAMS)
+    own = packed(launch, MLA_PARAMS)
+    assert (both["head_dim"], both["head_dim_v"], both["heads_kv"]) == (576, 512, 1)
+    assert both["k_stride"] == both["v_stride"] == own["rope_stride"] == (64 * 576, 576, 576)
+    assert both["q_stride"] == (2 * 16 * 512, 16 * 512, 512)
+    assert own["q_rope_stride"] == (2 * 16 * 64, 16 * 64, 64)
+    assert both["seqlen_q"] == own["tokens"] == 2
+
+
+def test_queries_with_indices_are_sequences_of_their_own():
+    call = described(heads=16, seqlen_q=2, top_k=100, window=(7, 0))
+    launch = choose_mla(call, MLA_TIERS[-1:])
+    both, own = packed(launch, DECODE_PARAMS), packed(launch, MLA_PARAMS)
+    assert (both["batch"], both["seqlen_q"], both["capacity"]) == (6, 1, 100)
+    assert both["q_stride"][0] == 16 * 512
+    assert own["q_rope_stride"][0] == 16 * 64
+    assert both["window_left"] == both["window_right"] == 1 << 30
+    assert (own["tokens"], own["sequences"], own["index_stride"]) == (2, 3, 100)
+    assert (own["window_left"], own["window_right"]) == (7, 0)
+
+
+def test_a_call_of_no_pages_has_no_keys():
+    launch = choose_mla(dataclasses.replace(described(), num_pages=0), MLA_TIERS[-1:])
+    assert packed(launch, DECODE_PARAMS)["capacity"] == 0

@@ -1,0 +1,357 @@
+"""mla_decode on NumPy arrays, against the formula before absorption, written out here."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn.mla import mla_decode
+from tests import formulas
+
+
+class Layer:
+    """A layer of latent attention with random weights, and sequences of cached tokens in pages,
+    with NaN in all slots that hold no token."""
+
+    def __init__(
+        self, rng, lens, heads, page_size=16, *, latent=96, rope=16, nope=24, dim_v=20, joined=False
+    ):
+        self.lens = np.array(lens, np.int32)
+        self.w_uk = rng.standard_normal((heads, nope, latent)) / np.sqrt(nope)
+        self.w_uv = rng.standard_normal((heads, dim_v, latent)) / np.sqrt(latent)
+        self.latents = [rng.standard_normal((n, latent)) for n in lens]
+        self.rotated = [rng.standard_normal((n, rope)) for n in lens]
+        self.nope, self.rope, self.latent = nope, rope, latent
+        self.scale = (nope + rope) ** -0.5
+        max_pages = max(1, -(-max(lens) // page_size))
+        num_pages = len(lens) * max_pages + 3
+        self.table = rng.permutation(num_pages)[: len(lens) * max_pages].reshape(-1, max_pages)
+        rows = np.full((num_pages, page_size, latent + rope), np.nan)
+        self.latent_pages, self.rope_pages = rows[..., :latent], rows[..., latent:]
+        if not joined:
+            self.latent_pages, self.rope_pages = self.latent_pages.copy(), self.rope_pages.copy()
+        for b, n in enumerate(lens):
+            page, slot = np.divmod(np.arange(n), page_size)
+            self.latent_pages[self.table[b, page], slot] = self.latents[b]
+            self.rope_pages[self.table[b, page], slot] = self.rotated[b]
+        self.table = self.table.astype(np.int32)
+        for b, n in enumerate(lens):
+            self.table[b, -(-n // page_size) :] = -(2**31)
+
+    def queries(self, rng, *shape):
+        """Queries of heads before absorption: what is not rotated, and what is."""
+        heads = len(self.w_uk)
+        return rng.standard_normal((*shape, heads, self.nope)), rng.standard_normal(
+            (*shape, heads, self.rope)
+        )
+
+    def absorbed(self, q_nope):
+        return np.einsum("...hd,hdc->...hc", q_nope, self.w_uk)
+
+    def decode(self, q_latent, q_rope, dtype=np.float64, **options):
+        arrays = (q_latent, q_rope, self.latent_pages, self.rope_pages)
+        arrays = (np.asarray(a).astype(dtype) for a in arrays)
+        options = {"scale": self.scale} | options
+        return mla_decode(*arrays, self.table, self.lens, return_lse=True, **options)
+
+    def unabsorbed(self, b, q_nope, q_rope, keep=None, **options):
+        """Attention of a sequence's heads by the formula of the paper: (seqlen_q, heads, dim_v) and
+        (heads, seqlen_q)."""
+        c, r = self.latents[b], self.rotated[b]
+        k = np.einsum("hdc,nc->nhd", self.w_uk, c)
+        v = np.einsum("hdc,nc->nhd", self.w_uv, c)
+        k = np.concatenate([k, np.broadcast_to(r[:, None], (*k.shape[:2], r.shape[-1]))], -1)
+        q = np.concatenate([q_nope, q_rope], -1)
+        options = {"scale": self.scale, "causal": True} | options
+        out, lse = formulas.attention(q[None], k[None], v[None], mask=keep, **options)
+        return out[0], lse[0]
+
+    def values(self, out):
+        """Heads' results from weighted sums of latents."""
+        return np.einsum("...hc,hdc->...hd", out.astype(np.float64), self.w_uv)
+
+
+OPTIONS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": (7, 0)},
+    "two-sided": {"causal": False, "window": (5, 2)},
+    "scale": {"scale": 0.1},
+    "sinks": {"sinks": True},
+}
+
+
+def drawn(options, rng, heads):
+    return options | ({"sinks": rng.standard_normal(heads)} if "sinks" in options else {})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5])
+def test_absorbed_is_unabsorbed(rng, seqlen_q, option):
+    heads = int(rng.choice([1, 3, 8]))
+    layer = Layer(rng, [0, 1, 5, 16, 17, 40], heads, joined=bool(seqlen_q % 2))
+    options = drawn(OPTIONS[option], rng, heads)
+    q_nope, q_rope = layer.queries(rng, 6, seqlen_q)
+    out, lse = layer.decode(layer.absorbed(q_nope), q_rope, **options)
+    for b in range(6):
+        want, want_lse = layer.unabsorbed(b, q_nope[b], q_rope[b], **options)
+        np.testing.assert_allclose(layer.values(out[b]), want, atol=1e-12)
+        np.testing.assert_allclose(lse[b], want_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 40, 64, 65, 128])
+def test_deepseeks_widths(rng, heads):
+    layer = Layer(rng, [63, 64, 65], heads, 64, latent=512, rope=64, nope=128, dim_v=128)
+    q_nope, q_rope = layer.queries(rng, 3, 1)
+    out, _ = layer.decode(layer.absorbed(q_nope), q_rope)
+    for b in range(3):
+        want, _ = layer.unabsorbed(b, q_nope[b], q_rope[b])
+        np.testing.assert_allclose(layer.values(out[b]), want, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", formulas.DTYPES)
+def test_every_dtype_is_as_exact_as_the_formula(rng, dtype):
+    layer = Layer(rng, [50, 3], 4)
+    layer.latents, layer.rotated = (
+        [a.astype(dtype) for a in arrays] for arrays in (layer.latents, layer.rotated)
+    )
+    q_latent, q_rope = rng.standard_normal((2, 1, 4, 96)), rng.standard_normal((2, 1, 4, 16))
+    q_latent, q_rope = q_latent.astype(dtype), q_rope.astype(dtype)
+    out, lse = layer.decode(q_latent, q_rope, dtype)
+    assert out.dtype == dtype
+    assert lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
+    for b in range(2):
+        k = np.concatenate([layer.latents[b], layer.rotated[b]], -1)[None, :, None]
+        q = np.concatenate([q_latent, q_rope], -1)[b : b + 1]
+        exact, plain = (
+            formulas.attention(q, k, k[..., :96], scale=layer.scale, precision=precision)
+            for precision in (np.longdouble, dtype)
+        )
+        formulas.assert_accurate(out[b : b + 1], exact[0], plain[0])
+        formulas.assert_accurate(lse[b : b + 1], exact[1], plain[1])
+
+
+def test_the_scale_of_yarn(rng):
+    layer = Layer(rng, [30], 2)
+    mscale = 0.1 * np.log(40) + 1
+    q_nope, q_rope = layer.queries(rng, 1, 1)
+    out, lse = layer.decode(layer.absorbed(q_nope), q_rope, scale=layer.scale * mscale**2)
+    want, want_lse = layer.unabsorbed(0, mscale**2 * q_nope[0], mscale**2 * q_rope[0])
+    assert abs(mscale**2 - 1.874) < 1e-3
+    np.testing.assert_allclose(layer.values(out[0]), want, atol=1e-12)
+    np.testing.assert_allclose(lse[0], want_lse, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_pages_of_every_size_hold_the_same(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    lens = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=4))
+    page_size = 1 << data.draw(st.integers(0, 8))
+    whole = Layer(rng, lens, 2, 256)
+    other = Layer(rng, lens, 2, page_size, joined=data.draw(st.booleans()))
+    q_latent, q_rope = (
+        rng.standard_normal((len(lens), 3, 2, 96)),
+        rng.standard_normal((len(lens), 3, 2, 16)),
+    )
+    for b, n in enumerate(lens):
+        page, slot = np.divmod(np.arange(n), page_size)
+        other.latent_pages[other.table[b, page], slot] = whole.latents[b]
+        other.rope_pages[other.table[b, page], slot] = whole.rotated[b]
+    want = whole.decode(q_latent, q_rope)
+    got = other.decode(q_latent, q_rope, scale=whole.scale)
+    assert all(map(np.array_equal, want, got))
+
+
+def test_ragged_rows(rng):
+    counts = [1, 4, 0, 3]
+    layer = Layer(rng, [9, 30, 12, 3], 4)
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q_nope, q_rope = layer.queries(rng, cu[-1])
+    out, lse = layer.decode(layer.absorbed(q_nope), q_rope, cu_seqlens_q=cu)
+    for b in range(4):
+        rows = slice(cu[b], cu[b + 1])
+        want, want_lse = layer.unabsorbed(b, q_nope[rows], q_rope[rows])
+        np.testing.assert_allclose(layer.values(out[rows]), want, atol=1e-12)
+        np.testing.assert_allclose(lse[:, rows], want_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("option", ["causal", "full", "window", "sinks"])
+def test_sparse_is_a_mask(rng, option):
+    lens, seqlen_q, k = [0, 6, 40], 3, 12
+    layer = Layer(rng, lens, 2)
+    options = drawn(OPTIONS[option], rng, 2)
+    indices = np.full((3, seqlen_q, k), -1, np.int64)
+    for b, n in enumerate(lens):
+        for i in range(seqlen_q):
+            some = rng.permutation(n)[: min(n, k - 2)]
+            indices[b, i, : len(some)] = some
+            indices[b, i, -1] = n + 100  # no such token
+            rng.shuffle(indices[b, i])
+    q_nope, q_rope = layer.queries(rng, 3, seqlen_q)
+    out, lse = layer.decode(layer.absorbed(q_nope), q_rope, indices=indices, **options)
+    for b, n in enumerate(lens):
+        keep = (indices[b][:, :, None] == np.arange(n)).any(axis=1)
+        want, want_lse = layer.unabsorbed(b, q_nope[b], q_rope[b], keep[None, None], **options)
+        np.testing.assert_allclose(layer.values(out[b]), want, atol=1e-12)
+        np.testing.assert_allclose(lse[b], want_lse, atol=1e-12)
+
+
+def test_all_tokens_by_index_are_all_tokens(rng):
+    layer = Layer(rng, [40, 7], 2)
+    q_latent, q_rope = rng.standard_normal((2, 2, 96)), rng.standard_normal((2, 2, 16))
+    want = layer.decode(q_latent, q_rope)
+    indices = np.tile(np.arange(40, dtype=np.int32), (2, 1))
+    got = layer.decode(q_latent, q_rope, indices=indices)
+    assert all(np.allclose(a, b, atol=1e-13) for a, b in zip(got, want, strict=True))
+
+
+def test_a_token_that_is_named_twice_counts_twice(rng):
+    layer = Layer(rng, [8], 1)
+    q_latent, q_rope = rng.standard_normal((1, 1, 96)), rng.standard_normal((1, 1, 16))
+    once = layer.decode(q_latent, q_rope, indices=np.array([[3, -1]]))
+    twice = layer.decode(q_latent, q_rope, indices=np.array([[3, 3]]))
+    np.testing.assert_allclose(once[0], twice[0])
+    np.testing.assert_allclose(once[1] + np.log(2), twice[1])
+
+
+def test_chunks_of_a_prefix_merge_to_the_whole(rng):
+    """A chunk without keys weighs nothing, and lse is a natural logarithm."""
+    layer = Layer(rng, [64], 3, 16)
+    q_latent, q_rope = rng.standard_normal((1, 1, 3, 96)), rng.standard_normal((1, 1, 3, 16))
+    whole = layer.decode(q_latent, q_rope)
+    outs, lses = [], []
+    for first, count in ((0, 2), (2, 0), (2, 2)):
+        part = mla_decode(
+            q_latent, q_rope, layer.latent_pages, layer.rope_pages,
+            layer.table[:, first : first + 2], np.array([16 * count], np.int32),
+            scale=layer.scale, return_lse=True,
+        )  # fmt: skip
+        outs.append(part[0])
+        lses.append(part[1])
+    assert np.isneginf(lses[1]).all()
+    merged = cuattn.merge_attention(outs, lses)
+    assert all(np.allclose(a, b, atol=1e-13) for a, b in zip(merged, whole, strict=True))
+
+
+def test_scores_that_rise_far(rng):
+    layer = Layer(rng, [200], 2)
+    q_nope, q_rope = layer.queries(rng, 1, 1)
+    q_nope *= 1e4
+    out, lse = layer.decode(layer.absorbed(q_nope), q_rope)
+    want, want_lse = layer.unabsorbed(0, q_nope[0], q_rope[0])
+    np.testing.assert_allclose(layer.values(out[0]), want, atol=1e-8)
+    np.testing.assert_allclose(lse[0], want_lse, rtol=1e-12)
+
+
+def test_q_without_a_token_axis_and_out(rng):
+    layer = Layer(rng, [20, 4], 2)
+    q_latent, q_rope = rng.standard_normal((2, 2, 96)), rng.standard_normal((2, 2, 16))
+    want, want_lse = layer.decode(q_latent[:, None], q_rope[:, None])
+    out = np.full_like(q_latent, np.nan)
+    got, lse = layer.decode(q_latent, q_rope, out=out)
+    assert got.shape == (2, 2, 96)
+    assert np.array_equal(out, want[:, 0])
+    assert np.array_equal(lse, want_lse)
+
+
+def test_permuting_the_batch_permutes_the_output(rng):
+    layer = Layer(rng, [5, 0, 30, 12], 2)
+    q_latent, q_rope = rng.standard_normal((4, 1, 2, 96)), rng.standard_normal((4, 1, 2, 16))
+    out, _ = layer.decode(q_latent, q_rope)
+    order = rng.permutation(4)
+    layer.table, layer.lens = layer.table[order], layer.lens[order]
+    again, _ = layer.decode(q_latent[order], q_rope[order])
+    assert np.array_equal(out[order], again)
+
+
+def test_nothing_is_rotated(rng):
+    layer = Layer(rng, [20], 2, rope=0)
+    q_nope, q_rope = layer.queries(rng, 1, 1)
+    out, _ = layer.decode(layer.absorbed(q_nope), q_rope)
+    want, _ = layer.unabsorbed(0, q_nope[0], q_rope[0])
+    np.testing.assert_allclose(layer.values(out[0]), want, atol=1e-12)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+RIGHT = {
+    "q_latent": zeros(2, 1, 4, 32),
+    "q_rope": zeros(2, 1, 4, 8),
+    "latent_pages": zeros(6, 4, 32),
+    "rope_pages": zeros(6, 4, 1, 8),
+    "page_table": zeros(2, 3, dtype=np.int32),
+    "seq_lens": np.array([3, 4], np.int32),
+    "scale": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": None}, "scale must be a number, got None: it has no default"),
+        ({"scale": "1"}, "scale must be a number, got str"),
+        ({"scale": float("nan")}, "scale is nan, must be finite"),
+        ({"q_latent": zeros(4, 32)}, r"q_latent has shape \(4, 32\), must be \(batch, seqlen_q"),
+        ({"q_latent": zeros(3, 1, 4, 32)}, "q_rope has shape"),
+        (
+            {"q_latent": zeros(3, 1, 4, 32), "q_rope": zeros(3, 1, 4, 8)},
+            "q_latent has batch 3, must be page_table's 2",
+        ),
+        ({"q_rope": zeros(2, 1, 3, 8)}, r"q_rope has shape .*\(2, 1, 4, rope_dim\)"),
+        ({"q_latent": zeros(2, 1, 4, 513)}, "q_latent has width 513, must be from 1 to 512"),
+        ({"q_rope": zeros(2, 1, 4, 65)}, "q_rope has width 65, must be from 0 to 64"),
+        ({"q_latent": zeros(2, 1, 0, 32), "q_rope": zeros(2, 1, 0, 8)}, "q_latent has 0 heads"),
+        ({"latent_pages": zeros(6, 4, 2, 32)}, r"latent_pages has shape \(6, 4, 2, 32\), must be"),
+        ({"latent_pages": zeros(6, 4, 31)}, "latent_pages has width 31, must be q_latent's 32"),
+        ({"rope_pages": zeros(6, 4, 9)}, "rope_pages has width 9, must be q_rope's 8"),
+        ({"rope_pages": zeros(5, 4, 8)}, r"rope_pages has shape .*\(num_pages, page_size\)"),
+        (
+            {"latent_pages": zeros(6, 3, 32), "rope_pages": zeros(6, 3, 8)},
+            "latent_pages has page size 3",
+        ),
+        ({"rope_pages": zeros(6, 4, 8, dtype=np.float64)}, "rope_pages has dtype float64"),
+        ({"q_rope": zeros(2, 1, 4, 8, dtype=np.float64)}, "q_rope has dtype float64"),
+        ({"latent_pages": zeros(6, 4, 32, dtype=np.float16)}, "latent_pages has dtype float16"),
+        ({"q_latent": zeros(2, 1, 4, 32, dtype=np.int32)}, "q_.* has dtype"),
+        ({"page_table": zeros(6, dtype=np.int32)}, "page_table has shape"),
+        ({"page_table": zeros(2, 3)}, "page_table has dtype float32"),
+        ({"page_table": np.full((2, 3), 6, np.int32)}, r"page_table has .*6.* for sequence 0"),
+        ({"seq_lens": zeros(3, dtype=np.int32)}, "seq_lens has shape"),
+        ({"cu_seqlens_q": zeros(2, dtype=np.int32)}, "q_latent has shape"),
+        ({"sinks": zeros(5)}, "sinks has shape"),
+        ({"window": 3}, "window is 3"),
+        ({"num_splits": "few"}, "num_splits is 'few'"),
+        ({"indices": zeros(2, 2, 5, dtype=np.int32)}, r"indices has shape .* \(2, 1, k\)"),
+        ({"indices": zeros(2, 1, 5)}, "indices has dtype float32"),
+        ({"out": zeros(2, 1, 4, 31)}, "out has shape"),
+    ],
+)
+def test_errors_name_the_argument(changes, message):
+    with pytest.raises((TypeError, ValueError, IndexError), match=f"mla_decode: .*{message}"):
+        mla_decode(**(RIGHT | changes))
+
+
+def test_indices_of_queries_without_a_token_axis():
+    call = RIGHT | {"q_latent": zeros(2, 4, 32), "q_rope": zeros(2, 4, 8)}
+    with pytest.raises(ValueError, match=r"indices has shape .* must be \(2, k\)"):
+        mla_decode(**call, indices=zeros(3, 5, dtype=np.int32))
+    assert mla_decode(**call, indices=zeros(2, 5, dtype=np.int32)).shape == (2, 4, 32)
+
+
+def test_bfloat16_pages_of_joined_rows(rng):
+    layer = Layer(rng, [20], 2, joined=True)
+    rows = np.concatenate([layer.latent_pages, layer.rope_pages], -1).astype(ml_dtypes.bfloat16)
+    q_latent, q_rope = rng.standard_normal((1, 2, 96)), rng.standard_normal((1, 2, 16))
+    q_latent, q_rope = q_latent.astype(rows.dtype), q_rope.astype(rows.dtype)
+    out = mla_decode(
+        q_latent, q_rope, rows[..., :96], rows[..., 96:], layer.table, layer.lens, scale=0.2
+    )
+    again, _ = layer.decode(q_latent, q_rope, rows.dtype, scale=0.2)
+    assert np.array_equal(out, again)
