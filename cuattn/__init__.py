@@ -19,12 +19,15 @@ from cuattn.kvcache import PagedKVCache
 from cuattn.mla import mla_decode
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
+from cuattn.quantization import QuantizedArray, dequantize, quantize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
     "PagedKVCache",
+    "QuantizedArray",
+    "dequantize",
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_jvp",
@@ -36,6 +39,7 @@ __all__ = [
     "mla_decode",
     "multi_head_attention",
     "paged_attention",
+    "quantize",
     "rope",
     "sampling",
     "scaled_dot_product_attention",

@@ -57,6 +57,23 @@ class AttentionSpec:
     keys: str = "batched"
     page_size: int = 0  # tokens in a page; 0 unless keys are paged
     dropout: float = 0.0  # the seed is not part of it, since each call has another
+    k_format: str = ""  # of keys that are codes, as QuantizedArray.dtype; "": of kv_dtype
+    v_format: str = ""
+
+    @functools.cached_property
+    def quantized(self) -> bool:
+        """Whether keys or values are codes."""
+        return bool(self.k_format or self.v_format)
+
+    @functools.cached_property
+    def k_itemsize(self) -> int:
+        """Bytes of what strides of k are counted in: a key's element, or a byte of codes."""
+        return 1 if self.k_format else self.kv_dtype.itemsize
+
+    @functools.cached_property
+    def v_itemsize(self) -> int:
+        """As `k_itemsize`, of v."""
+        return 1 if self.v_format else self.kv_dtype.itemsize
 
     @functools.cached_property
     def acc_dtype(self) -> np.dtype:
@@ -132,6 +149,7 @@ def attention_spec(
     sequences: int | None = None,
     keys: str | None = None,
     page_size: int = 0,
+    formats: tuple[str, str] = ("", ""),
     names: tuple[str, str, str] = ("q", "k", "v"),
     dropout_name: str = "dropout",
     max_head_dim: int = MAX_HEAD_DIM,
@@ -159,6 +177,8 @@ def attention_spec(
         max_pages * page_size, heads, head_dim)``, with q's batch axis.
     page_size : int
         Tokens in a page of paged keys.
+    formats : tuple of str
+        Of k and v where they are codes, whose dtypes are then q's; "" where they are not.
     names : tuple of str
         What the function calls q, k, v and, where it has another name there, dropout.
     max_head_dim : int
@@ -201,6 +221,8 @@ def attention_spec(
         keys=keys or ("batched" if sequences is None else "ragged"),
         page_size=page_size,
         dropout=dropout,
+        k_format=formats[0],
+        v_format=formats[1],
     )
 
 

@@ -17,8 +17,9 @@ from cuattn._arrays import (
     check_given,
     check_index_dtype,
 )
-from cuattn._backend import backend, contiguous_last_axis, indices
+from cuattn._backend import backend, indices
 from cuattn._keywords import explain_keywords
+from cuattn._quantized import as_stored, codes_of
 from cuattn._spec import (
     attention_spec,
     check_cu_seqlens,
@@ -170,16 +171,19 @@ def flash_decode(
     """
     name = "flash_decode"
     check_given(name, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    given_k, given_v = k_cache, v_cache
     xp, (q, k_cache, v_cache, seq_lens, alibi_slopes, sinks, out) = as_arrays(
         name,
         q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=codes_of(k_cache),
+        v_cache=codes_of(v_cache),
         seq_lens=seq_lens,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         out=out,
     )
+    k_cache, k_dtype, k_format = as_stored(given_k, k_cache, q.dtype)
+    v_cache, v_dtype, v_format = as_stored(given_v, v_cache, q.dtype)
     single = q.ndim == 3
     if single:
         q = q[:, None]
@@ -190,13 +194,14 @@ def flash_decode(
         k_cache.shape,
         v_cache.shape,
         q.dtype,
-        k_cache.dtype,
-        v_cache.dtype,
+        k_dtype,
+        v_dtype,
         causal=check_bool(name, "causal", causal),
         window=window,
         scale=scale,
         softcap=softcap,
         keys="cached",
+        formats=(k_format, v_format),
         names=("q", "k_cache", "v_cache"),
     )
     check_seq_lens(name, seq_lens, spec.batch)
@@ -362,23 +367,26 @@ def paged_attention(
     check_given(
         name, q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens
     )
-    prefix_k, prefix_v = prefix if isinstance(prefix, tuple) else (None, None)
+    prefix_k, prefix_v = given_prefix = prefix if isinstance(prefix, tuple) else (None, None)
+    given_k, given_v = k_pages, v_pages
     arrays = as_arrays(
         name,
         q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
+        k_pages=codes_of(k_pages),
+        v_pages=codes_of(v_pages),
         page_table=page_table,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
-        prefix_k=prefix_k,
-        prefix_v=prefix_v,
+        prefix_k=codes_of(prefix_k),
+        prefix_v=codes_of(prefix_v),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         out=out,
     )
     xp, (q, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, *rest) = arrays
     prefix_k, prefix_v, alibi_slopes, sinks, out = rest
+    k_pages, k_dtype, k_format = as_stored(given_k, k_pages, q.dtype)
+    v_pages, v_dtype, v_format = as_stored(given_v, v_pages, q.dtype)
     _check_pages(name, k_pages, v_pages, page_table)
     batch, max_pages = page_table.shape
     page_size = k_pages.shape[1]
@@ -406,8 +414,8 @@ def paged_attention(
         capacity,
         capacity_v,
         q.dtype,
-        k_pages.dtype,
-        v_pages.dtype,
+        k_dtype,
+        v_dtype,
         causal=check_bool(name, "causal", causal),
         window=window,
         scale=scale,
@@ -415,12 +423,16 @@ def paged_attention(
         sequences=batch if ragged else None,
         keys="paged",
         page_size=page_size,
+        formats=(k_format, v_format),
         names=("q", "k_pages", "v_pages"),
     )
     if isinstance(prefix, tuple):
-        _check_prefix_arrays(name, prefix_k, prefix_v, k_pages, v_pages, window, alibi_slopes)
-        prefix = contiguous_last_axis(xp, prefix_k), contiguous_last_axis(xp, prefix_v)
-        prefix = None if prefix_k.shape[0] == 0 else prefix
+        stored = [
+            as_stored(given, array, q.dtype)
+            for given, array in zip(given_prefix, (prefix_k, prefix_v), strict=True)
+        ]
+        _check_prefix_arrays(name, stored, spec, window, alibi_slopes)
+        prefix = None if prefix_k.shape[0] == 0 else (stored[0][0], stored[1][0])
     elif prefix is not None:
         if not isinstance(prefix, numbers.Integral) or isinstance(prefix, bool):
             raise TypeError(
@@ -689,17 +701,19 @@ def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> 
 
 
 def _check_prefix_arrays(
-    function: str, k: Any, v: Any, k_pages: Any, v_pages: Any, window: Any, alibi_slopes: Any
+    function: str, stored: list[tuple[Any, Any, str]], spec: Any, window: Any, alibi_slopes: Any
 ) -> None:
-    for label, array, pages in (("prefix[0]", k, k_pages), ("prefix[1]", v, v_pages)):
-        want = ("prefix_len", *pages.shape[2:])
-        if array is None or array.ndim != 3 or array.shape[1:] != pages.shape[2:]:
+    (k, *_), (v, *_) = stored
+    for label, (array, dtype, _), head_dim in zip(
+        ("prefix[0]", "prefix[1]"), stored, (spec.head_dim, spec.head_dim_v), strict=True
+    ):
+        token = spec.heads_kv, head_dim
+        if array is None or array.ndim != 3 or array.shape[1:] != token:
             got = "None" if array is None else f"shape {array.shape}"
-            raise ValueError(
-                f"{function}: {label} has {got}, must be ({', '.join(map(str, want))})"
-            )
-        if array.dtype != pages.dtype:
-            raise TypeError(f"{function}: {label} has dtype {array.dtype}, must be {pages.dtype}")
+            want = ", ".join(map(str, ("prefix_len", *token)))
+            raise ValueError(f"{function}: {label} has {got}, must be ({want})")
+        if dtype != spec.dtype:
+            raise TypeError(f"{function}: {label} has dtype {dtype}, must be {spec.dtype}")
     if k.shape[0] != v.shape[0]:
         raise ValueError(
             f"{function}: prefix[1] has length {v.shape[0]}, must be prefix[0]'s {k.shape[0]}"

@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import debug, decoding
+from cuattn.gpu import debug, decoding, quantization
 from cuattn.gpu.compiler import CONTRACT_SCORES
 from cuattn.gpu.dispatch import current_tiers
 from cuattn.gpu.memory import contiguous, contiguous_last_axis, copy_to_out, target, use_device
@@ -43,9 +43,16 @@ def forward(
     softcap, bias, ALiBi and mask. With one of its own a call has no prefix.
     """
     with use_device(q):
+        quantized = None
+        if spec.quantized:
+            quantized = quantization.operand(k), quantization.operand(v)
+            k, v = quantized[0].codes, quantized[1].codes
         q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
-        size, kv_size = spec.dtype.itemsize, spec.kv_dtype.itemsize
-        if q_strides[-1] != size or k_strides[-1] != kv_size or v_strides[-1] != kv_size:
+        if (
+            q_strides[-1] != spec.dtype.itemsize
+            or k_strides[-1] != spec.k_itemsize
+            or v_strides[-1] != spec.v_itemsize
+        ):
             q, k, v = map(contiguous_last_axis, (q, k, v))
             q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
@@ -70,6 +77,7 @@ def forward(
                 page_table=page_table,
                 cu_seqlens_q=cu_seqlens_q,
                 prefix=prefix,
+                quantized=quantized,
                 sinks=sinks,
                 num_splits=num_splits,
                 return_lse=return_lse,
@@ -104,6 +112,10 @@ def forward(
                     (addresses["bias"] | addresses["mask"]) % 16 == 0,
                     score_mod,
                 )
+            k_scales = v_scales = None
+            if quantized is not None:
+                addresses |= quantization.scale_addresses(*quantized)
+                k_scales, v_scales = quantized[0].scales, quantized[1].scales
             anywhere = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"]
             attention_plan(
                 spec,
@@ -118,5 +130,8 @@ def forward(
                 0 if page_table is None else k.shape[0],
                 0 if page_table is None else page_table.strides[0] // page_table.itemsize,
                 num_splits,
+                None,
+                k_scales,
+                v_scales,
             ).launch(addresses)
         return copy_to_out(result, out), lse

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import cupy
 
@@ -22,8 +23,15 @@ from cuattn.gpu.memory import (
 )
 from cuattn.gpu.params import MAX_PARTS, MERGE_PARAMS
 from cuattn.gpu.plan import as_kernel_argument, attention_plan
+from cuattn.gpu.quantization import (
+    NO_SCALES,
+    Operand,
+    as_sequence,
+    format_of,
+    scale_addresses,
+)
 
-Prefix = int | tuple[cupy.ndarray, cupy.ndarray]
+Prefix = int | tuple[Any, Any]  # arrays, or QuantizedArrays
 
 
 def useful_prefix(
@@ -63,6 +71,7 @@ def cascade(
     page_table: cupy.ndarray,
     cu_seqlens_q: cupy.ndarray | None,
     prefix: Prefix,
+    quantized: tuple[Operand, Operand] | None,
     sinks: cupy.ndarray | None,
     num_splits: int | str | None,
     return_lse: bool,
@@ -72,12 +81,18 @@ def cascade(
     """
     rows = reshaped(q, (1, -1, *q.shape[-2:]))  # a copy where sequences do not lie end to end
     total = rows.shape[1]
+    own_scales = quantized or (NO_SCALES, NO_SCALES)
+    formats = spec.k_format, spec.v_format
     if isinstance(prefix, int):
         first_key, length = prefix, prefix
         shared_k, shared_v, shared_table = k, v, page_table
+        shared_scales = own_scales
     else:
         first_key, length = 0, prefix[0].shape[0]
-        shared_k, shared_v, shared_table = prefix[0][None], prefix[1][None], None
+        shared_scales = as_sequence(prefix[0]), as_sequence(prefix[1])
+        shared_k, shared_v = shared_scales[0].codes, shared_scales[1].codes
+        shared_table = None
+        formats = format_of(prefix[0]), format_of(prefix[1])
     shared = dataclasses.replace(
         spec,
         batch=1,
@@ -88,6 +103,8 @@ def cascade(
         rows="batched",
         keys="batched" if shared_table is None else "paged",
         page_size=0 if shared_table is None else spec.page_size,
+        k_format=formats[0],
+        v_format=formats[1],
     )
     part_shape = (total, *spec.out_shape[-2:])
     # The strides of one part's result, in scratch that is aligned.
@@ -106,12 +123,15 @@ def cascade(
         num_pages=0 if shared_table is None else k.shape[0],
         num_splits=num_splits,
         partial=Partial(first_key=0, lse_strides=(0, total)),
+        k_scales=shared_scales[0].scales,
+        v_scales=shared_scales[1].scales,
     )
     parts = plan.chosen.parts
     outs = scratch_array((parts + 1, *part_shape), spec.acc_dtype)
     lses = scratch_array((parts + 1, spec.heads_q, total), spec.acc_dtype)
     plan.launch(
         _addresses(q=rows, k=shared_k, v=shared_v, out=outs, lse=lses, page_table=shared_table)
+        | scale_addresses(*shared_scales)
     )
     own = attention_plan(
         spec,
@@ -126,6 +146,8 @@ def cascade(
         table_stride=page_table.strides[0] // page_table.itemsize,
         num_splits=num_splits,
         partial=Partial(first_key, (0 if spec.rows == "ragged" else spec.seqlen_q, total)),
+        k_scales=own_scales[0].scales,
+        v_scales=own_scales[1].scales,
     )
     own.launch(
         _addresses(
@@ -139,6 +161,7 @@ def cascade(
             cu_seqlens_q=cu_seqlens_q,
             sinks=sinks,
         )
+        | scale_addresses(*own_scales)
     )
     allocate = cupy.empty if return_lse else scratch_array
     lse = allocate((spec.heads_q, total), spec.acc_dtype)

@@ -6,8 +6,11 @@ tensor maps, a launch's id) is filled in at each launch; the functions below pac
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
+from cuattn._quantized import format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.structs import Arguments, Struct
 
@@ -64,6 +67,13 @@ DECODE_PARAMS = Struct(
     ("int", "kv_block_shift num_splits heads_per_block group group_shift"),
     ("unsigned", "group_magic"),
     ("int", "out_is_acc single_tile"),
+    ("const void*", "k_scale k_minimum"),
+    ("const float*", "k_offset"),
+    ("const void*", "v_scale v_minimum"),
+    ("const float*", "v_offset"),
+    ("ScaleStrides", "k_scale_stride k_minimum_stride v_scale_stride v_minimum_stride"),
+    ("int", "k_format v_format k_group v_group"),
+    ("int", "k_scale_is_float v_scale_is_float k_rotated v_rotated"),
     launch_id="launch_id",
 )
 
@@ -76,6 +86,22 @@ MLA_PARAMS = Struct(
     ("long long", "index_stride"),
     ("int", "tokens sequences window_left window_right"),
 )
+
+
+class Scales(NamedTuple):
+    """How the scales of a call's keys or values lie. Strides are of page (or sequence), token, head
+    and group, in elements; 0 along an axis on which all share a scale."""
+
+    strides: tuple[int, int, int, int]
+    minimum_strides: tuple[int, int, int, int]  # zeros where there are no minima
+    groups: int  # of features, each with a scale
+    is_float32: bool  # else bfloat16
+    has_minimum: bool
+    paired: bool  # a minimum is in the two bytes behind its scale, both in an aligned word
+    has_offset: bool
+    rotated: bool
+    aligned: bool  # the address of the scales is a multiple of 16
+
 
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
 
@@ -442,6 +468,8 @@ def decode_arguments(
     num_splits: int | str | None,
     head_lanes: int,
     single_tile: bool,
+    k_scales: Scales | None = None,
+    v_scales: Scales | None = None,
 ) -> Arguments:
     """Pack DECODE_PARAMS but for what each launch fills in.
 
@@ -469,6 +497,8 @@ def decode_arguments(
         Blocks that share out the key heads.
     single_tile : bool
         As in DecodeParams.
+    k_scales, v_scales : Scales, optional
+        Of keys and values that are codes.
     """
     q, k, v, out = strides
     itemsize = spec.dtype.itemsize
@@ -480,8 +510,8 @@ def decode_arguments(
             *([0] if spec.rows == "ragged" else []),
             *(stride // out_itemsize for stride in out[:-1]),
         ],
-        k_stride=[stride // itemsize for stride in k[:-1]],
-        v_stride=[stride // itemsize for stride in v[:-1]],
+        k_stride=[stride // spec.k_itemsize for stride in k[:-1]],
+        v_stride=[stride // spec.v_itemsize for stride in v[:-1]],
         table_stride=table_stride,
         alibi_batch_stride=_batch_stride(alibi_slopes),
         lse_batch_stride=lse_strides[0],
@@ -509,6 +539,8 @@ def decode_arguments(
         group_magic=group_magic,
         out_is_acc=out_itemsize != itemsize,
         single_tile=single_tile,
+        **_scale_fields("k", spec.k_format, spec.head_dim, k_scales),
+        **_scale_fields("v", spec.v_format, spec.head_dim_v, v_scales),
     )
 
 
@@ -540,6 +572,24 @@ def mla_arguments(
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
     )
+
+
+def _scale_fields(
+    operand: str, format: str, head_dim: int, scales: Scales | None
+) -> dict[str, Any]:
+    """The fields of DecodeParams for the scales of keys ("k") or of values ("v"); pointers are
+    filled at each launch, but where there can be none."""
+    fields: dict[str, Any] = {
+        "format": format_number(format),
+        "group": head_dim if scales is None else head_dim // scales.groups,
+        "scale_is_float": scales is not None and scales.is_float32,
+        "rotated": scales is not None and scales.rotated,
+        "scale_stride": (0, 0, 0, 0) if scales is None else scales.strides,
+        "minimum_stride": (0, 0, 0, 0) if scales is None else scales.minimum_strides,
+    }
+    if scales is None:
+        fields |= {"scale": 0, "minimum": 0, "offset": 0}
+    return {f"{operand}_{name}": value for name, value in fields.items()}
 
 
 def _row_strides(spec: AttentionSpec, strides: tuple[int, ...]) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, tensormap
 from cuattn.gpu.memory import scratch
+from cuattn.gpu.params import Scales
 from cuattn.gpu.structs import launch_id
 from cuattn.gpu.tensormap import NO_MAP
 
@@ -83,6 +84,8 @@ def attention_plan(
     table_stride: int = 0,
     num_splits: int | str | None = None,
     partial: dispatch.Partial | None = None,
+    k_scales: Scales | None = None,
+    v_scales: Scales | None = None,
 ) -> Plan:
     """Choose and compile the kernel of an attention call on a device, which must be the current
     one, and pack what stays the same between calls like it.
@@ -95,7 +98,7 @@ def attention_plan(
         Strides in bytes.
     scores : Scores, optional
         What changes scores, if anything does.
-    aligned, num_pages, table_stride, num_splits, partial
+    aligned, num_pages, table_stride, num_splits, partial, k_scales, v_scales
         As in :class:`cuattn.gpu.dispatch.Call`.
     """
     bias, mask, alibi_slopes, score_aligned, score_mod = scores or Scores(None, None, None, True)
@@ -114,6 +117,8 @@ def attention_plan(
         num_splits,
         partial,
         score_mod,
+        k_scales,
+        v_scales,
     )
     return Plan(dispatch.choose(call, tiers), device)
 

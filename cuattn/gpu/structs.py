@@ -46,6 +46,7 @@ _RECORDS = {
     "Strides": ("long long",) * 3,
     "PageStrides": ("long long",) * 3,
     "ScoreStrides": ("long long",) * 4,
+    "ScaleStrides": ("long long",) * 4,
     "Divisor": ("unsigned",) * 2,
     "RowSeeds": ("const unsigned long long*", "unsigned long long"),
 }

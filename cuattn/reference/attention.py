@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cuattn._quantized import codes_of
 from cuattn._spec import AttentionSpec
 from cuattn.reference import dropout, tiles
 from cuattn.reference.layouts import Keys, Rows
@@ -96,7 +97,7 @@ def forward(
         Of ``spec.lse_shape``, where asked for.
     """
     dtype = spec.acc_dtype
-    inputs = [array for array in (q, k, v, bias, mask) if array is not None]
+    inputs = [codes_of(array) for array in (q, k, v, bias, mask) if array is not None]
     overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
     lse = np.empty(spec.lse_shape, dtype) if return_lse else None

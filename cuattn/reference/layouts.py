@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuattn._quantized import QuantizedArray
 from cuattn._spec import AttentionSpec
+from cuattn.reference.quantization import dequantize
 
 
 class Rows:
@@ -44,13 +46,13 @@ class Keys:
 
     Parameters
     ----------
-    k, v : numpy.ndarray
+    k, v : numpy.ndarray or QuantizedArray
         As `spec` says that they lie.
     spec : AttentionSpec
         The call.
     cu_seqlens_k, seq_lens, page_table : numpy.ndarray or None
         What says where they lie.
-    prefix : tuple of numpy.ndarray, optional
+    prefix : tuple of numpy.ndarray or QuantizedArray, optional
         Keys and values that come before each sequence's own.
     """
 
@@ -65,10 +67,14 @@ class Keys:
         prefix: tuple[np.ndarray, np.ndarray] | None,
     ) -> None:
         self._arrays = (k, v)
+        self._values = spec.acc_dtype  # of codes
         self._page_table = page_table
         self._page_size = spec.page_size
         self._prefix = prefix
         self._room: list[np.ndarray] = []  # for copies: the prefix, then pages of one sequence
+        self._quantized = any(
+            isinstance(array, QuantizedArray) for array in (k, v, *(prefix or ()))
+        )
         #: Whether a sequence's keys may be copies, which hold until the next sequence's are asked.
         self.are_copied = spec.keys == "paged"
         if spec.keys == "ragged":
@@ -87,6 +93,8 @@ class Keys:
     def of(self, b: int) -> list[np.ndarray]:
         """A sequence's keys and values: (seqlen_k, heads_kv, head_dim), (..., head_dim_v)."""
         length = self._own[b]
+        if self._quantized:
+            return [self._of_codes(array, i, b) for i, array in enumerate(self._arrays)]
         if self._layout == "ragged":
             begin = self._begin[b]
             return [array[begin : begin + length] for array in self._arrays]
@@ -98,6 +106,24 @@ class Keys:
             parts = [array[first : first + pages.size] for array in self._arrays]
             return [part.reshape(-1, *part.shape[2:])[:length] for part in parts]
         return self._copied(pages, self.length(b))
+
+    def _of_codes(self, array: np.ndarray | QuantizedArray, part: int, b: int) -> np.ndarray:
+        """A sequence's keys (`part` 0) or values (1), where some are codes, as numbers."""
+        length = self._own[b]
+        if self._layout == "paged":
+            pages = self._page_table[b, : -(-length // self._page_size)]
+            own = self._numbers(array[pages])
+            own = own.reshape(-1, *own.shape[2:])[:length]
+        else:
+            own = self._numbers(array[b, :length])
+        if self._prefix is None:
+            return own
+        return np.concatenate([self._numbers(self._prefix[part]), own])
+
+    def _numbers(self, array: np.ndarray | QuantizedArray) -> np.ndarray:
+        if isinstance(array, QuantizedArray):
+            return dequantize(array, self._values)
+        return array.astype(self._values)
 
     def _copied(self, pages: np.ndarray, length: int) -> list[np.ndarray]:
         """The prefix and a sequence's pages, one after the other."""

@@ -3,22 +3,26 @@
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or
 //   in pages, any strides; float16, bfloat16, float32, float64; head_dims up to kHeadDim.
-//   DecodeParams has the rest. Arithmetic is in float, or double for float64. A tile's rows are
+//   DecodeParams has the rest. Keys and values may be codes of any format (Config::quantized),
+//   which become numbers as they are read. Arithmetic is in float, or double for float64. A tile's
+//   rows are
 //   kRows pairs of a query token and one of the query heads that share a key head. The warps of a
 //   block take keys in turn, kBatch at a time, a row of K and V spread over a warp's lanes; each
 //   warp keeps the running maximum, sum and O of every row (online softmax), and the block merges
 //   its warps' results at the end of a split (schedule.cuh).
 #include "decoding/combine.cuh"
 #include "tile/operands.cuh"
+#include "tile/quantized.cuh"
 
 using T = Config::dtype;
 using Acc = tile::Accumulator<T>;
 constexpr int kHeadDim = Config::head_dim;
 constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;
-constexpr int kTileKeys = 64;                                  // the fewest of a block of keys
-constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 ? 4 : 2;  // keys on their way at a time
-constexpr int kLaneDims = kHeadDim / 32;                       // lane l has columns l, l + 32, …
+constexpr int kTileKeys = 64;  // the fewest of a block of keys
+// Keys on their way at a time: fewer where codes take instructions and registers to expand.
+constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 && !Config::quantized ? 4 : 2;
+constexpr int kLaneDims = kHeadDim / 32;  // lane l has columns l, l + 32, …
 
 using Schedule = decoding::Schedule<kRows, kTileKeys>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, false, 1>;
@@ -113,14 +117,43 @@ __device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const T* source,
     row[i] = column < dims ? tile::to_operand<Acc>(source[column]) : 0;
   }
 }
+__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims],
+                                         const kvcache::Pages<const T>& pages, int page, int slot,
+                                         int head, int dims) {
+  load_row(row, pages.row(page, slot, head), dims);
+}
+__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const tile::Stored<T>& stored,
+                                         int page, int slot, int head, int) {
+  stored.load(row, page, slot, head);
+}
+
+__device__ __forceinline__ auto pages_of_k(const DecodeParams& params) {
+  if constexpr (Config::quantized)
+    return tile::Stored<T>{
+        params.k,        params.k_stride,         params.k_scale,          params.k_minimum,
+        params.k_offset, params.k_scale_stride,   params.k_minimum_stride, params.k_format,
+        params.k_group,  params.k_scale_is_float, params.k_rotated,        params.head_dim};
+  else
+    return kvcache::Pages<const T>{static_cast<const T*>(params.k), params.k_stride};
+}
+
+__device__ __forceinline__ auto pages_of_v(const DecodeParams& params) {
+  if constexpr (Config::quantized)
+    return tile::Stored<T>{
+        params.v,        params.v_stride,         params.v_scale,          params.v_minimum,
+        params.v_offset, params.v_scale_stride,   params.v_minimum_stride, params.v_format,
+        params.v_group,  params.v_scale_is_float, params.v_rotated,        params.head_dim_v};
+  else
+    return kvcache::Pages<const T>{static_cast<const T*>(params.v), params.v_stride};
+}
 
 extern "C" __global__ void __launch_bounds__(Config::threads)
     decode_simt(const __grid_constant__ DecodeParams params) {
   __shared__ Smem smem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const kvcache::PageTable table = page_table(params);
-  const kvcache::Pages<const T> k_pages = {static_cast<const T*>(params.k), params.k_stride};
-  const kvcache::Pages<const T> v_pages = {static_cast<const T*>(params.v), params.v_stride};
+  const auto k_pages = pages_of_k(params);
+  const auto v_pages = pages_of_v(params);
   Schedule schedule;
   if (!schedule.start(params)) return;
   decoding::Split split;
@@ -134,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       for (int i = 0; i < kBatch; ++i) {
         const int key = min(first + i, split.end - 1);
         const int page = table.page(split.seq.index, key), slot = table.slot(key);
-        load_row(k[i], k_pages.row(page, slot, split.head), params.head_dim);
-        load_row(v[i], v_pages.row(page, slot, split.head), params.head_dim_v);
+        load_row(k[i], k_pages, page, slot, split.head, params.head_dim);
+        load_row(v[i], v_pages, page, slot, split.head, params.head_dim_v);
       }
       slice.attend(params, first, split.end, k, v);
     }

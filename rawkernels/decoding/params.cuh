@@ -48,6 +48,21 @@ struct DecodeParams {
   unsigned group_magic;
   int out_is_acc;
   int single_tile;  // a thread block's heads have one work tile: nothing is to be searched for
+
+  // Of keys and values that are codes (tile/quantized.cuh), whose strides are then in bytes. Scales
+  // and minima are bfloat16, or float; a null minimum is 0. Offsets are (heads_kv, head_dim), or
+  // null.
+  const void* k_scale;
+  const void* k_minimum;
+  const float* k_offset;
+  const void* v_scale;
+  const void* v_minimum;
+  const float* v_offset;
+  ScaleStrides k_scale_stride, k_minimum_stride, v_scale_stride, v_minimum_stride;
+  int k_format, v_format;  // tile::Format
+  int k_group, v_group;    // neighbouring features that share a scale
+  int k_scale_is_float, v_scale_is_float;
+  int k_rotated, v_rotated;
 };
 
 // A decoding call has neither bias nor mask.

@@ -9,6 +9,11 @@ struct PageStrides {
   long long page, seq, head;
 };
 
+// Of scales, in elements; 0 along an axis that all share a scale on.
+struct ScaleStrides {
+  long long page, seq, head, group;
+};
+
 namespace kvcache {
 
 struct PageTable {
@@ -30,8 +35,7 @@ struct PageTable {
   }
 };
 
-// All pages of keys, or of values. The scales of quantised ones will be a second such array, of one
-// element a row.
+// All pages of keys, or of values.
 template <class T>
 struct Pages {
   T* data;

@@ -160,6 +160,8 @@ def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
     """
     decoding = prefers_decoding(call)
     for tier in sorted(tiers, key=lambda tier: tier.decodes is not decoding):
+        if call.spec.quantized and not tier.reads_codes:
+            continue
         launch = tier.serves(call)
         if launch is not None:
             return launch.with_scores(call.score_mod)

@@ -51,6 +51,7 @@ class SimtForward:
 
     name = "forward_simt"
     decodes = False
+    reads_codes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""
@@ -144,6 +145,7 @@ class Sm80Forward:
 
     name = "forward_sm80"
     decodes = False
+    reads_codes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""

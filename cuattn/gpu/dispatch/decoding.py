@@ -138,6 +138,7 @@ class SimtDecodeConfig(Config):
     rows: int
     blocks_per_sm: int
     tile_keys: int
+    quantized: bool  # K or V are codes, of formats that are known at run time
 
     @property
     def threads(self) -> int:
@@ -185,6 +186,7 @@ class Sm90Decode:
 
     name = "decode_sm90"
     decodes = True
+    reads_codes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is (blocks of all clusters of a pair, key heads,
@@ -242,6 +244,7 @@ class Sm80Decode:
 
     name = "decode_sm80"
     decodes = True
+    reads_codes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is (blocks that share out the key heads, groups
@@ -277,6 +280,7 @@ class SimtDecode:
 
     name = "decode_simt"
     decodes = True
+    reads_codes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is that of `Sm80Decode`."""
@@ -284,13 +288,15 @@ class SimtDecode:
             return None
         call, spec = taken, taken.spec
         small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
-        return partitioned(call, _simt_variant(spec.dtype.name, 128 if small else 256))
+        variant = _simt_variant(spec.dtype.name, 128 if small else 256, quantized=spec.quantized)
+        return partitioned(call, variant)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
-        for dtype in FLOAT_DTYPES.values():
-            yield _simt_variant(dtype, 256)
-        yield _simt_variant("float32", 128)
+        for quantized in (False, True):
+            for dtype in FLOAT_DTYPES.values():
+                yield _simt_variant(dtype, 256, quantized=quantized)
+            yield _simt_variant("float32", 128, quantized=quantized)
 
 
 def partitioned(call: Call, variant: Variant) -> Launch:
@@ -332,6 +338,8 @@ def _arguments(
         num_splits=call.num_splits,
         head_lanes=head_lanes,
         single_tile=single_tile,
+        k_scales=call.k_scales,
+        v_scales=call.v_scales,
     )
 
 
@@ -476,9 +484,11 @@ def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeC
     raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}")
 
 
-def _simt_variant(dtype: str, head_dim: int) -> Variant:
+def _simt_variant(dtype: str, head_dim: int, *, quantized: bool) -> Variant:
     rows = 2 if dtype == "float64" else 4
-    config = SimtDecodeConfig(dtype, head_dim, rows, blocks_per_sm=4, tile_keys=64)
+    config = SimtDecodeConfig(
+        dtype, head_dim, rows, blocks_per_sm=4, tile_keys=64, quantized=quantized
+    )
     return Variant("decoding/decode_simt.cu", "decode_simt", config)
 
 

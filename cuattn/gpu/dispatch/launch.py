@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import CONTRACT_SCORES, Variant
+from cuattn.gpu.params import Scales
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -79,9 +81,11 @@ def usable_strides(spec: AttentionSpec, strides: Strides, num_pages: int = 0) ->
 def contiguous_strides(spec: AttentionSpec, num_pages: int = 0) -> Strides:
     """The strides of arrays that are contiguous."""
     used = []
-    for shape in shapes(spec, num_pages):
-        strides = [spec.dtype.itemsize]
-        for n in shape[:0:-1]:
+    formats = ("", spec.k_format, spec.v_format, "")
+    for shape, format in zip(shapes(spec, num_pages), formats, strict=True):
+        strides = [1 if format else spec.dtype.itemsize]
+        *axes, columns = shape[1:]
+        for n in (code_columns(format, columns) if format else columns, *axes[::-1]):
             strides.append(strides[-1] * n)
         used.append(tuple(strides[::-1]))
     return Strides(*used)
@@ -105,6 +109,8 @@ class Call:
     num_splits: int | str | None = None  # as in `cuattn.flash_decode`
     partial: Partial | None = None
     score_mod: str = CONTRACT_SCORES  # the text of the score functor, as a Variant has it
+    k_scales: Scales | None = None  # where the spec says that keys are codes
+    v_scales: Scales | None = None
 
     @classmethod
     def contiguous(
@@ -170,6 +176,7 @@ class Tier(Protocol):
 
     name: str
     decodes: bool  # as in `cuattn.gpu.dispatch.routing`
+    reads_codes: bool  # whether it serves calls whose keys or values are quantised
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None for one that is left to other tiers."""

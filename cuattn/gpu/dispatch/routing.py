@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.dispatch.launch import Call, capability
 
@@ -59,7 +60,7 @@ SIMT = {
 def prefers_decoding(call: Call) -> bool:
     """Whether a call goes to the decoding kernels before the forward kernels, if both serve it."""
     spec, rates = call.spec, _rates(call)
-    if call.partial is not None or call.num_splits is not None:
+    if call.partial is not None or call.num_splits is not None or spec.quantized:
         return True
     if spec.keys in ("cached", "paged"):
         forward = CLEARLY_FORWARD * forward_us(spec, rates, spec.batch, call.multiprocessors)
@@ -123,7 +124,7 @@ CASCADE_BYTES = {True: 96 << 20, False: 256 << 20}
 def cascade_pays(spec: AttentionSpec, length: int, arch: str) -> bool:
     """Whether the first `length` keys, which all sequences of a call share in their pages, should
     be read once for all of them."""
-    row_bytes = spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    row_bytes = spec.heads_kv * key_bytes(spec)
     fast = arch == "sm_90a" and spec.dtype.itemsize == 2
     return spec.batch * length * row_bytes >= CASCADE_BYTES[fast]
 
@@ -140,7 +141,13 @@ def rows_of_sequence(spec: AttentionSpec) -> int:
 
 def key_bytes(spec: AttentionSpec) -> int:
     """Bytes of a key and its value."""
-    return (spec.head_dim + spec.head_dim_v) * spec.kv_dtype.itemsize
+    return sum(
+        code_columns(format, head_dim) if format else head_dim * spec.kv_dtype.itemsize
+        for format, head_dim in (
+            (spec.k_format, spec.head_dim),
+            (spec.v_format, spec.head_dim_v),
+        )
+    )
 
 
 def _flops(spec: AttentionSpec, rows: int) -> float:

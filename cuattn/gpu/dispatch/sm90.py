@@ -139,6 +139,7 @@ class Sm90Forward:
 
     name = "forward_sm90"
     decodes = False
+    reads_codes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""
@@ -524,6 +525,7 @@ class Sm90Prefix:
 
     name = "prefix_sm90"
     decodes = True
+    reads_codes = False
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""

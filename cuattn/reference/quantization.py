@@ -1,0 +1,219 @@
+"""What codes and scales stand for, in NumPy: every operation is in float32 with one rounding, so
+that kernels can do the same to the bit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cuattn._quantized import BFLOAT16, FORMATS, ROTATION_SIGNS, QuantizedArray
+
+FLOAT8 = {
+    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+#: The least scale of a group: its inverse has to be finite.
+LEAST_SCALE = np.float32(2.0**-126)
+
+
+class Codes(NamedTuple):
+    """Codes of some rows, and what gives their values."""
+
+    data: np.ndarray  # (..., head_dim), or half as many bytes of 4-bit codes
+    scale: np.ndarray  # (..., groups)
+    minimum: np.ndarray | None
+
+
+def quantize(
+    x: np.ndarray,
+    format: str,
+    axes: tuple[int, ...],
+    group_size: int,
+    *,
+    symmetric: bool,
+    offset: np.ndarray | None,
+    rotate: bool,
+    scale: np.ndarray | None,
+    minimum: np.ndarray | None,
+) -> Codes:
+    """Quantise an array that :mod:`cuattn.quantization` has checked.
+
+    Parameters
+    ----------
+    x : numpy.ndarray (..., heads, head_dim)
+    format : str
+        As :attr:`cuattn.QuantizedArray.dtype`.
+    axes : tuple of int
+        Axes that share a scale, beside groups of features.
+    group_size : int
+        Neighbouring features that share a scale.
+    symmetric, offset, rotate
+        As in :func:`cuattn.quantize`.
+    scale, minimum : numpy.ndarray, optional
+        Given ones, as many axes as x has; `axes`, `group_size` and `symmetric` then mean nothing.
+    """
+    with np.errstate(over="ignore"):
+        y = x.astype(np.float32)
+    if offset is not None:
+        y -= offset
+    if rotate:
+        y = rotated(y)
+    if scale is None:
+        grouped = _grouped(y, y.shape[-1] // group_size)
+        if symmetric:
+            scale = symmetric_scale(np.abs(grouped), (*axes, -1), FORMATS[format].largest)
+        else:
+            scale, minimum = asymmetric_scale(grouped, (*axes, -1))
+        scale = scale[..., 0]
+        minimum = None if minimum is None else minimum[..., 0]
+        return Codes(codes(y, format, scale, minimum), *_by_head(scale, minimum))
+    return Codes(codes(y, format, scale, minimum), scale, minimum)
+
+
+def _by_head(scale: np.ndarray, minimum: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """The same scales and minima, as kernels read them: a head's of all tokens one after the other,
+    a minimum beside its scale."""
+    parts = [scale] if minimum is None else [scale, minimum]
+    *before, tokens, heads, groups = (1, *scale.shape) if scale.ndim == 2 else scale.shape
+    memory = np.empty((*before, heads, tokens, groups, len(parts)), scale.dtype)
+    seen = memory.swapaxes(-4, -3).reshape(*scale.shape, len(parts))
+    for i, part in enumerate(parts):
+        seen[..., i] = part
+    return seen[..., 0], None if minimum is None else seen[..., 1]
+
+
+def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
+    """The last axis cut into so many equal parts."""
+    return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+
+
+def round_up(x: np.ndarray) -> np.ndarray:
+    """Positive float32 to the nearest bfloat16 that is not less, infinity and NaN to NaN."""
+    bits = (x.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
+    up = bits.astype(np.uint16).view(BFLOAT16)
+    return np.where(np.isfinite(x), up, BFLOAT16.type(np.nan))
+
+
+def round_down(x: np.ndarray) -> np.ndarray:
+    """Float32 to the nearest bfloat16 that is not more; NaN to NaN."""
+    bits = x.view(np.uint32)
+    away = np.where(x < 0, np.uint32(0xFFFF), np.uint32(0))
+    down = ((bits + away) >> np.uint32(16)).astype(np.uint16).view(BFLOAT16)
+    return np.where(np.isnan(x), BFLOAT16.type(np.nan), down)
+
+
+def symmetric_scale(magnitudes: np.ndarray, axes: tuple[int, ...], largest: float) -> np.ndarray:
+    """``max / largest``, rounded up so that no code saturates; 1 where all is 0, NaN where anything
+    is not finite."""
+    peak = magnitudes.max(axis=axes, keepdims=True)
+    return _usable(round_up(peak / np.float32(largest)), peak)
+
+
+def asymmetric_scale(y: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """``(max - min) / 15`` and the minimum, which is 0 where the scale is NaN."""
+    least = round_down(y.min(axis=axes, keepdims=True) + np.float32(0))  # no -0
+    with np.errstate(over="ignore", invalid="ignore"):
+        extent = y.max(axis=axes, keepdims=True) - least.astype(np.float32)
+    scale = _usable(round_up(extent / np.float32(15)), extent)
+    return scale, np.where(np.isnan(scale), BFLOAT16.type(0), least)
+
+
+def _usable(scale: np.ndarray, extent: np.ndarray) -> np.ndarray:
+    scale = np.where(scale < LEAST_SCALE, BFLOAT16.type(LEAST_SCALE), scale)
+    return np.where(extent == 0, BFLOAT16.type(1), scale)
+
+
+def codes(y: np.ndarray, format: str, scale: np.ndarray, minimum: np.ndarray | None) -> np.ndarray:
+    """The codes of float32 values; where a scale or a value is NaN, those of 0.
+
+    Parameters
+    ----------
+    y : numpy.ndarray (..., head_dim)
+    scale, minimum : numpy.ndarray (..., groups)
+        Broadcast against y's other axes.
+    """
+    grouped = _grouped(y, scale.shape[-1])
+    scale = scale.astype(np.float32)[..., None]
+    with np.errstate(all="ignore"):
+        if minimum is not None:
+            grouped = grouped - minimum.astype(np.float32)[..., None]
+        scaled = grouped * (np.float32(1) / scale)
+    largest = np.float32(FORMATS[format].largest)
+    if format == "int4" and minimum is not None:
+        scaled = np.clip(np.rint(scaled), 0, 15)
+    else:
+        scaled = np.clip(scaled, -largest, largest)
+    scaled = np.where(np.isnan(scaled), np.float32(0), scaled).reshape(y.shape)
+    if format in FLOAT8:
+        return scaled.astype(FLOAT8[format]).view(np.uint8)
+    whole = np.rint(scaled).astype(np.int8)
+    if format == "int8":
+        return whole
+    nibbles = whole.view(np.uint8) + np.uint8(0 if minimum is not None else 8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << np.uint8(4)
+
+
+def values(
+    data: np.ndarray, format: str, scale: np.ndarray, minimum: np.ndarray | None
+) -> np.ndarray:
+    """``scale * code + minimum`` in float32."""
+    if format in FLOAT8:
+        numbers = data.view(FLOAT8[format]).astype(np.float32)
+    elif format == "int8":
+        numbers = data.astype(np.float32)
+    else:
+        nibbles = np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1)
+        numbers = nibbles.reshape(*data.shape[:-1], 2 * data.shape[-1]).astype(np.float32)
+        if minimum is None:
+            numbers -= np.float32(8)
+    shape = numbers.shape
+    numbers = _grouped(numbers, scale.shape[-1])
+    with np.errstate(all="ignore"):
+        numbers = numbers * scale.astype(np.float32)[..., None]
+        if minimum is not None:
+            numbers += minimum.astype(np.float32)[..., None]
+    return numbers.reshape(shape)
+
+
+def rotation_signs(head_dim: int) -> np.ndarray:
+    """float32 (head_dim,): 1 and -1."""
+    channel = np.arange(head_dim)
+    words = np.array(ROTATION_SIGNS, np.uint32)[channel // 32 % 8]
+    return 1 - 2 * (words >> (channel % 32).astype(np.uint32) & 1).astype(np.float32)
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """Hadamard transform of the last axis in blocks of the largest power of two that divides it,
+    which is its own inverse but for rounding."""
+    block = x.shape[-1] & -x.shape[-1]
+    shape, distance = x.shape, 1
+    with np.errstate(all="ignore"):
+        while distance < block:
+            pairs = x.reshape(*shape[:-1], shape[-1] // (2 * distance), 2, distance)
+            a, b = pairs[..., 0, :], pairs[..., 1, :]
+            x = np.stack((a + b, a - b), axis=-2)
+            distance *= 2
+        return x.reshape(shape) * np.float32(2.0 ** (-(block.bit_length() - 1) / 2))
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """R x: signs, then the Hadamard transform; float32."""
+    return hadamard(x * rotation_signs(x.shape[-1]))
+
+
+def unrotated(x: np.ndarray) -> np.ndarray:
+    """Rᵀ x."""
+    return hadamard(x) * rotation_signs(x.shape[-1])
+
+
+def dequantize(array: QuantizedArray, dtype: np.dtype) -> np.ndarray:
+    """The values of codes; `dtype` is what float32 is rounded to."""
+    x = values(array.data, array.dtype, array.scale, array.minimum)
+    if array.rotation is not None:
+        x = unrotated(x)
+    if array.offset is not None:
+        x += array.offset
+    with np.errstate(all="ignore"):
+        return x.astype(dtype, copy=False)
