@@ -74,6 +74,17 @@ def reshaped(xp: ModuleType, array: Any, shape: tuple[int, ...]) -> Any:
     return array.reshape(shape) if xp is np else backend(xp, "memory").reshaped(array, shape)
 
 
+def folded_mask(xp: ModuleType, mask: Any, key_mask: Any) -> Any:
+    """`mask`, which broadcasts to (batch, heads, seqlen_q, seqlen_k), and `key_mask` (batch,
+    seqlen_k) as one mask; None where there is neither."""
+    if key_mask is None:
+        return mask
+    key_mask = key_mask[:, None, None, :]
+    if mask is None:
+        return key_mask
+    return mask & key_mask if xp is np else backend(xp, "memory").both(mask, key_mask)
+
+
 def temporaries(xp: ModuleType) -> contextlib.AbstractContextManager:
     """A context for arrays of the call's own, as of :func:`cuattn.gpu.memory.temporaries`."""
     return contextlib.nullcontext() if xp is np else backend(xp, "memory").temporaries()

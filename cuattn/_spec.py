@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, acc_dtype, check_index_dtype, check_integer, check_out
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    acc_dtype,
+    check_bool,
+    check_index_dtype,
+    check_integer,
+    check_out,
+)
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +210,11 @@ def attention_spec(
     if causal:
         diagonal = seqlen_q - seqlen_k if top_left else 0
         right = diagonal if right is None else min(right, diagonal)
+    if left is not None and right is not None and left + right < 0:
+        raise ValueError(
+            f"{function}: window is {window!r}{' and causal is True' if causal else ''}, which "
+            "leaves no key to any query; None, and not -1, stands for no limit"
+        )
     return AttentionSpec(
         batch=q[0] if sequences is None else sequences,
         seqlen_q=seqlen_q,
@@ -242,19 +254,134 @@ def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     )
 
 
-def check_score_array(function: str, name: str, array: Any, spec: AttentionSpec) -> None:
-    """Check that `bias` or `mask` broadcasts to (batch, heads_q, seqlen_q, seqlen_k) and has a
-    fitting dtype."""
-    full = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
-    if not broadcasts(array.shape, full):
+def check_scores(
+    function: str, spec: AttentionSpec, *, bias: Any = None, mask: Any = None, key_mask: Any = None
+) -> None:
+    """Check the shapes and dtypes of what there is for each score or key of each sequence.
+
+    `bias` and `mask` broadcast to (batch, heads_q, queries, keys), `key_mask` is (batch, keys).
+    Where sequences have lengths of their own, which are on the device, arrays may have as many
+    queries and keys as they like, all of them the same numbers or 1: :func:`check_reach` compares
+    them with the lengths.
+    """
+    given = [
+        (name, array)
+        for name, array in (("bias", bias), ("mask", mask), ("key_mask", key_mask))
+        if array is not None
+    ]
+    full = [spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k]
+    for axis, own in ((2, spec.rows == "ragged"), (3, spec.keys != "batched")):
+        if own:
+            lengths = [
+                array.shape[axis - 4] for name, array in given if _has_axis(name, array, axis)
+            ]
+            full[axis] = next((n for n in lengths if n != 1), 1)
+    for name, array in given:
+        if name == "key_mask":
+            if array.shape != (spec.batch, full[3]):
+                raise ValueError(
+                    f"{function}: key_mask has shape {array.shape}, must be (batch, seqlen_k) = "
+                    f"{(spec.batch, full[3])}"
+                )
+        elif not broadcasts(array.shape, tuple(full)):
+            raise ValueError(
+                f"{function}: {name} has shape {array.shape}, which must broadcast to "
+                f"(batch, heads_q, seqlen_q, seqlen_k) = {tuple(full)}"
+            )
+        if name != "bias" and array.dtype != np.bool_:
+            raise TypeError(
+                f"{function}: {name} has dtype {array.dtype}, must be bool (True keeps)"
+            )
+        if name == "bias" and array.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{function}: bias has dtype {array.dtype}, must be a floating dtype")
+
+
+def _has_axis(name: str, array: Any, axis: int) -> bool:
+    return array.ndim >= (1 if name == "key_mask" and axis == 3 else 4 - axis)
+
+
+def check_reach(
+    function: str, queries: int, keys: int, *, bias: Any, mask: Any, key_mask: Any
+) -> None:
+    """Check, where lengths are on the host, that bias, mask and key_mask have numbers for the
+    queries and keys of the longest sequences. On a GPU a kernel reads the last number for those
+    beyond it."""
+    for name, array in (("bias", bias), ("mask", mask), ("key_mask", key_mask)):
+        if array is None:
+            continue
+        needed = [("keys", keys)] if name == "key_mask" else [("keys", keys), ("queries", queries)]
+        for axis, (what, length) in enumerate(needed, 1):
+            # A mask of keys does not broadcast along them.
+            broadcast = name != "key_mask" and (array.ndim < axis or array.shape[-axis] == 1)
+            if not broadcast and array.shape[-axis] < length:
+                raise ValueError(
+                    f"{function}: {name} has shape {array.shape}, which must have room for the "
+                    f"longest sequence's {length} {what}"
+                )
+
+
+def checked_call(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    bias: Any,
+    mask: Any,
+    key_mask: Any,
+    **options: Any,
+) -> AttentionSpec:
+    """:func:`attention_spec` of arrays (batch, seqlen, heads, head_dim), with what changes their
+    scores checked."""
+    spec = attention_spec(
+        function,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        causal=check_bool(function, "causal", causal),
+        **options,
+    )
+    if not (bias is None and mask is None and key_mask is None):
+        check_scores(function, spec, bias=bias, mask=mask, key_mask=key_mask)
+    return spec
+
+
+def checked_varlen(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    bias: Any,
+    mask: Any,
+    key_mask: Any,
+    **options: Any,
+) -> AttentionSpec:
+    """:func:`checked_call` of arrays (total, heads, head_dim), with their cumulative lengths
+    checked."""
+    for label, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_cu_seqlens(function, label, lengths)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
-            f"{function}: {name} has shape {array.shape}, which must broadcast to "
-            f"(batch, heads_q, seqlen_q, seqlen_k) = {full}"
+            f"{function}: cu_seqlens_k has shape {cu_seqlens_k.shape}, must be "
+            f"cu_seqlens_q's {cu_seqlens_q.shape}"
         )
-    if name == "mask" and array.dtype != np.bool_:
-        raise TypeError(f"{function}: mask has dtype {array.dtype}, must be bool (True keeps)")
-    if name == "bias" and array.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{function}: bias has dtype {array.dtype}, must be a floating dtype")
+    scores = {"bias": bias, "mask": mask, "key_mask": key_mask}
+    spec = checked_call(function, q, k, v, sequences=cu_seqlens_q.shape[0] - 1, **scores, **options)
+    check_rising(function, "cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
+    check_rising(function, "cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
+    if isinstance(cu_seqlens_q, np.ndarray):
+        queries, keys = (
+            int(np.diff(lengths).max(initial=0)) for lengths in (cu_seqlens_q, cu_seqlens_k)
+        )
+        check_reach(function, queries, keys, **scores)
+    return spec
 
 
 def check_shared(
@@ -364,10 +491,10 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, tuple) or len(window) != 2:
         raise ValueError(f"{function}: window is {window!r}, must be a pair (left, right) or None")
     for side in window:
-        if side is not None and (not isinstance(side, numbers.Integral) or side < 0):
+        if side is not None and not isinstance(side, numbers.Integral):
             raise ValueError(
-                f"{function}: window is {window!r}; each side must be an integer >= 0, "
-                "or None for no limit"
+                f"{function}: window is {window!r}; each side must be an integer, or None for no "
+                "limit"
             )
     left, right = (None if side is None else int(side) for side in window)
     return left, right

@@ -38,25 +38,22 @@ Integers = Union[int, "np.integer[Any]", Sequence[int], Array]
 Window = tuple[int | None, int | None]
 
 
-class VarlenOptions(TypedDict, total=False):
-    """Keywords of :func:`cuattn.flash_attention_varlen`, beside return_lse."""
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of :func:`cuattn.flash_attention` and :func:`cuattn.flash_attention_varlen`, beside
+    return_lse."""
 
     causal: bool
     window: Window | None
     scale: float | None
     softcap: float | None
+    bias: Array | None
+    mask: Array | None
+    key_mask: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
     dropout: float
     seed: int
     out: Array | None
-
-
-class AttentionOptions(VarlenOptions, total=False):
-    """Keywords of :func:`cuattn.flash_attention`, beside return_lse."""
-
-    bias: Array | None
-    mask: Array | None
 
 
 class MultiHeadOptions(AttentionOptions, total=False):
@@ -78,6 +75,9 @@ class DecodeOptions(TypedDict, total=False):
     window: Window | None
     scale: float | None
     softcap: float | None
+    bias: Array | None
+    mask: Array | None
+    key_mask: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
     num_splits: int | str | None

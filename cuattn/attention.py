@@ -10,19 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given, check_out
-from cuattn._backend import backend, contiguous, indices, reshaped
+from cuattn._backend import backend, contiguous, folded_mask, indices, reshaped
 from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
     broadcasts,
-    check_cu_seqlens,
-    check_rising,
-    check_score_array,
     check_seed,
     check_shared,
+    checked_call,
+    checked_varlen,
 )
-from cuattn._typing import Array, AttentionOptions, NumPyArray, VarlenOptions
+from cuattn._typing import Array, AttentionOptions, NumPyArray
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,6 +85,7 @@ def flash_attention(
     softcap: float | None = None,
     bias: Any = None,
     mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     dropout: float = 0.0,
@@ -103,7 +103,7 @@ def flash_attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim) or (seqlen_q, heads_q, head_dim)
-        Queries: float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256. In
+        Queries: float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 512. In
         place of batch there may be any number of axes, here and below; where their strides do not
         let them be one axis, the array is copied.
     k : array (batch, seqlen_k, heads_kv, head_dim)
@@ -115,7 +115,8 @@ def flash_attention(
         Query ``i`` sees keys ``j <= i + seqlen_k - seqlen_q`` (aligned to the last key).
     window : (left, right), optional
         Query ``i`` sees keys from ``i + seqlen_k - seqlen_q - left`` to ``i + seqlen_k - seqlen_q +
-        right``, both included; None on a side for no limit there.
+        right``, both included; None on a side for no limit there. A negative side leaves out keys
+        on its own side too: ``(8, -1)`` is the eight keys before the query's own position.
     scale : float, optional
         Factor of q.k; default ``1 / sqrt(head_dim)``.
     softcap : float, optional
@@ -124,6 +125,9 @@ def flash_attention(
         Added to the scores; floating, broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
     mask : array of bool, optional
         True keeps a score; broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+    key_mask : array of bool (batch, seqlen_k), optional
+        True keeps a key, for all queries of its sequence: the mask of a padded batch. Together with
+        `mask` it makes a mask that has their common shape.
     alibi_slopes : array (heads_q,) or (batch, heads_q), optional
         Slopes of the linear distance penalty [3]_.
     sinks : array (heads_q,), optional
@@ -168,13 +172,23 @@ def flash_attention(
     """
     name = "flash_attention"
     check_given(name, q=q, k=k, v=v)
-    xp, (q, k, v, bias, mask, alibi_slopes, sinks, out) = as_arrays(
-        name, q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, out=out
+    xp, (q, k, v, bias, mask, key_mask, alibi_slopes, sinks, out) = as_arrays(
+        name,
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
     )
     single = q.ndim == 3
     if single:
         q, k, v = (add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
         out = None if out is None else add_batch(name, "out", out)
+        key_mask = None if key_mask is None else key_mask[None]
     lead = q.shape[:-3]
     given_out = None
     if len(lead) > 1:
@@ -183,29 +197,23 @@ def flash_attention(
             given_out = out
             out = contiguous(xp, out).reshape(math.prod(lead), *out.shape[len(lead) :])
         q, k, v = (fold(name, xp, n, a, lead) for n, a in (("q", q), ("k", k), ("v", v)))
-        bias, mask = (
-            fold_scores(name, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
+        bias, mask, key_mask, alibi_slopes = fold_terms(
+            name, xp, lead, bias, mask, key_mask, alibi_slopes
         )
-        if alibi_slopes is not None and alibi_slopes.shape[:-1] == lead:
-            alibi_slopes = reshaped(xp, alibi_slopes, (-1, alibi_slopes.shape[-1]))
-    spec = attention_spec(
+    spec = checked_call(
         name,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        causal=check_bool(name, "causal", causal),
+        q,
+        k,
+        v,
+        causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
     )
-    if bias is not None:
-        check_score_array(name, "bias", bias, spec)
-    if mask is not None:
-        check_score_array(name, "mask", mask, spec)
     result, lse = _forward(
         name,
         xp,
@@ -214,7 +222,7 @@ def flash_attention(
         v,
         spec,
         bias=bias,
-        mask=mask,
+        mask=folded_mask(xp, mask, key_mask),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seed=check_seed(name, seed),
@@ -243,7 +251,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Array | None = None,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> NumPyArray: ...
 
 
@@ -256,7 +264,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Array | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[NumPyArray, NDArray[Any]]: ...
 
 
@@ -269,7 +277,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Array | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Any, Any]: ...
 
 
@@ -282,7 +290,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Array | None = None,
     *,
     return_lse: bool = False,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> Any: ...
 
 
@@ -298,6 +306,9 @@ def flash_attention_varlen(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     dropout: float = 0.0,
@@ -319,6 +330,12 @@ def flash_attention_varlen(
         read by the kernel only: no synchronisation.
     cu_seqlens_k : int32 array (sequences + 1,), optional
         The same of the keys; default cu_seqlens_q.
+    bias, mask : array, optional
+        As in :func:`flash_attention`: element ``[b, h, i, j]`` belongs to query ``i`` and key ``j``
+        of sequence ``b``. There may be more queries and keys than the longest sequences have; with
+        fewer, NumPy raises, and a GPU takes the last one's element for those beyond it.
+    key_mask : array of bool (sequences, seqlen_k), optional
+        True keeps key ``j`` of sequence ``b``; of the same seqlen_k as `bias` and `mask`.
     causal, window, scale, softcap, alibi_slopes, sinks, dropout, seed, return_lse, out
         As in :func:`flash_attention`, with positions and lengths of each sequence; alibi_slopes
         (heads_q,) or (sequences, heads_q).
@@ -349,41 +366,37 @@ def flash_attention_varlen(
     check_given(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    xp, (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, out) = as_arrays(
+    xp, arrays = as_arrays(
         name,
         q=q,
         k=k,
         v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         out=out,
     )
-    for label, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_cu_seqlens(name, label, lengths)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"{name}: cu_seqlens_k has shape {cu_seqlens_k.shape}, must be "
-            f"cu_seqlens_q's {cu_seqlens_q.shape}"
-        )
-    spec = attention_spec(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, bias, mask, key_mask, alibi_slopes, sinks, out = arrays
+    spec = checked_varlen(
         name,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        causal=check_bool(name, "causal", causal),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
-        sequences=cu_seqlens_q.shape[0] - 1,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
     )
-    check_rising(name, "cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
-    check_rising(name, "cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
     result, lse = _forward(
         name,
         xp,
@@ -391,6 +404,8 @@ def flash_attention_varlen(
         k,
         v,
         spec,
+        bias=bias,
+        mask=folded_mask(xp, mask, key_mask),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         cu_seqlens_q=indices(xp, cu_seqlens_q),
@@ -621,6 +636,26 @@ def fold_scores(function: str, xp: Any, name: str, array: Any, lead: tuple[int, 
         return array.reshape(1, *array.shape[-3:])
     array = xp.broadcast_to(array, (*lead, *array.shape[-3:]))
     return reshaped(xp, array, (math.prod(lead), *array.shape[-3:]))
+
+
+def fold_terms(
+    function: str,
+    xp: Any,
+    lead: tuple[int, ...],
+    bias: Any,
+    mask: Any,
+    key_mask: Any,
+    alibi_slopes: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """What changes scores, with the leading axes as one."""
+    bias, mask = (
+        fold_scores(function, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
+    )
+    if key_mask is not None and key_mask.shape[:-1] == lead:
+        key_mask = reshaped(xp, key_mask, (math.prod(lead), key_mask.shape[-1]))
+    if alibi_slopes is not None and alibi_slopes.shape[:-1] == lead:
+        alibi_slopes = reshaped(xp, alibi_slopes, (-1, alibi_slopes.shape[-1]))
+    return bias, mask, key_mask, alibi_slopes
 
 
 def _batch_seq_heads_dim(xp: Any, array: Any) -> Any:

@@ -17,14 +17,16 @@ from cuattn._arrays import (
     check_given,
     check_index_dtype,
 )
-from cuattn._backend import backend, indices
+from cuattn._backend import backend, folded_mask, indices
 from cuattn._keywords import explain_keywords
 from cuattn._quantized import as_stored, codes_of
 from cuattn._spec import (
     attention_spec,
     check_cu_seqlens,
     check_fits,
+    check_reach,
     check_rising,
+    check_scores,
     check_shared,
 )
 from cuattn._typing import Array, DecodeOptions, NumPyArray, PagedOptions
@@ -97,6 +99,9 @@ def flash_decode(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     num_splits: int | str | None = None,
@@ -114,7 +119,7 @@ def flash_decode(
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim)
         Queries of the newest tokens: query ``i`` sits at position ``seq_lens[b] - seqlen_q + i``.
-        float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 256.
+        float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 512.
     k_cache : array (batch, capacity, heads_kv, head_dim)
         Keys, of q's dtype, the new tokens' included. heads_kv must divide heads_q. What lies past a
         sequence's length may be anything, NaN included, and is not read.
@@ -124,9 +129,12 @@ def flash_decode(
         How many keys of each sequence are valid; values beyond the capacity mean the capacity.
         int64 is taken too: on a GPU values beyond int32 mean the capacity likewise, and on the
         host they are an error.
-    causal, window, scale, softcap, alibi_slopes, sinks
+    causal, window, scale, softcap, bias, mask, key_mask, alibi_slopes, sinks
         As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k. Keys outside the
-        window are not read.
+        window are not read. Element ``[b, h, i, j]`` of `bias` and `mask`, ``[b, j]`` of
+        `key_mask`, belongs to the key in slot ``j`` of sequence ``b``; all have as many keys as
+        each other, and as the longest sequence at least (with fewer, NumPy raises, and a GPU takes
+        the last one's element for those beyond it).
     num_splits : int or "fixed", optional
         How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may
         then differ in their last bits with the batch around a sequence. "fixed": every 1024 keys,
@@ -172,16 +180,20 @@ def flash_decode(
     name = "flash_decode"
     check_given(name, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     given_k, given_v = k_cache, v_cache
-    xp, (q, k_cache, v_cache, seq_lens, alibi_slopes, sinks, out) = as_arrays(
+    xp, (q, k_cache, v_cache, seq_lens, bias, mask, key_mask, *rest) = as_arrays(
         name,
         q=q,
         k_cache=codes_of(k_cache),
         v_cache=codes_of(v_cache),
         seq_lens=seq_lens,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         out=out,
     )
+    alibi_slopes, sinks, out = rest
     k_cache, k_dtype, k_format = as_stored(given_k, k_cache, q.dtype)
     v_cache, v_dtype, v_format = as_stored(given_v, v_cache, q.dtype)
     single = q.ndim == 3
@@ -213,6 +225,9 @@ def flash_decode(
         v_cache,
         spec,
         seq_lens=seq_lens,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         num_splits=num_splits,
@@ -289,6 +304,9 @@ def paged_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     num_splits: int | str | None = None,
@@ -379,12 +397,15 @@ def paged_attention(
         cu_seqlens_q=cu_seqlens_q,
         prefix_k=codes_of(prefix_k),
         prefix_v=codes_of(prefix_v),
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         out=out,
     )
     xp, (q, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, *rest) = arrays
-    prefix_k, prefix_v, alibi_slopes, sinks, out = rest
+    prefix_k, prefix_v, bias, mask, key_mask, alibi_slopes, sinks, out = rest
     k_pages, k_dtype, k_format = as_stored(given_k, k_pages, q.dtype)
     v_pages, v_dtype, v_format = as_stored(given_v, v_pages, q.dtype)
     _check_pages(name, k_pages, v_pages, page_table)
@@ -431,7 +452,11 @@ def paged_attention(
             as_stored(given, array, q.dtype)
             for given, array in zip(given_prefix, (prefix_k, prefix_v), strict=True)
         ]
-        _check_prefix_arrays(name, stored, spec, window, alibi_slopes)
+        _check_prefix_arrays(name, stored, spec)
+        unfit = {"window": window, "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask}
+        for label, given in (*unfit.items(), ("key_mask", key_mask)):
+            if given is not None:
+                raise ValueError(f"{name}: prefix is a pair (k, v), so {label} must be None")
         prefix = None if prefix_k.shape[0] == 0 else (stored[0][0], stored[1][0])
     elif prefix is not None:
         if not isinstance(prefix, numbers.Integral) or isinstance(prefix, bool):
@@ -466,6 +491,9 @@ def paged_attention(
         page_table=indices(xp, page_table),
         cu_seqlens_q=indices(xp, cu_seqlens_q) if ragged else None,
         prefix=prefix,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         num_splits=num_splits,
@@ -577,6 +605,10 @@ def _decode(
     spec: Any,
     *,
     seq_lens: Any,
+    cu_seqlens_q: Any = None,
+    bias: Any,
+    mask: Any,
+    key_mask: Any,
     alibi_slopes: Any,
     sinks: Any,
     num_splits: int | str | None,
@@ -585,6 +617,13 @@ def _decode(
     **options: Any,
 ) -> tuple[Any, Any]:
     """Check what both kinds of cache have, and hand the call to the backend of their library."""
+    if not (bias is None and mask is None and key_mask is None):
+        scores = {"bias": bias, "mask": mask, "key_mask": key_mask}
+        check_scores(function, spec, **scores)
+        if xp is np:
+            counts = spec.seqlen_q if cu_seqlens_q is None else np.diff(cu_seqlens_q)
+            longest = min(int(seq_lens.max(initial=0)), spec.seqlen_k)
+            check_reach(function, int(np.max(counts, initial=0)), longest, **scores)
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     check_capacity(function, spec)
     return backend(xp, "attention").forward(
@@ -593,6 +632,9 @@ def _decode(
         v,
         spec,
         seq_lens=indices(xp, seq_lens),
+        cu_seqlens_q=cu_seqlens_q,
+        bias=bias,
+        mask=folded_mask(xp, mask, key_mask),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         num_splits=check_num_splits(function, num_splits),
@@ -700,9 +742,7 @@ def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> 
     check_index_dtype(function, "page_table", page_table)
 
 
-def _check_prefix_arrays(
-    function: str, stored: list[tuple[Any, Any, str]], spec: Any, window: Any, alibi_slopes: Any
-) -> None:
+def _check_prefix_arrays(function: str, stored: list[tuple[Any, Any, str]], spec: Any) -> None:
     (k, *_), (v, *_) = stored
     for label, (array, dtype, _), head_dim in zip(
         ("prefix[0]", "prefix[1]"), stored, (spec.head_dim, spec.head_dim_v), strict=True
@@ -717,10 +757,6 @@ def _check_prefix_arrays(
     if k.shape[0] != v.shape[0]:
         raise ValueError(
             f"{function}: prefix[1] has length {v.shape[0]}, must be prefix[0]'s {k.shape[0]}"
-        )
-    if window is not None or alibi_slopes is not None:
-        raise ValueError(
-            f"{function}: prefix is a pair (k, v), so window and alibi_slopes must be None"
         )
 
 

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
-from cuattn._backend import backend, contiguous_last_axis, indices, reshaped
+from cuattn._backend import backend, contiguous_last_axis, folded_mask, indices
 from cuattn._keywords import explain_keywords
 from cuattn._spec import (
     AttentionSpec,
-    attention_spec,
-    check_cu_seqlens,
-    check_rising,
-    check_score_array,
     check_seed,
     check_shared,
+    checked_call,
+    checked_varlen,
 )
 from cuattn._typing import AttentionOptions
-from cuattn.attention import add_batch, flash_attention, fold, fold_scores
+from cuattn.attention import add_batch, flash_attention, fold, fold_terms
+
+MAX_GRADIENT_DIM = 256  # of heads
 
 __all__ = [
     "AttentionGrads",
@@ -69,6 +69,7 @@ def flash_attention_backward(
     softcap: float | None = None,
     bias: Any = None,
     mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     dropout: float = 0.0,
@@ -89,11 +90,11 @@ def flash_attention_backward(
         of axes in place of batch. In float16, whose largest number is 65504, scale the
         loss so that gradients stay in range.
     q, k, v : array
-        As given to :func:`flash_attention`; without the batch axis, dout, out and lse have none
-        either.
+        As given to :func:`flash_attention`, of head_dims up to 256; without the batch axis, dout,
+        out and lse have none either.
     out, lse : array
         What :func:`flash_attention` returned for them with ``return_lse=True``.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sinks, dropout, seed
+    causal, window, scale, softcap, bias, mask, key_mask, alibi_slopes, sinks, dropout, seed
         As given to :func:`flash_attention`.
     dlse : array (batch, heads_q, seqlen_q), optional
         Gradient of lse, where the loss depends on it, as after :func:`merge_attention`.
@@ -127,7 +128,7 @@ def flash_attention_backward(
     """
     name = "flash_attention_backward"
     check_given(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    xp, (dout, q, k, v, out, lse, dlse, bias, mask, alibi_slopes, sinks) = as_arrays(
+    xp, arrays = as_arrays(
         name,
         dout=dout,
         q=q,
@@ -138,16 +139,18 @@ def flash_attention_backward(
         dlse=dlse,
         bias=bias,
         mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
+    dout, q, k, v, out, lse, dlse, bias, mask, key_mask, alibi_slopes, sinks = arrays
     single = q.ndim == 3
     if single:
         dout, q, k, v, out = (
             add_batch(name, n, a)
             for n, a in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out))
         )
-        lse, dlse = (a if a is None else a[None] for a in (lse, dlse))
+        lse, dlse, key_mask = (a if a is None else a[None] for a in (lse, dlse, key_mask))
     lead = q.shape[:-3]
     shapes = [() if a is None else a.shape for a in (bias, alibi_slopes)]
     if len(lead) > 1:
@@ -159,32 +162,30 @@ def flash_attention_backward(
             a if a is None else fold(name, xp, n, a[..., None], lead)[..., 0]
             for n, a in (("lse", lse), ("dlse", dlse))
         )
-        bias, mask, alibi_slopes = _fold_terms(name, xp, bias, mask, alibi_slopes, lead)
-    spec = attention_spec(
+        bias, mask, key_mask, alibi_slopes = fold_terms(
+            name, xp, lead, bias, mask, key_mask, alibi_slopes
+        )
+    spec = checked_call(
         name,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        causal=check_bool(name, "causal", causal),
+        q,
+        k,
+        v,
+        causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
     )
-    if bias is not None:
-        check_score_array(name, "bias", bias, spec)
-    if mask is not None:
-        check_score_array(name, "mask", mask, spec)
     grads = _backward(
         name,
         xp,
         (dout, q, k, v, out, lse, dlse),
         spec,
         bias=bias,
-        mask=mask,
+        mask=folded_mask(xp, mask, key_mask),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seed=seed,
@@ -217,6 +218,9 @@ def flash_attention_varlen_backward(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     dropout: float = 0.0,
@@ -235,8 +239,8 @@ def flash_attention_varlen_backward(
         As given to :func:`flash_attention_varlen`.
     out, lse : array
         What it returned for them with ``return_lse=True``.
-    causal, window, scale, softcap, alibi_slopes, sinks, dropout, seed
-        As given to it.
+    causal, window, scale, softcap, bias, mask, key_mask, alibi_slopes, sinks, dropout, seed
+        As given to it. There is no gradient of `bias`.
     dlse : array (heads_q, total_q), optional
         Gradient of lse.
     deterministic, grad_alibi
@@ -278,39 +282,37 @@ def flash_attention_varlen_backward(
         dlse=dlse,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks = arrays
-    for label, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_cu_seqlens(name, label, lengths)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"{name}: cu_seqlens_k has shape {cu_seqlens_k.shape}, must be "
-            f"cu_seqlens_q's {cu_seqlens_q.shape}"
-        )
-    spec = attention_spec(
+    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *rest = arrays
+    bias, mask, key_mask, alibi_slopes, sinks = rest
+    spec = checked_varlen(
         name,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        causal=check_bool(name, "causal", causal),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
-        sequences=cu_seqlens_q.shape[0] - 1,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
     )
-    check_rising(name, "cu_seqlens_q", cu_seqlens_q, spec.seqlen_q)
-    check_rising(name, "cu_seqlens_k", cu_seqlens_k, spec.seqlen_k)
     return _backward(
         name,
         xp,
         (dout, q, k, v, out, lse, dlse),
         spec,
+        bias=bias,
+        mask=folded_mask(xp, mask, key_mask),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         cu_seqlens_q=indices(xp, cu_seqlens_q),
@@ -373,6 +375,7 @@ def flash_attention_vjp(
     name = "flash_attention_vjp"
     _check_options(name, options)
     result, lse = flash_attention(q, k, v, return_lse=True, **options)
+    _check_head_dims(name, q, v)
 
     def pullback(dout: Any, dlse: Any = None) -> AttentionGrads:
         return flash_attention_backward(
@@ -407,6 +410,7 @@ def flash_attention_jvp(
     softcap: float | None = None,
     bias: Any = None,
     mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     dropout: float = 0.0,
@@ -421,7 +425,7 @@ def flash_attention_jvp(
         As in :func:`flash_attention`.
     dq, dk, dv : array
         The direction: of the shapes and dtypes of q, k and v.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sinks, dropout, seed
+    causal, window, scale, softcap, bias, mask, key_mask, alibi_slopes, sinks, dropout, seed
         As in :func:`flash_attention`.
 
     Returns
@@ -445,7 +449,7 @@ def flash_attention_jvp(
     """
     name = "flash_attention_jvp"
     check_given(name, q=q, k=k, v=v, dq=dq, dk=dk, dv=dv)
-    xp, (q, k, v, dq, dk, dv, bias, mask, alibi_slopes, sinks) = as_arrays(
+    xp, (q, k, v, dq, dk, dv, bias, mask, key_mask, alibi_slopes, sinks) = as_arrays(
         name,
         q=q,
         k=k,
@@ -455,6 +459,7 @@ def flash_attention_jvp(
         dv=dv,
         bias=bias,
         mask=mask,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
@@ -464,31 +469,31 @@ def flash_attention_jvp(
             add_batch(name, n, a)
             for n, a in (("q", q), ("k", k), ("v", v), ("dq", dq), ("dk", dk), ("dv", dv))
         )
+        key_mask = None if key_mask is None else key_mask[None]
     lead = q.shape[:-3]
     if len(lead) > 1:
         q, k, v, dq, dk, dv = (
             fold(name, xp, n, a, lead)
             for n, a in (("q", q), ("k", k), ("v", v), ("dq", dq), ("dk", dk), ("dv", dv))
         )
-        bias, mask, alibi_slopes = _fold_terms(name, xp, bias, mask, alibi_slopes, lead)
-    spec = attention_spec(
+        bias, mask, key_mask, alibi_slopes = fold_terms(
+            name, xp, lead, bias, mask, key_mask, alibi_slopes
+        )
+    spec = checked_call(
         name,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        causal=check_bool(name, "causal", causal),
+        q,
+        k,
+        v,
+        causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
+        bias=bias,
+        mask=mask,
+        key_mask=key_mask,
     )
-    if bias is not None:
-        check_score_array(name, "bias", bias, spec)
-    if mask is not None:
-        check_score_array(name, "mask", mask, spec)
+    _check_head_dims(name, q, v)
     check_shared(name, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=None)
     for label, array, other in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         _check_like(name, label, array, other.shape, spec.dtype)
@@ -496,7 +501,7 @@ def flash_attention_jvp(
         *(contiguous_last_axis(xp, array) for array in (q, k, v, dq, dk, dv)),
         spec,
         bias=bias,
-        mask=mask,
+        mask=folded_mask(xp, mask, key_mask),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seed=check_seed(name, seed),
@@ -506,20 +511,8 @@ def flash_attention_jvp(
     return out.reshape(*lead, *out.shape[1:]), dout.reshape(*lead, *dout.shape[1:])
 
 
-def _fold_terms(
-    function: str, xp: Any, bias: Any, mask: Any, alibi_slopes: Any, lead: tuple[int, ...]
-) -> tuple[Any, Any, Any]:
-    """What changes scores, with the leading axes as one."""
-    bias, mask = (
-        fold_scores(function, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
-    )
-    if alibi_slopes is not None and alibi_slopes.shape[:-1] == lead:
-        alibi_slopes = reshaped(xp, alibi_slopes, (-1, alibi_slopes.shape[-1]))
-    return bias, mask, alibi_slopes
-
-
 def _unfolded(dbias: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
-    """The gradient of a bias of `shape` from that of what :func:`fold_scores` made of it."""
+    """The gradient of a bias of `shape` from that of what :func:`fold_terms` made of it."""
     if len(shape) > 3 and dbias.shape[0] > 1:
         own = shape[:-3]
         own = (1,) * (len(lead) - len(own)) + own
@@ -547,6 +540,7 @@ def _backward(
 ) -> AttentionGrads:
     """Check what the functions share and hand the call to the backend of its arrays."""
     dout, q, k, v, out, lse, dlse = arrays
+    _check_head_dims(function, q, v)
     check_shared(function, spec, alibi_slopes=alibi_slopes, sinks=sinks, out=None)
     for label, array in (("dout", dout), ("out", out)):
         _check_like(function, label, array, spec.out_shape, spec.dtype)
@@ -576,6 +570,15 @@ def _backward(
         grad_alibi=grad_alibi,
     )
     return AttentionGrads(*results)
+
+
+def _check_head_dims(function: str, q: Any, v: Any) -> None:
+    for label, array in (("q", q), ("v", v)):
+        if array.shape[-1] > MAX_GRADIENT_DIM:
+            raise ValueError(
+                f"{function}: {label} has head_dim {array.shape[-1]}, must be at most "
+                f"{MAX_GRADIENT_DIM} for gradients"
+            )
 
 
 def _check_like(

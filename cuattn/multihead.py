@@ -93,6 +93,7 @@ def multi_head_attention(
     softcap: float | None = None,
     bias: Any = None,
     mask: Any = None,
+    key_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     dropout: float = 0.0,
@@ -127,7 +128,9 @@ def multi_head_attention(
         they are not 0, 1, ...: ``{}`` for its defaults. Not with `context`.
     bq, bk, bv, bo : array, optional
         Added to the projections: as long as the last axis of their weights.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sinks, dropout, seed, return_lse
+    causal, window, scale, softcap, bias, mask, key_mask
+        As in :func:`cuattn.flash_attention`.
+    alibi_slopes, sinks, dropout, seed, return_lse
         As in :func:`cuattn.flash_attention`.
     out : array (..., seqlen_q, out_features), optional
         Written to and returned.
@@ -166,9 +169,10 @@ def multi_head_attention(
         name,
         **{"x": x, "wq": wq, "wk": wk, "wv": wv, "wo": wo, "context": context},
         **{"bq": bq, "bk": bk, "bv": bv, "bo": bo, "bias": bias, "mask": mask},
-        **{"alibi_slopes": alibi_slopes, "sinks": sinks, "out": out},
+        **{"key_mask": key_mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out},
     )
-    x, wq, wk, wv, wo, context, bq, bk, bv, bo, bias, mask, alibi_slopes, sinks, out = arrays
+    x, wq, wk, wv, wo, context, bq, bk, bv, bo, bias, mask, *rest = arrays
+    key_mask, alibi_slopes, sinks, out = rest
     heads = _count(name, "heads", heads)
     kv_heads = heads if kv_heads is None else _count(name, "kv_heads", kv_heads)
     if heads % kv_heads:
@@ -208,8 +212,8 @@ def multi_head_attention(
             q, k = rotate(q, positions, **rope), rotate(k, positions, **rope)
         options = {
             **{"causal": causal, "window": window, "scale": scale, "softcap": softcap},
-            **{"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks},
-            **{"dropout": dropout, "seed": seed},
+            **{"bias": bias, "mask": mask, "key_mask": key_mask, "alibi_slopes": alibi_slopes},
+            **{"sinks": sinks, "dropout": dropout, "seed": seed},
         }
         attended: Any = None if return_lse else flash_attention(q, k, v, **options)
     lse = None

@@ -36,14 +36,14 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
 @st.composite
-def specs(draw):
-    """Any AttentionSpec, small or huge."""
+def specs(draw, max_head_dim=MAX_HEAD_DIM):
+    """Any AttentionSpec, small or huge. (Values of more than MAX_DIM features come in pieces.)"""
     dtype = draw(st.sampled_from(list(FLOAT_DTYPES)))
     batch = draw(st.integers(1, 1 << 17))
     heads_kv = draw(st.integers(1, 16))
     heads_q = heads_kv * draw(st.integers(1, 16))
     seqlen_q, seqlen_k = (draw(st.integers(1, 1 << 18)) for _ in "qk")
-    head_dim, head_dim_v = (draw(st.integers(1, MAX_HEAD_DIM)) for _ in "qv")
+    head_dim, head_dim_v = (draw(st.integers(1, n)) for n in (max_head_dim, dispatch.MAX_DIM))
     varlen = draw(st.booleans())
     sizes = st.none() | st.integers(0, 1 << 20)
     return attention_spec(

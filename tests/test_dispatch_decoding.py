@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn._spec import attention_spec
+from cuattn._spec import MAX_HEAD_DIM, attention_spec
 from cuattn.gpu import dispatch, params
 from cuattn.gpu.dispatch import Call
 
@@ -25,7 +25,7 @@ def specs(draw):
     )
     heads_kv, group = draw(st.integers(1, 130)), draw(st.integers(1, 40))
     batch, seqlen_q = draw(st.integers(1, 300)), draw(st.integers(1, 600))
-    dims = [draw(st.integers(1, 256)) for _ in "qv"]
+    dims = [draw(st.integers(1, MAX_HEAD_DIM)) for _ in "qv"]
     if draw(st.booleans()):
         dims = [-(-d // 8) * 8 for d in dims]
     ragged = draw(st.booleans())

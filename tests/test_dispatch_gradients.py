@@ -31,7 +31,7 @@ def fits(launch: dispatch.Launch) -> bool:
 
 @given(
     arch=st.sampled_from(list(SMEM_LIMITS)),
-    spec=specs(),
+    spec=specs(dispatch.MAX_DIM),
     grads=st.tuples(*[st.booleans()] * 3),
     aligned=st.booleans(),
 )
@@ -91,7 +91,7 @@ def test_every_number_of_a_wide_row_is_computed_once():
         assert sum(c.first for c in of_keys) == sum(c.second for c in of_keys) == 1
 
 
-@given(spec=specs(), arch=st.sampled_from(list(SMEM_LIMITS)))
+@given(spec=specs(dispatch.MAX_DIM), arch=st.sampled_from(list(SMEM_LIMITS)))
 def test_dropout_goes_to_the_kernel_that_has_it(spec, arch):
     launch = dispatch.choose(Call.contiguous(dataclasses.replace(spec, dropout=0.1), arch))
     assert launch.variant.entry == "forward_simt"

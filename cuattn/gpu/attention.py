@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import debug, decoding, quantization
 from cuattn.gpu.compiler import CONTRACT_SCORES
-from cuattn.gpu.dispatch import current_tiers
-from cuattn.gpu.memory import contiguous, contiguous_last_axis, copy_to_out, target, use_device
+from cuattn.gpu.dispatch import MAX_DIM, current_tiers
+from cuattn.gpu.memory import (
+    contiguous,
+    contiguous_last_axis,
+    copy_to_out,
+    target,
+    temporaries,
+    use_device,
+)
 from cuattn.gpu.plan import Scores, attention_plan, layout_key
 
 
@@ -61,9 +71,34 @@ def forward(
             alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
         if sinks is not None:
             sinks = contiguous(sinks, spec.acc_dtype)
-        result = target(out, spec.out_shape, spec.dtype)
+        pieces = spec.head_dim_v > MAX_DIM and spec.keys in ("batched", "ragged")
+        if pieces and out is not None:  # which may overlap what a later piece reads
+            with temporaries():
+                result = out.copy()
+        else:
+            result = target(out, spec.out_shape, spec.dtype)
         # A ragged call of no sequences has nothing to compute.
         some = bool(spec.batch and result.size)
+        if some and pieces:
+            lse = _forward_in_pieces(
+                q,
+                k,
+                v,
+                spec,
+                result,
+                bias=bias,
+                mask=mask,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                seed=seed,
+                return_lse=return_lse,
+                score_mod=score_mod,
+            )
+            return copy_to_out(result, out), lse
+        if not (bias is None and mask is None) and isinstance(prefix, int):
+            prefix = None  # what it promises is in the pages anyway
         if prefix is not None and some:
             prefix = decoding.useful_prefix(prefix, spec, alibi_slopes, num_splits, q.device.id)
         if prefix is not None and some:
@@ -135,3 +170,22 @@ def forward(
                 v_scales,
             ).launch(addresses)
         return copy_to_out(result, out), lse
+
+
+def _forward_in_pieces(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    spec: AttentionSpec,
+    result: cupy.ndarray,
+    **options: Any,
+) -> cupy.ndarray | None:
+    """Compute `result` for `MAX_DIM` features of the values at a time, as many as a kernel keeps
+    for each query; return lse. Each piece computes all scores."""
+    lse = None
+    for begin in range(0, spec.head_dim_v, MAX_DIM):
+        columns = slice(begin, min(begin + MAX_DIM, spec.head_dim_v))
+        piece = dataclasses.replace(spec, head_dim_v=columns.stop - columns.start)
+        _, piece_lse = forward(q, k, v[..., columns], piece, out=result[..., columns], **options)
+        lse = piece_lse if lse is None else lse
+    return lse

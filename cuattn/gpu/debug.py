@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cuattn._spec import AttentionSpec
+from cuattn._spec import AttentionSpec, check_reach
 
 if TYPE_CHECKING:
     from cuattn.gpu.compiler import Variant
@@ -93,6 +93,8 @@ def check_attention(
     cu_seqlens_k: Any = None,
     seq_lens: Any = None,
     page_table: Any = None,
+    bias: Any = None,
+    mask: Any = None,
     **_: Any,
 ) -> None:
     """Check lengths and pages of an attention call.
@@ -100,21 +102,27 @@ def check_attention(
     Raises
     ------
     ValueError
-        Cumulative lengths do not rise from 0 to at most the total, a length is negative, or an
-        entry of the page table that is used is not the number of a page.
+        Cumulative lengths do not rise from 0 to at most the total, a length is negative, an entry
+        of the page table that is used is not the number of a page, or bias or mask is too small.
     """
+    queries, keys = spec.seqlen_q, spec.seqlen_k
     if cu_seqlens_q is not None:
-        _check_rising(function, "cu_seqlens_q", _host(cu_seqlens_q), spec.seqlen_q)
+        bounds = _host(cu_seqlens_q)
+        _check_rising(function, "cu_seqlens_q", bounds, spec.seqlen_q)
+        queries = int(np.diff(bounds).max(initial=0))
     if cu_seqlens_k is not None:
-        _check_rising(function, "cu_seqlens_k", _host(cu_seqlens_k), spec.seqlen_k)
-    if seq_lens is None:
-        return
-    lengths = _host(seq_lens)
-    _check_range(function, "seq_lens", lengths, np.full(lengths.shape, True), 1 << 31)
-    if page_table is not None:
-        table = _host(page_table)
-        used = np.arange(table.shape[1]) < -(-lengths[:, None] // spec.page_size)
-        _check_range(function, "page_table", table, used, k.shape[0])
+        bounds = _host(cu_seqlens_k)
+        _check_rising(function, "cu_seqlens_k", bounds, spec.seqlen_k)
+        keys = int(np.diff(bounds).max(initial=0))
+    if seq_lens is not None:
+        lengths = _host(seq_lens)
+        _check_range(function, "seq_lens", lengths, np.full(lengths.shape, True), 1 << 31)
+        keys = min(int(lengths.max(initial=0)), spec.seqlen_k)
+        if page_table is not None:
+            table = _host(page_table)
+            used = np.arange(table.shape[1]) < -(-lengths[:, None] // spec.page_size)
+            _check_range(function, "page_table", table, used, k.shape[0])
+    check_reach(function, queries, keys, bias=bias, mask=mask, key_mask=None)
 
 
 def _check_rising(function: str, name: str, bounds: np.ndarray, total: int) -> None:

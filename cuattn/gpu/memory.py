@@ -87,6 +87,12 @@ def reshaped(array: cupy.ndarray, shape: tuple[int, ...]) -> cupy.ndarray:
         return array.reshape(shape)
 
 
+def both(a: cupy.ndarray, b: cupy.ndarray) -> cupy.ndarray:
+    """``a & b``, in :func:`scratch`."""
+    with use_device(a), temporaries():
+        return a & b
+
+
 def contiguous_int32(array: Any) -> Any:
     """Integers as contiguous int32: `array` itself, or a copy as of :func:`contiguous` in which
     integers that do not fit are the nearest that do."""

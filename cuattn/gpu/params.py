@@ -30,7 +30,7 @@ FORWARD_PARAMS = Struct(
     ("long long", "alibi_batch_stride"),
     ("double", "scale softcap"),
     ("int", "batch seqlen_q seqlen_k heads_q heads_kv head_dim head_dim_v"),
-    ("int", "window_left window_right bias_is_float32"),
+    ("int", "window_left window_right bias_is_float32 score_rows score_cols"),
 )
 
 SM90_PARAMS = Struct(
@@ -102,6 +102,14 @@ class Scales(NamedTuple):
     rotated: bool
     aligned: bool  # the address of the scales is a multiple of 16
 
+
+SCORE_PARAMS = Struct(
+    "ScoreParams",
+    ("const void*", "bias"),
+    ("const unsigned char*", "mask"),
+    ("ScoreStrides", "bias_stride mask_stride"),
+    ("int", "bias_is_float32 score_rows score_cols"),
+)
 
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
 
@@ -230,6 +238,7 @@ STRUCTS = {
     FORWARD_PARAMS: "attention/forward_simt.cu",
     SM90_PARAMS: "attention/forward_sm90.cu",
     DECODE_PARAMS: "decoding/decode_simt.cu",
+    SCORE_PARAMS: "decoding/decode_simt.cu",
     DECODE_MAPS: "decoding/decode_sm90.cu",
     MLA_PARAMS: "mla/decode_simt.cu",
     MERGE_PARAMS: "decoding/merge.cu",
@@ -270,8 +279,6 @@ def forward_arguments(
         k_stride=_row_strides(spec, k),
         v_stride=_row_strides(spec, v),
         out_stride=_row_strides(spec, out),
-        bias_stride=_broadcast_strides(bias),
-        mask_stride=_broadcast_strides(mask),
         alibi_batch_stride=_batch_stride(alibi_slopes),
         scale=spec.scale,
         softcap=spec.softcap,
@@ -284,8 +291,14 @@ def forward_arguments(
         head_dim_v=spec.head_dim_v,
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
-        bias_is_float32=bias is not None and bias[2] == np.float32,
+        **_score_fields(bias, mask),
     )
+
+
+def score_arguments(bias: tuple | None, mask: tuple | None) -> Arguments:
+    """Pack SCORE_PARAMS but for what each launch fills in; bias and mask as in
+    :func:`forward_arguments`."""
+    return SCORE_PARAMS.arguments(**_score_fields(bias, mask))
 
 
 def dropout_arguments(spec: AttentionSpec) -> Arguments:
@@ -616,6 +629,19 @@ def _broadcast_strides(layout: tuple | None) -> list[int]:
         0 if n == 1 else stride // dtype.itemsize for n, stride in zip(shape, strides, strict=True)
     ]
     return [0] * (4 - len(own)) + own
+
+
+def _score_fields(bias: tuple | None, mask: tuple | None) -> dict[str, Any]:
+    """What kernels are told of bias and mask beside their addresses."""
+    given = [layout[0] for layout in (bias, mask) if layout is not None]
+    rows, cols = (max((shape[-n] for shape in given if len(shape) >= n), default=1) for n in (2, 1))
+    return {
+        "bias_stride": _broadcast_strides(bias),
+        "mask_stride": _broadcast_strides(mask),
+        "bias_is_float32": bias is not None and bias[2] == np.float32,
+        "score_rows": rows,
+        "score_cols": cols,
+    }
 
 
 def _bounded(side: int | None) -> int:

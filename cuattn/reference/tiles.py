@@ -34,8 +34,8 @@ class ScoreTerms(NamedTuple):
 
     seqlen_q: int
     seqlen_k: int
-    bias: np.ndarray | None  # (heads_q, seqlen_q, seqlen_k)
-    mask: np.ndarray | None  # (heads_q, seqlen_q, seqlen_k)
+    bias: np.ndarray | None  # (heads_q, seqlen_q, seqlen_k), or more of them
+    mask: np.ndarray | None  # likewise
     alibi_slopes: np.ndarray | None  # (heads_q, 1, 1)
 
     @property
@@ -53,11 +53,18 @@ def score_terms(
 ) -> list[ScoreTerms]:
     """The terms of every sequence of a call, from its arrays and the lengths (seqlen_q, seqlen_k)
     of its sequences."""
-    scores = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
-    bias = None if bias is None else np.broadcast_to(bias, scores)
-    mask = None if mask is None else np.broadcast_to(mask, scores)
+    queries, keys = map(max, zip(*lengths, strict=True)) if lengths else (0, 0)
+
+    def of_scores(array: np.ndarray | None) -> np.ndarray | None:
+        """(batch, heads_q, queries, keys), without what is beyond the longest sequences."""
+        if array is None:
+            return None
+        array = array.reshape((1,) * (4 - array.ndim) + array.shape)[:, :, :queries, :keys]
+        return np.broadcast_to(array, (spec.batch, spec.heads_q, queries, keys))
+
+    bias, mask = of_scores(bias), of_scores(mask)
     if alibi_slopes is not None:
-        slopes = np.broadcast_to(alibi_slopes, scores[:2])
+        slopes = np.broadcast_to(alibi_slopes, (spec.batch, spec.heads_q))
         alibi_slopes = slopes.astype(spec.acc_dtype)[:, :, None, None]
     arrays = bias, mask, alibi_slopes
     return [

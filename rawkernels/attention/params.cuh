@@ -43,10 +43,11 @@ struct ForwardParams {
   // a side: no limit there.
   int window_left, window_right;
   int bias_is_float32;
+  int score_rows, score_cols;  // queries and keys that bias and mask have elements for
 };
 
 __device__ __forceinline__ tile::ScoreInputs score_inputs(const ForwardParams& params) {
   return {params.scale,           params.softcap,     params.bias,        params.mask,
           params.alibi_slopes,    params.bias_stride, params.mask_stride, params.alibi_batch_stride,
-          params.bias_is_float32, params.seqlen_q,    params.seqlen_k};
+          params.bias_is_float32, params.score_rows,  params.score_cols};
 }

@@ -21,7 +21,9 @@ constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kTileKeys = 64;  // the fewest of a block of keys
 // Keys on their way at a time: fewer where codes take instructions and registers to expand.
-constexpr int kBatch = kHeadDim * sizeof(Acc) < 2048 && !Config::quantized ? 4 : 2;
+constexpr int kBatch = kHeadDim * sizeof(Acc) >= 4096                      ? 1
+                       : kHeadDim * sizeof(Acc) < 2048 && !Config::quantized ? 4
+                                                                             : 2;
 constexpr int kLaneDims = kHeadDim / 32;  // lane l has columns l, l + 32, …
 
 using Schedule = decoding::Schedule<kRows, kTileKeys>;
@@ -69,12 +71,16 @@ struct Slice {
   }
 
   // Adds keys first … first + kBatch - 1, as far as they come before `end`.
-  __device__ __forceinline__ void attend(const DecodeParams& params, int first, int end,
+  __device__ __forceinline__ void attend(const DecodeParams& params, const ScoreParams& scores,
+                                         int first, int end,
                                          const Acc (&k)[kBatch][kLaneDims],
                                          const Acc (&v)[kBatch][kLaneDims]) {
-    const ScoreMod<T, false, false> score_mod = {score_inputs(params)};
+    const tile::ScoreInputs inputs =
+        Config::elementwise ? score_inputs(params, scores) : score_inputs(params);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      const ScoreMod<T, false, false> score_mod = {
+          Config::elementwise ? inputs.of_head<T>(score_row[r].batch, score_row[r].head) : inputs};
       Acc s[kBatch], new_max = row_max[r];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
@@ -148,7 +154,8 @@ __device__ __forceinline__ auto pages_of_v(const DecodeParams& params) {
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads)
-    decode_simt(const __grid_constant__ DecodeParams params) {
+    decode_simt(const __grid_constant__ DecodeParams params,
+                const __grid_constant__ ScoreParams scores) {
   __shared__ Smem smem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const kvcache::PageTable table = page_table(params);
@@ -170,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         load_row(k[i], k_pages, page, slot, split.head, params.head_dim);
         load_row(v[i], v_pages, page, slot, split.head, params.head_dim_v);
       }
-      slice.attend(params, first, split.end, k, v);
+      slice.attend(params, scores, first, split.end, k, v);
     }
 
     __syncthreads();  // the split before has been merged

@@ -65,13 +65,33 @@ struct DecodeParams {
   int k_rotated, v_rotated;
 };
 
-// A decoding call has neither bias nor mask.
+// Beside it, for the kernels that serve them: bias and mask, as in ForwardParams.
+struct ScoreParams {
+  const void* bias;
+  const unsigned char* mask;
+  ScoreStrides bias_stride, mask_stride;
+  int bias_is_float32, score_rows, score_cols;
+};
+
 __device__ __forceinline__ tile::ScoreInputs score_inputs(const DecodeParams& params) {
   tile::ScoreInputs inputs = {};
   inputs.scale = params.scale;
   inputs.softcap = params.softcap;
   inputs.alibi_slopes = params.alibi_slopes;
   inputs.alibi_batch_stride = params.alibi_batch_stride;
+  return inputs;
+}
+
+__device__ __forceinline__ tile::ScoreInputs score_inputs(const DecodeParams& params,
+                                                          const ScoreParams& scores) {
+  tile::ScoreInputs inputs = score_inputs(params);
+  inputs.bias = scores.bias;
+  inputs.mask = scores.mask;
+  inputs.bias_stride = scores.bias_stride;
+  inputs.mask_stride = scores.mask_stride;
+  inputs.bias_is_float32 = scores.bias_is_float32;
+  inputs.rows = scores.score_rows;
+  inputs.cols = scores.score_cols;
   return inputs;
 }
 

@@ -32,7 +32,7 @@ struct ScoreInputs {
   ScoreStrides bias_stride, mask_stride;
   long long alibi_batch_stride;  // 0 for slopes of shape (heads_q,)
   int bias_is_float32;
-  int seqlen_q, seqlen_k;  // of bias and mask
+  int rows, cols;  // queries and keys that bias and mask have elements for
 
   // The same with `bias` and `mask` at a query head's first element. Their terms want this, once
   // for the rows of a head: in every element's offset it would be four more 64-bit operations.
@@ -164,13 +164,13 @@ struct ContractScores {
     __device__ __forceinline__ Acc derivative(Acc, const Row&, int) const { return 1; }
   };
 
-  // Of bias and mask. Tiles reach beyond the last query and key: there the last one's element is
-  // read, since a branch around each read would make them wait for one another.
+  // Of bias and mask. Tiles reach beyond the last query and key, and so may sequences whose lengths
+  // the host does not know: there the last one's element is read, since a branch around each read
+  // would make them wait for one another.
   __device__ __forceinline__ static long long offset(const ScoreInputs& inputs,
                                                      const ScoreStrides& stride, const Row& row,
                                                      int key) {
-    return min(row.query, inputs.seqlen_q - 1) * stride.row +
-           min(key, inputs.seqlen_k - 1) * stride.col;
+    return min(row.query, inputs.rows - 1) * stride.row + min(key, inputs.cols - 1) * stride.col;
   }
 };
 

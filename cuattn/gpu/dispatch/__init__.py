@@ -32,6 +32,7 @@ from cuattn.gpu.dispatch.gradients import (
     gradient_variants,
 )
 from cuattn.gpu.dispatch.launch import (
+    MAX_DIM,
     SHARED_KIB,
     Call,
     Launch,
@@ -69,6 +70,7 @@ from cuattn.gpu.dispatch.sm90 import (
 __all__ = [
     "CACHE_UPDATE",
     "JVP",
+    "MAX_DIM",
     "MAX_TOP_K",
     "SHARED_KIB",
     "TIERS",

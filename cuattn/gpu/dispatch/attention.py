@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.params import dropout_arguments, forward_arguments
 from cuattn.gpu.structs import Arguments
 
@@ -47,7 +47,7 @@ GRID_Y = 65535  # the most blocks along a grid's second axis
 
 
 class SimtForward:
-    """Every call of whole sequences."""
+    """Every call of whole sequences; values of more than `MAX_DIM` features come in pieces."""
 
     name = "forward_simt"
     decodes = False
@@ -56,7 +56,7 @@ class SimtForward:
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None."""
         spec = call.spec
-        if spec.keys not in ("batched", "ragged"):
+        if spec.keys not in ("batched", "ragged") or spec.head_dim_v > MAX_DIM:
             return None
         config = _simt_config(
             dtype=spec.dtype.name,
@@ -156,6 +156,7 @@ class Sm80Forward:
             or spec.keys not in ("batched", "ragged")
             or spec.dtype.itemsize != 2
             or spec.dropout != 0.0
+            or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
             or spec.heads_q > GRID_Y
             or heads > 1 << 30
         ):

@@ -6,14 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-import numpy as np
-
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
-from cuattn.gpu.params import DECODE_MAPS, decode_arguments
+from cuattn.gpu.params import DECODE_MAPS, decode_arguments, score_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -129,12 +127,17 @@ class Sm90DecodeConfig(Config):
         return 16 * self.rows * (self.head_dim // 2 + self.cluster)
 
 
+#: head_dims that decode_simt.cu comes with; the smallest where no faster kernel serves a call.
+SIMT_HEAD_DIMS = (128, 256, 512)
+
+
 @dataclasses.dataclass(frozen=True)
 class SimtDecodeConfig(Config):
     """decoding/decode_simt.cu."""
 
     dtype: str
-    head_dim: int  # 256, or 128 for float32 where that is enough, for both
+    head_dim: int  # the next of SIMT_HEAD_DIMS for both
+    elementwise: bool  # bias or mask
     rows: int
     blocks_per_sm: int
     tile_keys: int
@@ -163,16 +166,18 @@ def part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
 def _as_decoding(call: Call) -> Call | None:
     """A call as the decoding kernels take it; None if they cannot.
 
-    They have neither bias, mask nor dropout. Plain arrays of keys they read as caches that are
-    full, in splits that do not depend on the batch. An infinite or NaN value that only some rows of
-    a tile see would reach the others, so all rows have to see the same keys: in caches that is what
-    :func:`cuattn.flash_decode` says, in plain arrays it must not be.
+    They have no dropout, and bias or mask only for keys in caches. Plain arrays of keys they read
+    as caches that are full, in splits that do not depend on the batch. An infinite or NaN value
+    that only some rows of a tile see would reach the others, so all rows have to see the same keys:
+    in caches that is what :func:`cuattn.flash_decode` says, in plain arrays it must not be.
     """
     spec = call.spec
-    if call.elementwise or spec.dropout != 0.0 or spec.keys == "ragged":
+    if spec.dropout != 0.0 or spec.keys == "ragged":
         return None
     if spec.keys in ("cached", "paged") or call.partial is not None:
         return call
+    if call.elementwise:
+        return None
     unbounded = spec.window_left is None and spec.window_right is None
     last = spec.seqlen_q == 1 and (spec.window_right is None or spec.window_right >= 0)
     if spec.rows == "ragged" or not (unbounded or last) or spec.seqlen_k >= 1 << 30:
@@ -200,6 +205,8 @@ class Sm90Decode:
         if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
             return None
         if spec.rows == "ragged" or rows > CLUSTER_ROWS[-1] or call.num_splits is not None:
+            return None
+        if call.elementwise:
             return None
         if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
             return None
@@ -257,6 +264,8 @@ class Sm80Decode:
             return None
         if not call.vectors or any(d % 8 for d in dims):
             return None
+        if call.elementwise or max(dims) > MAX_DIM:
+            return None
         head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
         # Ragged rows may be of prompts; where there is about one a sequence it is decoding, and a
         # small tile wastes least.
@@ -287,16 +296,21 @@ class SimtDecode:
         if (taken := _as_decoding(call)) is None:
             return None
         call, spec = taken, taken.spec
-        small = spec.dtype == np.float32 and max(spec.head_dim, spec.head_dim_v) <= 128
-        variant = _simt_variant(spec.dtype.name, 128 if small else 256, quantized=spec.quantized)
-        return partitioned(call, variant)
+        kinds = {"elementwise": call.elementwise, "quantized": spec.quantized}
+        dims = _simt_head_dims(spec.dtype.name, **kinds)
+        head_dim = next(n for n in dims if max(spec.head_dim, spec.head_dim_v) <= n)
+        launch = partitioned(call, _simt_variant(spec.dtype.name, head_dim, **kinds))
+        scores = score_arguments(call.bias, call.mask)
+        return dataclasses.replace(launch, arguments=(*launch.arguments, scores))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
-        for quantized in (False, True):
+        booleans = False, True
+        for elementwise, quantized in itertools.product(booleans, booleans):
+            kinds = {"elementwise": elementwise, "quantized": quantized}
             for dtype in FLOAT_DTYPES.values():
-                yield _simt_variant(dtype, 256, quantized=quantized)
-            yield _simt_variant("float32", 128, quantized=quantized)
+                for head_dim in _simt_head_dims(dtype, **kinds):
+                    yield _simt_variant(dtype, head_dim, **kinds)
 
 
 def partitioned(call: Call, variant: Variant) -> Launch:
@@ -484,10 +498,23 @@ def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeC
     raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}")
 
 
-def _simt_variant(dtype: str, head_dim: int, *, quantized: bool) -> Variant:
+def _simt_head_dims(dtype: str, *, elementwise: bool, quantized: bool) -> tuple[int, ...]:
+    """The head_dims of a dtype, smallest first."""
+    return SIMT_HEAD_DIMS[0 if dtype == "float32" or (elementwise and not quantized) else 1 :]
+
+
+def _simt_variant(dtype: str, head_dim: int, *, elementwise: bool, quantized: bool) -> Variant:
     rows = 2 if dtype == "float64" else 4
+    if head_dim == 512 or (elementwise and head_dim == 256):
+        rows //= 2  # registers are for a row's features
     config = SimtDecodeConfig(
-        dtype, head_dim, rows, blocks_per_sm=4, tile_keys=64, quantized=quantized
+        dtype,
+        head_dim,
+        elementwise,
+        rows,
+        blocks_per_sm=2 if head_dim == 512 else 4,
+        tile_keys=64,
+        quantized=quantized,
     )
     return Variant("decoding/decode_simt.cu", "decode_simt", config)
 

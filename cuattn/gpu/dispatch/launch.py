@@ -19,6 +19,9 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 #: Shared memory of a multiprocessor in KiB, by compute capability; others have at least 100. A
 #: block can have 1 less.
 SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
+#: The largest head_dim of kernels with tensor cores, and of what a block of forward_simt.cu keeps
+#: of values.
+MAX_DIM = 256
 
 
 def capability(arch: str) -> int:

@@ -20,7 +20,7 @@ import dataclasses
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
-from cuattn.gpu.dispatch.launch import Call, capability
+from cuattn.gpu.dispatch.launch import MAX_DIM, Call, capability
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
 LEAST_SPLITS = 2  # of the keys of plain arrays
@@ -156,6 +156,11 @@ def _flops(spec: AttentionSpec, rows: int) -> float:
 
 
 def _rates(call: Call) -> Rates:
-    if call.spec.dtype.itemsize != 2 or capability(call.arch) < 80:
-        return SIMT[call.spec.dtype.itemsize]
+    spec = call.spec
+    if (
+        spec.dtype.itemsize != 2
+        or capability(call.arch) < 80
+        or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
+    ):
+        return SIMT[spec.dtype.itemsize]
     return HOPPER if call.arch == "sm_90a" else AMPERE

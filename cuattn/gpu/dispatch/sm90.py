@@ -13,7 +13,7 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import Call, Launch, Layout
+from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch, Layout
 from cuattn.gpu.params import CONTIGUOUS_PAGE_SHIFT, SM90_PARAMS, forward_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -150,6 +150,8 @@ class Sm90Forward:
         if (
             call.arch != "sm_90a"
             or call.partial is not None
+            or (call.elementwise and (ragged or cached))
+            or max(dims) > MAX_DIM
             or spec.kv_dtype != spec.dtype
             or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
             or spec.dtype.itemsize != 2
@@ -541,6 +543,7 @@ class Sm90Prefix:
             or spec.keys not in ("batched", "paged")
             or (spec.window_left, spec.window_right) != (None, None)
             or call.has_score
+            or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
             or spec.dtype.itemsize != 2
             or not call.aligned
             or spec.head_dim_v % 8

@@ -1,0 +1,73 @@
+"""Bias, masks, windows of any bounds and large heads in every function (tests/scores.py), on the
+kernels that serve them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import formulas, scores
+
+cupy = pytest.importorskip("cupy")
+
+from cuattn.gpu import dispatch  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [np.dtype(dtype) for dtype in formulas.DTYPES]
+CHECKS = scores.check_whole, scores.check_varlen, scores.check_decode, scores.check_paged
+
+
+@pytest.mark.parametrize("name", scores.OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_function_has_every_option(check, dtype, name, rng):
+    check(rng, dtype, name, scores.DIMS[rng.integers(2)], cupy.asarray)
+
+
+@pytest.mark.parametrize("dims", scores.DIMS[2:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_large_heads(check, dtype, dims, rng):
+    check(rng, dtype, "all", dims, cupy.asarray)
+    check(rng, dtype, "keys before", dims, cupy.asarray)
+
+
+@pytest.mark.parametrize("name", scores.OPTIONS)
+@pytest.mark.parametrize("check", [scores.check_whole, scores.check_varlen])
+def test_plain_kernels(check, name, rng):
+    with dispatch.use_tiers("forward_simt"):
+        check(rng, DTYPES[rng.integers(4)], name, (64, 40), cupy.asarray)
+
+
+@pytest.mark.parametrize("num_splits", ["fixed", 3])
+@pytest.mark.parametrize("name", scores.OPTIONS)
+def test_splits(name, num_splits, rng):
+    dtype = DTYPES[rng.integers(4)]
+    scores.check_decode(rng, dtype, name, (64, 40), cupy.asarray, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("name", scores.OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_varlen(dtype, name, rng):
+    scores.check_gradients(rng, dtype, name, cupy.asarray)
+
+
+def test_gradients_with_a_key_mask(rng):
+    scores.check_key_mask_gradients(rng, DTYPES[rng.integers(4)], cupy.asarray)
+
+
+def test_a_prefix_that_the_pages_have_changes_nothing(rng):
+    scores.check_paged(rng, DTYPES[0], "all", (64, 64), cupy.asarray, prefix=16)
+
+
+def test_lengths_beyond_bias_and_mask_read_their_last_element(rng):
+    """What the host cannot check leads to no address outside of the arrays."""
+    from cuattn import flash_decode
+
+    q, k = (cupy.asarray(scores.random(rng, DTYPES[2], 2, n, 4, 64)) for n in (1, 40))
+    bias = cupy.asarray(scores.random(rng, DTYPES[2], 2, 1, 1, 9))
+    lengths = cupy.asarray(np.array([40, 7], np.int32))
+    whole = cupy.concatenate([bias, cupy.repeat(bias[..., -1:], 31, axis=3)], axis=3)
+    out, same = (flash_decode(q, k, k, lengths, bias=b) for b in (bias, whole))
+    cupy.testing.assert_array_equal(out, same)
