@@ -64,6 +64,9 @@ COUNTERPARTS = {
         ("mask", "bias"),
         "mask where it is boolean (True keeps, as in torch), bias where it is added to the scores",
     ),
+    "key_padding_mask": Counterpart(
+        "torch", ("key_mask",), "True keeps, where theirs leaves the key out"
+    ),
     "dropout_p": Counterpart("torch", ("dropout",)),
     "enable_gqa": Counterpart(
         "torch", (), "leave it out: query heads share key heads wherever k has fewer"

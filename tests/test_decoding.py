@@ -274,7 +274,7 @@ def shapes(**changes):
         ({"prefix": (np.zeros((4, 2, 7), np.float32),) * 2}, r"prefix\[0\] has shape"),
         (
             {"prefix": (np.zeros((4, 2, 8), np.float32),) * 2, "window": (1, 0)},
-            "window and alibi_slopes must be None",
+            "so window must be None",
         ),
         ({"num_splits": "few"}, "num_splits is 'few'"),
         ({"num_splits": 0}, "num_splits is 0"),

@@ -21,7 +21,7 @@ constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kTileKeys = 64;  // the fewest of a block of keys
 // Keys on their way at a time: fewer where codes take instructions and registers to expand.
-constexpr int kBatch = kHeadDim * sizeof(Acc) >= 4096                      ? 1
+constexpr int kBatch = kHeadDim * sizeof(Acc) >= 4096                        ? 1
                        : kHeadDim * sizeof(Acc) < 2048 && !Config::quantized ? 4
                                                                              : 2;
 constexpr int kLaneDims = kHeadDim / 32;  // lane l has columns l, l + 32, …
@@ -72,8 +72,7 @@ struct Slice {
 
   // Adds keys first … first + kBatch - 1, as far as they come before `end`.
   __device__ __forceinline__ void attend(const DecodeParams& params, const ScoreParams& scores,
-                                         int first, int end,
-                                         const Acc (&k)[kBatch][kLaneDims],
+                                         int first, int end, const Acc (&k)[kBatch][kLaneDims],
                                          const Acc (&v)[kBatch][kLaneDims]) {
     const tile::ScoreInputs inputs =
         Config::elementwise ? score_inputs(params, scores) : score_inputs(params);

@@ -47,6 +47,8 @@ def attention(q: Floats) -> None:
     rows: Floats = q[0]
     cu_seqlens = np.array([0, 3, 5], np.int32)
     assert_type(cuattn.flash_attention_varlen(rows, rows, rows, cu_seqlens), Floats)
+    keep = np.ones((2, 3), bool)
+    cuattn.flash_attention_varlen(rows, rows, rows, cu_seqlens, key_mask=keep, mask=keep[:, None])
     assert_type(cuattn.scaled_dot_product_attention(q, q, q, None, 0.0, True), Floats)
 
 

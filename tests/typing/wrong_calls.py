@@ -20,7 +20,7 @@ def attention(q: Floats, lengths: NDArray[np.int32]) -> None:
     cuattn.flash_attention([[1.0]], q, q)  # error: call-overload
     print(cuattn.flash_attention(q, q, q, return_lse=True).shape)  # error: attr-defined
     cuattn.flash_attention_varlen(q, q, q)  # error: call-overload
-    cuattn.flash_attention_varlen(q, q, q, lengths, mask=q > 0)  # error: call-overload
+    cuattn.flash_attention_varlen(q, q, q, lengths, key_mask=5)  # error: call-overload
     cuattn.scaled_dot_product_attention(q, q, q, scale="small")  # error: call-overload
     cuattn.flash_decode(q, q, q)  # error: call-overload
     cuattn.flash_decode(q, q, q, 5)  # error: call-overload
