@@ -37,6 +37,14 @@ class Exporter:
         return self.array.__dlpack_device__()
 
 
+@pytest.fixture
+def jax():
+    """JAX on the CPU, also where it finds a GPU: exact products, arrays on the host."""
+    library = pytest.importorskip("jax")
+    with library.default_device(library.devices("cpu")[0]):
+        yield library
+
+
 @pytest.mark.parametrize("versioned", [False, True])
 @pytest.mark.parametrize(("code", "bits"), _dlpack.DTYPES)
 def test_dtypes_without_a_name_in_numpy(rng, code, bits, versioned):
@@ -88,16 +96,14 @@ def test_a_tensor_that_requires_a_gradient():
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "bool"])
-def test_jaxs_arrays(name):
-    jax = pytest.importorskip("jax")
+def test_jaxs_arrays(jax, name):
     array = jax.numpy.arange(6).reshape(2, 3).astype(name)
     taken = as_arrays("f", x=array)[1][0]
     assert taken.dtype.name == name
     np.testing.assert_array_equal(taken.astype(np.float32), np.asarray(array, np.float32))
 
 
-def test_a_traced_array():
-    jax = pytest.importorskip("jax")
+def test_a_traced_array(jax):
     q = jax.numpy.ones((1, 2, 2, 4))
     with pytest.raises(TypeError, match=r"^flash_attention: q is traced by JAX .*pure_callback\b"):
         jax.jit(cuattn.flash_attention)(q, q, q)
@@ -144,8 +150,7 @@ def test_gradients_through_torch(examples, name):
         assert (ours.grad - theirs.grad).abs().max() <= tolerance * theirs.grad.abs().max()
 
 
-def test_the_jax_example(examples, capsys):
-    jax = pytest.importorskip("jax")
+def test_the_jax_example(jax, examples, capsys):
     import with_jax
 
     q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 9, 4, 16))
@@ -159,8 +164,7 @@ def test_the_jax_example(examples, capsys):
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_gradients_through_jax(examples, name):
-    jax = pytest.importorskip("jax")
+def test_gradients_through_jax(jax, examples, name):
     import with_jax
 
     arrays = jax.random.normal(jax.random.key(2), (4, 2, 9, 4, 16)).astype(name)
