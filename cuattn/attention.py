@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given, check_out
 from cuattn._backend import backend, contiguous, folded_mask, indices, reshaped
 from cuattn._keywords import explain_keywords
+from cuattn._repeat import repeated
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -73,6 +74,7 @@ def flash_attention(
 ) -> Any: ...
 
 
+@repeated(seeds=("seed",), seed="seed_value")
 @explain_keywords
 def flash_attention(
     q: Any,
@@ -184,17 +186,16 @@ def flash_attention(
         sinks=sinks,
         out=out,
     )
+    given_out = out
     single = q.ndim == 3
     if single:
         q, k, v = (add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
         out = None if out is None else add_batch(name, "out", out)
         key_mask = None if key_mask is None else key_mask[None]
     lead = q.shape[:-3]
-    given_out = None
     if len(lead) > 1:
         if out is not None:
             check_out(name, out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
-            given_out = out
             out = contiguous(xp, out).reshape(math.prod(lead), *out.shape[len(lead) :])
         q, k, v = (fold(name, xp, n, a, lead) for n, a in (("q", q), ("k", k), ("v", v)))
         bias, mask, key_mask, alibi_slopes = fold_terms(
@@ -235,10 +236,10 @@ def flash_attention(
     elif len(lead) > 1:
         result = result.reshape(*lead, *result.shape[1:])
         lse = None if lse is None else lse.reshape(*lead, *lse.shape[1:])
-        if given_out is not None:
-            if not given_out.flags.c_contiguous:
-                given_out[...] = result
-            result = given_out
+        if given_out is not None and not given_out.flags.c_contiguous:
+            given_out[...] = result
+    if given_out is not None:
+        result = given_out
     return (result, lse) if return_lse else result
 
 
@@ -294,6 +295,7 @@ def flash_attention_varlen(
 ) -> Any: ...
 
 
+@repeated(seeds=("seed",), seed="seed_value", cu_seqlens_k=("cu_seqlens_k", "cu_seqlens_q"))
 @explain_keywords
 def flash_attention_varlen(
     q: Any,
@@ -447,6 +449,15 @@ def scaled_dot_product_attention(
 ) -> Any: ...
 
 
+@repeated(
+    seeds=("seed",),
+    seed="seed_value",
+    q="query",
+    k="key",
+    v="value",
+    bias="attn_mask",
+    mask="attn_mask",
+)
 @explain_keywords
 def scaled_dot_product_attention(
     query: Any,

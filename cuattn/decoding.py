@@ -20,6 +20,7 @@ from cuattn._arrays import (
 from cuattn._backend import backend, folded_mask, indices
 from cuattn._keywords import explain_keywords
 from cuattn._quantized import as_stored, codes_of
+from cuattn._repeat import repeated
 from cuattn._spec import (
     attention_spec,
     check_cu_seqlens,
@@ -88,6 +89,7 @@ def flash_decode(
 ) -> Any: ...
 
 
+@repeated(k="k_cache", v="v_cache")
 @explain_keywords
 def flash_decode(
     q: Any,
@@ -196,6 +198,7 @@ def flash_decode(
     alibi_slopes, sinks, out = rest
     k_cache, k_dtype, k_format = as_stored(given_k, k_cache, q.dtype)
     v_cache, v_dtype, v_format = as_stored(given_v, v_cache, q.dtype)
+    given_out = out
     single = q.ndim == 3
     if single:
         q = q[:, None]
@@ -234,7 +237,10 @@ def flash_decode(
         out=out,
         return_lse=return_lse,
     )
-    result = result[:, 0] if single else result
+    if given_out is not None:
+        result = given_out
+    elif single:
+        result = result[:, 0]
     return (result, lse) if return_lse else result
 
 
@@ -290,6 +296,7 @@ def paged_attention(
 ) -> Any: ...
 
 
+@repeated(k="k_pages", v="v_pages")
 @explain_keywords
 def paged_attention(
     q: Any,
@@ -414,6 +421,7 @@ def paged_attention(
     capacity = (max_pages * page_size, *k_pages.shape[2:])
     capacity_v = (max_pages * page_size, *v_pages.shape[2:])
     ragged = cu_seqlens_q is not None
+    given_out = out
     single = q.ndim == 3 and not ragged
     if ragged:
         check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q)
@@ -500,7 +508,10 @@ def paged_attention(
         out=out,
         return_lse=return_lse,
     )
-    result = result[:, 0] if single else result
+    if given_out is not None:
+        result = given_out
+    elif single:
+        result = result[:, 0]
     return (result, lse) if return_lse else result
 
 

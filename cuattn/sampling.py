@@ -22,6 +22,7 @@ from cuattn import _sampling_spec as spec
 from cuattn._arrays import check_given, check_out
 from cuattn._backend import backend, on_their_gpu, temporaries
 from cuattn._keywords import explain_keywords
+from cuattn._repeat import repeated
 from cuattn._typing import (
     Array,
     FilterOptions,
@@ -248,6 +249,7 @@ def sample(logits: NDArray[Any], **options: Unpack[SampleOptions]) -> NDArray[np
 def sample(logits: Array, **options: Unpack[SampleOptions]) -> Any: ...
 
 
+@repeated(seeds=("seed", "offset"), fresh="seed", tokens=())
 @explain_keywords
 @on_their_gpu
 def sample(

@@ -18,7 +18,7 @@ LAYERS = (
     ("cuattn._arrays", "cuattn._keywords", "cuattn._philox", "cuattn._typing"),
     ("cuattn._spec", "cuattn._sampling_types"),
     ("cuattn.reference", "cuattn.gpu"),
-    ("cuattn._backend",),
+    ("cuattn._backend", "cuattn._repeat"),
     ("cuattn._sampling_spec",),
 )
 PUBLIC = len(LAYERS)

@@ -19,6 +19,7 @@ import pathlib
 import re
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from cuattn.gpu import debug
@@ -33,6 +34,7 @@ CTYPES = {
 
 #: From compute capability to the architecture that has all its instructions.
 ARCH_SPECIFIC = {(9, 0): "sm_90a"}
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class CompileError(RuntimeError):
@@ -178,8 +180,15 @@ def multiprocessors(device: int) -> int:
 
 
 @functools.cache
-def kernel(variant: Variant, device: int) -> Any:
-    """The ``cupy.RawKernel`` of a variant on a device, which must be the current one.
+def kernel(variant: Variant, device: int) -> Callable[..., None]:
+    """Compile a variant for a device, which must be the current one.
+
+    Returns
+    -------
+    callable
+        Launches on the current stream: ``launch(grid, block, arguments, shared_mem=0)``, where
+        `arguments` is a sequence as ``cupy.RawKernel`` takes it. The fast way is an int: the
+        address of a table of the arguments' addresses, with `grid` and `block` of three numbers.
 
     Raises
     ------
@@ -196,7 +205,23 @@ def kernel(variant: Variant, device: int) -> Any:
             function.max_dynamic_shared_size_bytes = variant.config.smem_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_message(variant, device_arch(device), str(error))) from error
-    return debug.watched(function, variant) if debug.ENABLED else function
+    handle = function.kernel.ptr
+    driver, get_current_stream = cupy.cuda.driver, cupy.cuda.get_current_stream
+
+    def launch(grid: tuple, block: tuple, arguments: Any, shared_mem: int = 0) -> None:
+        if type(arguments) is not int:
+            function(grid, block, arguments, shared_mem=shared_mem)
+            return
+        stream = get_current_stream().ptr
+        try:
+            driver.launchKernel(handle, *grid, *block, shared_mem, stream, arguments, 0)
+        except driver.CUDADriverError as error:
+            if error.status != INVALID_CONTEXT:
+                raise
+            cupy.cuda.runtime.free(0)  # a thread has no context before its first call of this kind
+            driver.launchKernel(handle, *grid, *block, shared_mem, stream, arguments, 0)
+
+    return debug.watched(launch, variant) if debug.ENABLED else launch
 
 
 def report(variant: Variant, arch: str) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from typing import Any, NamedTuple
 
@@ -11,25 +12,89 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, tensormap
 from cuattn.gpu.memory import scratch
 from cuattn.gpu.params import Scales
-from cuattn.gpu.structs import launch_id
-from cuattn.gpu.tensormap import NO_MAP
+from cuattn.gpu.structs import MAP_BYTES, WORD, launch_id
+
+_ALIGNMENT = 64  # of a struct that holds tensor maps
+MAP_WORDS = MAP_BYTES // WORD
+
+#: The launches of the call that :mod:`cuattn.gpu.repeat` records: each plan, and its addresses.
+recorded: contextvars.ContextVar[list[tuple[Plan, dict[str, Any]]] | None] = contextvars.ContextVar(
+    "recorded", default=None
+)
+
+
+class Slot:
+    """The arguments of one launch in memory, as the driver reads them.
+
+    Attributes
+    ----------
+    words : memoryview
+        All of the memory, as numbers of 64 bits.
+    address : int
+        Of the table of the arguments' addresses, which the memory begins with.
+    """
+
+    def __init__(self, template: bytes, structs: tuple[int, ...]) -> None:
+        memory = np.zeros(len(template) + _ALIGNMENT, np.uint8)
+        begin = -memory.ctypes.data % _ALIGNMENT
+        used = memory[begin : begin + len(template)]
+        used[:] = np.frombuffer(template, np.uint8)
+        self.address = used.ctypes.data
+        self.words = memoryview(used).cast("Q")
+        for i, offset in enumerate(structs):
+            self.words[i] = self.address + offset
 
 
 class Plan:
-    """A kernel of a device, and all that its launches for calls alike have in common."""
+    """A kernel of a device, and all that its launches for calls alike have in common.
 
-    def __init__(self, chosen: dispatch.Launch, device: int) -> None:
-        """Compile the kernel of a launch for a device, which must be the current one."""
+    Attributes
+    ----------
+    chosen : dispatch.Launch
+        The kernel and its arguments.
+    device : int
+        The device.
+    words : tuple of (int, str)
+        The numbers that a launch fills in: the place in `Slot.words`, and their name.
+    maps : tuple of (int, str, TensorMap)
+        Its tensor maps: the place of each one's first word, the array, and what it is like.
+    has_state : bool
+        Whether a launch has a workspace or an id of its own.
+    issue : callable
+        Launches with the arguments at a slot's address. The driver copies them.
+    """
+
+    def __init__(self, chosen: dispatch.Launch, device: int, smem_bytes: int | None = None) -> None:
+        """Compile the kernel of a launch for a device, which must be the current one; `smem_bytes`
+        of dynamic shared memory, by default the most that the variant asks for."""
         config = chosen.variant.config
         self.chosen = chosen
-        self._kernel = compiler.kernel(chosen.variant, device)
-        self._block = (config.threads,)
-        self._smem_bytes = config.smem_bytes
-        wanted = frozenset().union(*(each.wanted for each in chosen.arguments))
-        self._has_state = not wanted.isdisjoint(("workspace", "launch_id"))
-        self._maps = [
-            (f"{array}_map", array, tensor_map) for array, tensor_map in chosen.tensor_maps.items()
-        ]
+        self.device = device
+        kernel = compiler.kernel(chosen.variant, device)
+        grid, block = (*chosen.grid, 1, 1)[:3], (config.threads, 1, 1)
+        shared_mem = config.smem_bytes if smem_bytes is None else smem_bytes
+        self.issue = functools.partial(kernel, grid, block, shared_mem=shared_mem)
+        words, maps, structs = [], [], []
+        template = bytes(WORD * len(chosen.arguments))
+        for arguments in chosen.arguments:
+            template = template.ljust(-(-len(template) // _ALIGNMENT) * _ALIGNMENT, b"\0")
+            structs.append(len(template))
+            for offset, argument, size in arguments.fills:
+                place = (len(template) + offset) // WORD
+                if size == WORD:
+                    words.append((place, argument))
+                elif tensor_map := chosen.tensor_maps.get(array := argument[: -len("_map")]):
+                    maps.append((place, array, tensor_map))
+            template += arguments.constants
+        self._template = template.ljust(-(-len(template) // WORD) * WORD, b"\0")
+        self._structs = tuple(structs)
+        self.words, self.maps = tuple(words), tuple(maps)
+        self.has_state = any(argument in ("workspace", "launch_id") for _, argument in words)
+        self._slots: list[Slot] = []  # that no thread uses just now
+
+    def new_slot(self) -> Slot:
+        """Arguments that are filled with zeros where a launch fills them."""
+        return Slot(self._template, self._structs)
 
     def launch(self, addresses: dict[str, Any]) -> None:
         """Launch on the current device and stream.
@@ -40,23 +105,32 @@ class Plan:
             Addresses of the call's arrays by the names that the argument structs have for them; 0
             for an array that is not there. It is added to.
         """
-        chosen = self.chosen
-        if self._has_state:
+        workspace = None
+        if self.has_state:
             # The workspace goes back to the pool when this returns: the next call on the stream may
             # have it.
-            workspace = scratch(chosen.workspace_bytes) if chosen.workspace_bytes else None
+            workspace = self.workspace()
             addresses["workspace"] = 0 if workspace is None else workspace.ptr
             addresses["launch_id"] = launch_id()
-        for key, array, tensor_map in self._maps:
-            addresses[key] = (
-                NO_MAP if tensor_map is None else tensormap.encode(tensor_map, addresses[array])
-            )
-        self._kernel(
-            chosen.grid,
-            self._block,
-            [np.void(arguments.pack(addresses)) for arguments in chosen.arguments],
-            shared_mem=self._smem_bytes,
-        )
+        slot = self._slots.pop() if self._slots else self.new_slot()
+        self.fill(slot, addresses)
+        self.issue(slot.address)
+        self._slots.append(slot)
+        if (launches := recorded.get()) is not None:
+            launches.append((self, addresses))
+
+    def workspace(self) -> Any:
+        """Memory for the kernel's own use in one launch; None if it needs none."""
+        nbytes = self.chosen.workspace_bytes
+        return scratch(nbytes) if nbytes else None
+
+    def fill(self, slot: Slot, addresses: dict[str, Any]) -> None:
+        """Write into a slot all that a launch fills in."""
+        words = slot.words
+        for place, name in self.words:
+            words[place] = addresses[name]
+        for place, array, tensor_map in self.maps:
+            words[place : place + MAP_WORDS] = tensormap.words(tensor_map, addresses[array])
 
 
 class Scores(NamedTuple):

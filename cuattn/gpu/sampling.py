@@ -7,6 +7,8 @@ Arrays are on the current device: the public functions see to that.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import cupy
@@ -23,9 +25,10 @@ from cuattn.gpu.params import (
     SOFTMAX_PARAMS,
     SPECULATE_PARAMS,
 )
-from cuattn.gpu.plan import as_kernel_argument
+from cuattn.gpu.plan import Plan, as_kernel_argument
+from cuattn.gpu.structs import Arguments
 
-_NO_PENALTIES = PENALTY_PARAMS.pack(*[0] * 18)
+_NO_PENALTIES = Arguments(PENALTY_PARAMS, bytes(PENALTY_PARAMS.size), ())
 
 _KINDS = ("float32", "float16", "bfloat16")  # as SampleParams counts them
 _NO_FILTERS = Filters(1.0, 1 << 30, 1.0, 0.0, 1.0)
@@ -47,7 +50,7 @@ def softmax(logits: cupy.ndarray, temperature: Any) -> cupy.ndarray:
 def filter_logits(logits: cupy.ndarray, filters: Filters) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.filter_logits`."""
     out = cupy.empty(logits.shape, np.float32)
-    _launch_rows(*dispatch.filter_rows(*logits.shape, _arch()), logits, filters, filtered=out)
+    _launch_sampler("filter", logits, filters, filtered=out)
     return out
 
 
@@ -79,16 +82,10 @@ def sample(
     known = isinstance(top_k, int) and isinstance(typical_p, float)
     tokens = cupy.empty(len(logits), np.int32)
     if not several:
-        _sample_filtered(logits, filters, seed, offset, tokens=tokens, table=table)
+        _launch_sampler("filtered", logits, filters, seed, offset, tokens=tokens, table=table)
     if several or not known:
-        _launch_rows(
-            *dispatch.filter_rows(*logits.shape, _arch()),
-            logits,
-            filters,
-            seed,
-            offset,
-            tokens=tokens,
-            only_fallback=not several,
+        _launch_sampler(
+            "filter", logits, filters, seed, offset, tokens=tokens, only_fallback=not several
         )
     return tokens
 
@@ -186,35 +183,28 @@ def _sample_unfiltered(
 ) -> cupy.ndarray:
     """A draw by temperature alone, or temperature 0, by sample_unfiltered.cu."""
     tokens = cupy.empty(len(logits), np.int32)
-    if not len(logits):
-        return tokens
-    launch = dispatch.sample_unfiltered(
-        FLOAT_DTYPES[logits.dtype], len(logits), _arch(), penalized=penalties is not None
-    )
-    arguments, nbytes = _NO_PENALTIES, 0
-    if penalties is not None:
+    if penalties is None:
+        _launch_sampler("unfiltered", logits, filters, seed, offset, tokens=tokens)
+    elif len(logits):
+        launch = dispatch.sample_unfiltered(
+            FLOAT_DTYPES[logits.dtype], len(logits), _arch(), penalized=True
+        )
         segment = dispatch.segment(logits.shape[1], launch.variant.config.cluster)
         nbytes = dispatch.penalty_bytes(segment, *_penalty_lengths(penalties))
         if nbytes > launch.variant.config.smem_bytes:  # very many earlier tokens
             with temporaries():
                 logits = apply_penalties(logits, penalties)
             return _sample_unfiltered(logits, filters, seed, offset, None)
-        arguments = _penalty_params(penalties)
-    params = _sample_params(logits, filters, seed, offset, tokens=tokens)
-    _launch(launch, nbytes, params, arguments)
+        addresses, constants = _sampler_inputs(logits, filters, seed, offset, tokens=tokens)
+        params = _sample_arguments(*constants).pack(addresses)
+        _launch(launch, nbytes, params, _penalty_params(penalties))
     return tokens
-
-
-def _sample_filtered(logits: cupy.ndarray, *arguments: Any, **outputs: Any) -> None:
-    """A draw after filters, or the k largest, by sample_filtered.cu."""
-    launch = dispatch.sample_filtered(FLOAT_DTYPES[logits.dtype], len(logits), _arch())
-    _launch_rows(launch, launch.variant.config.smem_bytes, logits, *arguments, **outputs)
 
 
 def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) -> None:
     k = indices.shape[1]
     if k <= dispatch.MAX_TOP_K:
-        return _sample_filtered(logits, _NO_FILTERS, top=(values, indices))
+        return _launch_sampler("filtered", logits, _NO_FILTERS, top=(values, indices))
     with temporaries():  # whole rows are sorted
         wide = logits.astype(np.float32)
         order = cupy.argsort(-wide, axis=1, kind="stable")[:, :k]
@@ -292,41 +282,100 @@ def _penalty_lengths(penalties: Penalties) -> tuple[int, int]:
     return penalties.tokens.shape[1], len(bias[0]) if isinstance(bias, tuple) else 0
 
 
-def _sample_params(
+def _launch_sampler(kernel: str, logits: cupy.ndarray, *given: Any, **arrays: Any) -> None:
+    """Launch a kernel that takes a SampleParams, if there are rows: "unfiltered", "filtered" or
+    "filter" for sampling/sample_unfiltered.cu, sample_filtered.cu and filter.cu."""
+    if len(logits):
+        addresses, constants = _sampler_inputs(logits, *given, **arrays)
+        device = cupy.cuda.runtime.getDevice()
+        _sampler_plan(kernel, device, len(logits), *constants).launch(addresses)
+
+
+def _sampler_inputs(
     logits: cupy.ndarray,
     filters: Filters,
-    seed: Any,
-    offset: Any,
+    seed: Any = 0,
+    offset: Any = 0,
     *,
     tokens: cupy.ndarray | None = None,
     filtered: cupy.ndarray | None = None,
     top: tuple | None = None,
     table: cupy.ndarray | None = None,
     only_fallback: bool = False,
-) -> bytes:
-    temperature, top_k, top_p, min_p, typical_p = filters
+) -> tuple[dict[str, int], tuple]:
+    """What each launch fills into a SampleParams, and the arguments of `_sample_arguments`."""
     values, indices = top or (None, None)
-    return SAMPLE_PARAMS.pack(
-        logits.data.ptr,
-        pointer(tokens),
-        pointer(filtered),
-        pointer(values),
-        pointer(indices),
-        pointer(table),
-        _row_stride(logits),
-        *_row_value(seed),
-        *_row_value(offset),
-        *_row_value(temperature),
-        *_row_value(top_p),
-        *_row_value(min_p),
-        *_row_value(typical_p),
-        *_row_value(top_k),
+    addresses = {
+        "logits": logits.data.ptr,
+        "tokens": pointer(tokens),
+        "filtered": pointer(filtered),
+        "top_values": pointer(values),
+        "top_indices": pointer(indices),
+        "penalty_table": pointer(table),
+    }
+    addresses["seed"], addresses["seed_value"] = _row_value(seed)
+    addresses["offset"], addresses["offset_value"] = _row_value(offset)
+    scalars = []
+    for name, value in filters._asdict().items():
+        addresses[name], scalar = _row_value(value)
+        scalars.append(scalar)
+    return addresses, (
+        logits.dtype,
         logits.shape[1],
+        _row_stride(logits),
+        tuple(scalars),
         0 if indices is None else indices.shape[1],
         only_fallback,
-        _KINDS.index(FLOAT_DTYPES[logits.dtype]),
         0 if table is None else (table.shape[1] - 1).bit_length(),
     )
+
+
+def _sample_arguments(
+    dtype: np.dtype,
+    vocab: int,
+    row_stride: int,
+    filters: tuple,
+    top_count: int,
+    only_fallback: bool,
+    table_bits: int,
+) -> Arguments:
+    """Pack what stays the same between launches for calls alike; `filters` are the numbers that
+    hold for all rows, in the order of `Filters`."""
+    temperature, top_k, top_p, min_p, typical_p = ((None, number) for number in filters)
+    return SAMPLE_PARAMS.arguments(
+        row_stride=row_stride,
+        seed=(None, None),
+        offset=(None, None),
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        top_k=top_k,
+        vocab=vocab,
+        top_count=top_count,
+        only_fallback=only_fallback,
+        kind=_KINDS.index(FLOAT_DTYPES[dtype]),
+        table_bits=table_bits,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampler_plan(
+    kernel: str, device: int, rows: int, dtype: np.dtype, vocab: int, *constants: Any
+) -> Plan:
+    """Choose and compile the kernel of a draw or of filters on a device, which must be the current
+    one."""
+    arch = compiler.device_arch(device)
+    arguments: tuple[Arguments, ...] = (_sample_arguments(dtype, vocab, *constants),)
+    smem_bytes = None
+    if kernel == "filter":
+        launch, smem_bytes = dispatch.filter_rows(rows, vocab, arch)
+    elif kernel == "filtered":
+        launch = dispatch.sample_filtered(FLOAT_DTYPES[dtype], rows, arch)
+    else:
+        launch = dispatch.sample_unfiltered(FLOAT_DTYPES[dtype], rows, arch)
+        smem_bytes, arguments = 0, (*arguments, _NO_PENALTIES)
+    return Plan(dataclasses.replace(launch, arguments=arguments), device, smem_bytes)
 
 
 def _is_number(value: Any, number: float) -> bool:
@@ -345,20 +394,6 @@ def _row_stride(array: cupy.ndarray | None) -> int:
 
 def _arch() -> str:
     return compiler.device_arch(cupy.cuda.runtime.getDevice())
-
-
-def _launch_rows(
-    launch: dispatch.Launch,
-    smem_bytes: int,
-    logits: cupy.ndarray,
-    filters: Filters,
-    seed: Any = 0,
-    offset: Any = 0,
-    **outputs: Any,
-) -> None:
-    """Launch a kernel that takes a SampleParams alone, if there are rows."""
-    if len(logits):
-        _launch(launch, smem_bytes, _sample_params(logits, filters, seed, offset, **outputs))
 
 
 def _launch(launch: dispatch.Launch, smem_bytes: int, *structs: bytes) -> None:

@@ -7,8 +7,6 @@ and packing follow from that. :mod:`cuattn.gpu.params` declares all of them, and
 
 from __future__ import annotations
 
-import itertools
-import operator
 import random
 import re
 import struct
@@ -29,7 +27,9 @@ class Type(NamedTuple):
         return Type(self.format * count, self.size * count, self.align, self.values * count)
 
 
-POINTER = Type("Q", 8, 8, 1)
+WORD = 8  # bytes of what a launch fills in, unless it is a tensor map
+MAP_BYTES = 128
+POINTER = Type("Q", WORD, WORD, 1)
 _SCALARS = {
     "bool": Type("?", 1, 1, 1),
     "unsigned char": Type("B", 1, 1, 1),
@@ -39,7 +39,7 @@ _SCALARS = {
     "unsigned long long": Type("Q", 8, 8, 1),
     "float": Type("f", 4, 4, 1),
     "double": Type("d", 8, 8, 1),
-    "ptx::TensorMap": Type("128s", 128, 64, 1),
+    "ptx::TensorMap": Type(f"{MAP_BYTES}s", MAP_BYTES, 64, 1),
 }
 #: Members of the structs that are fields of argument structs.
 _RECORDS = {
@@ -156,7 +156,8 @@ class Struct:
 
         Fields that are not named here are filled at each launch, from a mapping in which a pointer
         has its field's name (or what the declaration says instead) and a tensor map the field's
-        name with ``_map``.
+        name with ``_map``. So are numbers that are None, of a field that has several: the first
+        from the field's name, another from that with ``_value``.
 
         Raises
         ------
@@ -171,74 +172,58 @@ class Struct:
         ]
         if unknown or missing:
             raise TypeError(f"{self.name}: no fields {sorted(unknown)}, missing {missing}")
-        parts: list[tuple[Any, Any]] = []
-        runs = [
-            (constant, list(names))
-            for constant, names in itertools.groupby(self.fields, constants.__contains__)
-        ]
-        ends = [self.fields[names[0]].offset for _, names in runs[1:]]
-        begin = 0
-        for (constant, names), end in zip(runs, [*ends, self.size], strict=True):
-            fields = [self.fields[name] for name in names]
-            offsets = [field.offset for field in fields]
-            pack = struct.Struct(
-                "=" + _format([field.type for field in fields], offsets, begin, end)
-            ).pack
-            if constant:
-                parts.append((pack(*self._numbers(constants, names)), None))
-            else:
-                parts.append((pack, _getter([str(field.argument) for field in fields])))
-            begin = end
-        wanted = frozenset(
-            str(field.argument) for name, field in self.fields.items() if name not in constants
-        )
-        return Arguments(self, tuple(parts), wanted)
-
-    def _numbers(self, values: Mapping[str, Any], names: list[str]) -> list[Any]:
-        """The numbers that some fields are packed from."""
         numbers: list[Any] = []
-        for name in names:
-            numbers += [values[name]] if self.fields[name].type.values == 1 else values[name]
-        return numbers
+        fills = []
+        for name, field in self.fields.items():
+            if name not in constants:
+                numbers.append(b"" if field.type.size == MAP_BYTES else 0)
+                fills.append(Fill(field.offset, str(field.argument), field.type.size))
+                continue
+            given = [constants[name]] if field.type.values == 1 else constants[name]
+            numbers += [0 if number is None else number for number in given]
+            fills += [
+                Fill(field.offset + WORD * i, f"{name}_value" if i else name, WORD)
+                for i, number in enumerate(given)
+                if number is None
+            ]
+        return Arguments(self, self.pack(*numbers), tuple(fills))
 
 
-def _getter(names: list[str]) -> Callable[[Mapping[str, Any]], tuple]:
-    if len(names) == 1:
-        (name,) = names
-        return lambda values: (values[name],)
-    return operator.itemgetter(*names)
+class Fill(NamedTuple):
+    """What each launch fills in: a word of 64 bits, or a tensor map."""
+
+    offset: int
+    argument: str
+    size: int  # WORD or MAP_BYTES
 
 
 class Arguments:
-    """A struct's bytes, packed but for what each launch fills in: `Struct.arguments` makes it.
+    """A struct's bytes but for what each launch fills in: `Struct.arguments` makes it.
 
     Attributes
     ----------
     struct : Struct
         What is packed.
-    wanted : frozenset of str
+    constants : bytes
+        The struct, with zeros where it is filled.
+    fills : tuple of Fill
         What each launch fills in.
-    pack : callable
-        Gives the struct's bytes, with addresses, tensor maps and the launch's id from a mapping.
     """
 
-    def __init__(
-        self, of: Struct, parts: tuple[tuple[Any, Any], ...], wanted: frozenset[str]
-    ) -> None:
+    def __init__(self, of: Struct, constants: bytes, fills: tuple[Fill, ...]) -> None:
         self.struct = of
-        self.wanted = wanted
-        self.pack = _packer(parts)
+        self.constants = constants
+        self.fills = fills
 
-
-def _packer(parts: tuple[tuple[Any, Any], ...]) -> Callable[[Mapping[str, Any]], bytes]:
-    """A function of the values that packs constant parts, (bytes, None), and those that it looks
-    up, (pack, get). It runs at each launch: the usual order has a shorter one."""
-    if [get is None for _, get in parts] == [False, True]:
-        (pack, get), (rest, _) = parts
-        return lambda values: pack(*get(values)) + rest
-    return lambda values: b"".join(
-        [part if get is None else part(*get(values)) for part, get in parts]
-    )
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """The struct's bytes, with addresses, tensor maps and the launch's id from a mapping."""
+        packed = bytearray(self.constants)
+        for offset, argument, size in self.fills:
+            value = values[argument]
+            if size == WORD:
+                value = value.to_bytes(WORD, "little")
+            packed[offset : offset + len(value)] = value
+        return bytes(packed)
 
 
 _launch_ids = random.Random()  # a generator of its own: the program's is left alone

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 TENSOR_MAP_BYTES = 128
-NO_MAP = bytes(TENSOR_MAP_BYTES)  # of an array that is not there
 MAX_STRIDE = 1 << 34  # 2^40 for TMA; maps of ragged rows need room below it
 _ALIGNMENT = 16  # of addresses and strides, in bytes
 _TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "bool": "UINT8"}
@@ -79,6 +78,24 @@ def encode(tensor_map: TensorMap, pointer: int) -> bytes:
     if result != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuTensorMapEncodeTiled: {result}, {tensor_map}")
     return ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)
+
+
+def words(tensor_map: TensorMap, pointer: int) -> memoryview:
+    """The same as 16 numbers of 64 bits."""
+    return memoryview(encode(tensor_map, pointer)).cast("Q")
+
+
+@functools.lru_cache(maxsize=4096)
+def begins_with_address(tensor_map: TensorMap, pointer: int) -> bool:
+    """Whether the first number of a CUtensorMap is the array's address, and no other depends on it,
+    so that to write another address there makes the map of an array alike. NVIDIA does not say so:
+    the driver is asked, which takes `pointer` and one that differs from it in many bits."""
+    other = pointer ^ 0x1234567890
+    try:
+        maps = [words(tensor_map, address) for address in (pointer, other)]
+    except RuntimeError:
+        return False
+    return [m[0] for m in maps] == [pointer, other] and maps[0][1:] == maps[1][1:]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn._repeat import forget
 from cuattn.gpu import compiler, dispatch
 from tests.watchdog import limited, recording, watchdog  # noqa: F401, two of them fixtures
 
@@ -19,8 +20,11 @@ def launches_are_told(watchdog):  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def poisoned_results(monkeypatch):
-    """What ``cupy.empty`` gives holds NaN: a place that no kernel wrote shows."""
+    """What ``cupy.empty`` gives holds NaN: a place that no kernel wrote shows. Calls like one of
+    another test are not repeated, since a test may have changed what they do."""
     cupy = pytest.importorskip("cupy")
+    from cuattn.gpu import repeat
+
     empty = cupy.empty
 
     def poisoned(shape, dtype=float, order="C"):
@@ -30,6 +34,8 @@ def poisoned_results(monkeypatch):
         return array
 
     monkeypatch.setattr(cupy, "empty", poisoned)
+    monkeypatch.setattr(repeat, "_new", poisoned)
+    forget()
 
 
 #: The tiers, fastest first.
