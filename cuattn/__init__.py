@@ -15,7 +15,7 @@ from cuattn.gradients import (
     flash_attention_varlen_backward,
     flash_attention_vjp,
 )
-from cuattn.kvcache import PagedKVCache
+from cuattn.kvcache import PagedKVCache, append_kv
 from cuattn.mla import mla_decode
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
@@ -27,6 +27,7 @@ __all__ = [
     "AttentionGrads",
     "PagedKVCache",
     "QuantizedArray",
+    "append_kv",
     "dequantize",
     "flash_attention",
     "flash_attention_backward",

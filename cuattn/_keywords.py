@@ -36,6 +36,7 @@ COUNTERPARTS = {
     "return_softmax_lse": Counterpart("flash-attn", ("return_lse",)),
     "cache_seqlens": Counterpart("flash-attn", ("seq_lens",), "with the new tokens counted"),
     "block_table": Counterpart("flash-attn", ("page_table",)),
+    "cache_leftpad": Counterpart("flash-attn", ("left_padding",), "and key_mask in the attention"),
     "cu_seqlens": Counterpart("flash-attn", ("cu_seqlens_q",)),
     "max_seqlen": Counterpart("flash-attn", (), _LENGTHS_ON_DEVICE),
     "max_seqlen_q": Counterpart("flash-attn", (), _LENGTHS_ON_DEVICE),
@@ -85,6 +86,8 @@ COUNTERPARTS = {
     "implementation": Counterpart("JAX", (), "leave it out: the arrays' device decides"),
     # Others
     "attn_bias": Counterpart("xFormers", ("bias",)),
+    "slot_mapping": Counterpart("vLLM", ("slots",)),
+    "append_indptr": Counterpart("FlashInfer", ("cu_seqlens",)),
     "block_tables": Counterpart("vLLM", ("page_table",)),
     "s_aux": Counterpart("vLLM", ("sinks",)),
     "repetition_penalty": Counterpart("vLLM", ("repetition",)),

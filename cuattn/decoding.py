@@ -415,7 +415,7 @@ def paged_attention(
     prefix_k, prefix_v, bias, mask, key_mask, alibi_slopes, sinks, out = rest
     k_pages, k_dtype, k_format = as_stored(given_k, k_pages, q.dtype)
     v_pages, v_dtype, v_format = as_stored(given_v, v_pages, q.dtype)
-    _check_pages(name, k_pages, v_pages, page_table)
+    check_pages(name, k_pages, v_pages, page_table)
     batch, max_pages = page_table.shape
     page_size = k_pages.shape[1]
     capacity = (max_pages * page_size, *k_pages.shape[2:])
@@ -733,8 +733,15 @@ def check_page_size(function: str, name: str, page_size: int) -> None:
         )
 
 
-def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> None:
-    for label, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+def check_pages(
+    function: str,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    names: tuple[str, str] = ("k_pages", "v_pages"),
+) -> None:
+    """Check pages of keys and values, which the function calls `names`, and the table of them."""
+    for label, pages in zip(names, (k_pages, v_pages), strict=True):
         if pages.ndim != 4:
             raise ValueError(
                 f"{function}: {label} has shape {pages.shape}, must be "
@@ -742,10 +749,10 @@ def _check_pages(function: str, k_pages: Any, v_pages: Any, page_table: Any) -> 
             )
     if v_pages.shape[:2] != k_pages.shape[:2]:
         raise ValueError(
-            f"{function}: v_pages has shape {v_pages.shape}, must begin with k_pages' "
+            f"{function}: {names[1]} has shape {v_pages.shape}, must begin with {names[0]}' "
             f"(num_pages, page_size) = {k_pages.shape[:2]}"
         )
-    check_page_size(function, "k_pages", k_pages.shape[1])
+    check_page_size(function, names[0], k_pages.shape[1])
     if page_table.ndim != 2:
         raise ValueError(
             f"{function}: page_table has shape {page_table.shape}, must be (batch, max_pages)"

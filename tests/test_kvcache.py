@@ -750,7 +750,7 @@ def check_after_kill(cache):
         (lambda c, a: c.pages(1), IndexError, "layer is 1"),
         (lambda c, a: new_cache(page_size=3), ValueError, "page_size is 3"),
         (lambda c, a: new_cache(dtype=np.int8), TypeError, "dtype is int8"),
-        (lambda c, a: new_cache(head_dim_v=300), ValueError, "head_dim_v is 300"),
+        (lambda c, a: new_cache(head_dim_v=513), ValueError, "head_dim_v is 513"),
     ],
 )
 def test_errors_name_the_argument_and_change_nothing(call, error, message):

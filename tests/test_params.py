@@ -175,13 +175,15 @@ def test_cache_write_arguments():
         ((480, 160, 4), (960, 320, 4), (8000, 500, 100, 4), (4800, 300, 60, 4)),
         (7, 11),
         itemsize=4,
-        page_size=16,
+        page_slots=16,
         num_pages=90,
         uniform=5,
         vec_bytes=16,
         lanes_shift=6,
         pairs=12,
         interleaved=True,
+        table_stride=11,
+        max_position=13,
     )
     struct = params.CACHE_WRITE_PARAMS
     p = struct.unpack(arguments.pack(addresses(struct)))
@@ -193,7 +195,8 @@ def test_cache_write_arguments():
     sizes |= {"lanes_shift": 6, "pairs": 12, "interleaved": 1}
     divisors = {"by_uniform": 5, "by_k_vecs": 10, "by_v_vecs": 6}
     divisors = {name: params.divisor(d) for name, d in divisors.items()}
-    assert dict(list(p.items())[9:]) == strides | sizes | divisors
+    others = {"slots": 10, "left_padding": 11, "page_slots": 16, "max_position": 13}
+    assert dict(list(p.items())[9:]) == strides | sizes | divisors | others
 
 
 @given(d=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))

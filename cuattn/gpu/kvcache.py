@@ -5,6 +5,7 @@ nothing synchronises.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -14,7 +15,7 @@ from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
 from cuattn.gpu.params import cache_write_arguments
 from cuattn.gpu.plan import Plan
 
-__all__ = ["Batch", "capturing", "copy_pages", "read_pages", "write", "write_pages"]
+__all__ = ["Batch", "append", "capturing", "copy_pages", "read_pages", "write", "write_pages"]
 
 
 class Batch:
@@ -148,8 +149,73 @@ def write(
                 "cu_new": cu_new,
                 "cos": pointer(cos),
                 "sin": pointer(sin),
+                "slots": 0,
+                "left_padding": 0,
             }
         )
+
+
+def append(
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    k_cache: cupy.ndarray,
+    v_cache: cupy.ndarray,
+    batch: int,
+    *,
+    seq_lens: cupy.ndarray | None,
+    page_table: cupy.ndarray | None,
+    slots: cupy.ndarray | None,
+    cu_seqlens: cupy.ndarray | None,
+    left_padding: cupy.ndarray | None,
+    rope: tuple[cupy.ndarray, cupy.ndarray] | None,
+    interleaved: bool,
+) -> None:
+    """Put new keys, rotated where asked, and values into a cache or pages.
+
+    Parameters as of :func:`cuattn.reference.kvcache.append`; tokens whose place or position does
+    not exist are not written.
+    """
+    cos, sin = (None, None) if rope is None else map(_aligned, rope)
+    num_pages, page_slots = k_cache.shape[:2]
+    addresses = {
+        "k": k.data.ptr,
+        "v": v.data.ptr,
+        "k_pages": k_cache.data.ptr,
+        "v_pages": v_cache.data.ptr,
+        "page_table": pointer(page_table),
+        "seq_lens": pointer(seq_lens),
+        "cu_new": pointer(cu_seqlens),
+        "cos": pointer(cos),
+        "sin": pointer(sin),
+        "slots": pointer(slots),
+        "left_padding": pointer(left_padding),
+    }
+    whole = addresses["k"] | addresses["v"] | addresses["k_pages"] | addresses["v_pages"]
+    with use_device(k):
+        _plan(
+            k.device.id,
+            k.dtype,
+            (*k.shape, v.shape[2]),
+            (k.strides, v.strides, k_cache.strides, v_cache.strides),
+            (batch, 1) if page_table is None else page_table.shape,
+            len(k) // batch if cu_seqlens is None and batch else 0,
+            page_slots,
+            num_pages,
+            0 if cos is None else cos.shape[1],
+            interleaved,
+            whole % 16 == 0,
+            AnyCache(
+                0 if page_table is None else page_table.strides[0] // page_table.itemsize,
+                0 if cos is None else cos.shape[0],
+            ),
+        ).launch(addresses)
+
+
+class AnyCache(NamedTuple):
+    """What a write into a cache of the caller's own is told besides."""
+
+    table_stride: int  # in elements
+    max_position: int  # rows of the tables of rope
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,11 +226,12 @@ def _plan(
     strides: tuple[tuple[int, ...], ...],
     table_shape: tuple[int, int],
     uniform: int,
-    page_size: int,
+    page_slots: int,
     num_pages: int,
     pairs: int,
     interleaved: bool,
     aligned: bool,
+    any_cache: AnyCache | None = None,
 ) -> Plan:
     """Choose and compile the kernel of a write, and pack what stays the same between calls like
     it."""
@@ -176,6 +243,7 @@ def _plan(
         itemsize,
         aligned=aligned
         and all(n % 16 == 0 for n in (*bytes_between, *(d * itemsize for d in dims))),
+        any_cache=any_cache is not None,
     )
     config = variant.config
     vectors = heads * max(dims) * itemsize // config.vec_bytes
@@ -186,13 +254,15 @@ def _plan(
         strides,
         table_shape,
         itemsize=itemsize,
-        page_size=page_size,
+        page_slots=page_slots,
         num_pages=num_pages,
         uniform=uniform,
         vec_bytes=config.vec_bytes,
         lanes_shift=lanes_shift,
         pairs=pairs,
         interleaved=interleaved,
+        table_stride=table_shape[1] if any_cache is None else any_cache.table_stride,
+        max_position=0 if any_cache is None else any_cache.max_position,
     )
     grid = (-(-total // tokens), -(-vectors >> lanes_shift))
     return Plan(dispatch.Launch(variant, grid, (arguments,)), device)

@@ -135,6 +135,8 @@ CACHE_WRITE_PARAMS = Struct(
     ("int", "total batch heads head_dim head_dim_v page_shift num_pages capacity uniform"),
     ("int", "lanes_shift pairs interleaved"),
     ("Divisor", "by_uniform by_k_vecs by_v_vecs"),
+    ("const int*", "slots left_padding"),
+    ("int", "page_slots max_position"),
 )
 
 MAX_PAIRS = 256  # kMaxPairs of rawkernels/positions/rope.cu
@@ -364,13 +366,15 @@ def cache_write_arguments(
     table_shape: tuple[int, int],
     *,
     itemsize: int,
-    page_size: int,
+    page_slots: int,
     num_pages: int,
     uniform: int,
     vec_bytes: int,
     lanes_shift: int,
     pairs: int,
     interleaved: bool,
+    table_stride: int,
+    max_position: int,
 ) -> Arguments:
     """Pack CACHE_WRITE_PARAMS but for what each launch fills in.
 
@@ -384,9 +388,9 @@ def cache_write_arguments(
         Sequences, and pages of each.
     itemsize, vec_bytes : int
         Bytes of an element, and of a vector that a thread copies.
-    page_size, num_pages : int
-        page_size is a power of two.
-    uniform, lanes_shift, pairs, interleaved
+    page_slots, num_pages : int
+        Tokens of a page, a power of two; of a contiguous cache a sequence's.
+    uniform, lanes_shift, pairs, interleaved, table_stride, max_position
         As in WriteParams.
     """
     total, heads, head_dim, head_dim_v = shape
@@ -399,15 +403,15 @@ def cache_write_arguments(
         v_head=v[1],
         k_page=k_pages,
         v_page=v_pages,
-        table_stride=width,
+        table_stride=table_stride,
         total=total,
         batch=batch,
         heads=heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        page_shift=page_size.bit_length() - 1,
+        page_shift=page_slots.bit_length() - 1,
         num_pages=num_pages,
-        capacity=width * page_size,
+        capacity=min(width * page_slots, (1 << 31) - 1),
         uniform=uniform,
         lanes_shift=lanes_shift,
         pairs=pairs,
@@ -415,6 +419,8 @@ def cache_write_arguments(
         by_uniform=divisor(max(uniform, 1)),
         by_k_vecs=divisor(head_dim * itemsize // vec_bytes),
         by_v_vecs=divisor(head_dim_v * itemsize // vec_bytes),
+        page_slots=page_slots,
+        max_position=max_position,
     )
 
 

@@ -25,22 +25,22 @@ from numpy.typing import DTypeLike
 
 from cuattn._arrays import (
     FLOAT_DTYPES,
-    acc_dtype,
     as_arrays,
     check_bool,
     check_given,
     check_integer,
     check_unmasked,
 )
-from cuattn._backend import contiguous, contiguous_last_axis, reshaped
+from cuattn._backend import contiguous
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn._typing import Array, Integers
 from cuattn.decoding import MAX_PAGE_SIZE
 from cuattn.kvcache import snapshot
+from cuattn.kvcache.append import append_kv, check_rope, flat, pair
 from cuattn.kvcache.pages import MAX_TOKENS, PageManager
 from cuattn.kvcache.store import PageStore
 
-__all__ = ["PagedKVCache"]
+__all__ = ["PagedKVCache", "append_kv"]
 
 SAVED_VERSION = 1
 
@@ -342,12 +342,7 @@ class PagedKVCache:
         check_given(name, k=k, v=v)
         layer = self._layer(name, layer)
         rows = self._manager.rows("write", ids)
-        try:
-            cos, sin = (None, None) if rope is None else rope
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"{name}: rope is {rope!r}, must be a pair (cos, sin) or None"
-            ) from None
+        cos, sin = pair(name, rope)
         interleaved = check_bool(name, "interleaved", interleaved)
         xp, (keys, values, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
         if xp is not self._store.xp:
@@ -376,7 +371,12 @@ class PagedKVCache:
             if array.dtype != self.dtype:
                 raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")
         if rope is not None:
-            self._check_rope(name, cos, sin, rows)
+            check_rope(name, cos, sin, self._store.k.shape[-1], self.dtype)
+            longest = int(self._manager.length[rows].max(initial=0))
+            if longest > cos.shape[0]:
+                raise ValueError(
+                    f"{name}: rope has {cos.shape[0]} positions, must have the sequences' {longest}"
+                )
             rope = (contiguous(xp, cos), contiguous(xp, sin))
         capturing = self._store.device.capturing()
         if not capturing:
@@ -386,8 +386,8 @@ class PagedKVCache:
                 self._manager,
                 layer,
                 rows,
-                _flat(xp, keys, total),
-                _flat(xp, values, total),
+                flat(xp, keys, total),
+                flat(xp, values, total),
                 rope=rope,
                 interleaved=interleaved,
                 capturing=capturing,
@@ -758,27 +758,6 @@ class PagedKVCache:
             )
         return layer
 
-    def _check_rope(self, name: str, cos: Any, sin: Any, rows: np.ndarray) -> None:
-        head_dim = self._store.k.shape[-1]
-        dtype = acc_dtype(self.dtype)
-        for label, table in (("rope[0]", cos), ("rope[1]", sin)):
-            if table is None or table.ndim != 2 or table.shape[1] > head_dim // 2:
-                got = "None" if table is None else f"shape {table.shape}"
-                raise ValueError(
-                    f"{name}: {label} has {got}, must be (max_position, up to {head_dim // 2})"
-                )
-            if table.dtype != dtype:
-                raise TypeError(f"{name}: {label} has dtype {table.dtype}, must be {dtype}")
-        if sin.shape != cos.shape:
-            raise ValueError(
-                f"{name}: rope[1] has shape {sin.shape}, must be rope[0]'s {cos.shape}"
-            )
-        longest = int(self._manager.length[rows].max(initial=0))
-        if longest > cos.shape[0]:
-            raise ValueError(
-                f"{name}: rope has {cos.shape[0]} positions, must have the sequences' {longest}"
-            )
-
 
 def _loaded(saved: bytes, xp: str) -> PagedKVCache:
     return PagedKVCache.load(io.BytesIO(saved), xp=importlib.import_module(xp))
@@ -817,9 +796,3 @@ def _tokens(function: str, tokens: Any) -> np.ndarray:
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"PagedKVCache.{function}: tokens has {array.max()}, must be below 2**63")
     return array.astype(np.int64)
-
-
-def _flat(xp: ModuleType, array: Any, total: int) -> Any:
-    """New keys or values (total, heads, features) with contiguous features."""
-    array = contiguous_last_axis(xp, array)
-    return array if array.ndim == 3 else reshaped(xp, array, (total, *array.shape[2:]))

@@ -73,6 +73,83 @@ def write_pages(array: np.ndarray, pages: np.ndarray, content: np.ndarray) -> No
     array[:, pages] = content
 
 
+def append(
+    k: np.ndarray,
+    v: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    batch: int,
+    *,
+    seq_lens: np.ndarray | None,
+    page_table: np.ndarray | None,
+    slots: np.ndarray | None,
+    cu_seqlens: np.ndarray | None,
+    left_padding: np.ndarray | None,
+    rope: tuple[np.ndarray, np.ndarray] | None,
+    interleaved: bool,
+) -> None:
+    """Put new keys, rotated where asked, and values into a cache or pages.
+
+    Parameters
+    ----------
+    k, v : numpy.ndarray (total, heads, head_dim), (total, heads, head_dim_v)
+        Of the new tokens.
+    batch : int
+        Sequences.
+    k_cache, v_cache, seq_lens, page_table, slots, cu_seqlens, left_padding, rope, interleaved
+        As in :func:`cuattn.append_kv`.
+
+    Raises
+    ------
+    IndexError
+        A token's place or position does not exist; nothing has been written.
+    """
+    name = "append_kv"
+    tokens = np.arange(len(k) if cu_seqlens is None else cu_seqlens[-1])
+    positions = None
+    if seq_lens is not None:
+        if cu_seqlens is None:
+            cu_seqlens = np.arange(batch + 1) * (len(k) // batch)
+        sequence = np.repeat(np.arange(batch), np.diff(cu_seqlens))
+        at = tokens + (seq_lens.astype(np.int64) - cu_seqlens[1:])[sequence]
+        begin = np.zeros(len(at), np.int64) if left_padding is None else left_padding[sequence]
+        positions = at - begin
+        _check_places(name, "seq_lens", "position", at, 1 << 31)
+    if slots is not None:
+        page, slot = np.divmod(slots[tokens], k_cache.shape[1])
+        _check_places(name, "slots", "page", np.maximum(page, 0), len(k_cache))
+        there = page >= 0
+    elif page_table is not None:
+        column, slot = np.divmod(at, k_cache.shape[1])
+        _check_places(name, "page_table", "column", column, page_table.shape[1])
+        page = page_table[sequence, column]
+        there = np.full(len(page), True)
+    else:
+        page, slot, there = sequence, at, np.full(len(at), True)
+        _check_places(name, "k_cache", "slot", slot, k_cache.shape[1])
+    if positions is not None:
+        there &= positions >= 0
+        tokens, page, slot, positions = (a[there] for a in (tokens, page, slot, positions))
+    else:
+        tokens, page, slot = (a[there] for a in (tokens, page, slot))
+    _check_places(name, "page_table", "page", page, len(k_cache))
+    keys = k[tokens]
+    if rope is not None:
+        _check_places(name, "rope", "position", positions, len(rope[0]))
+        keys = rotate(keys, *(table[positions][:, None] for table in rope), interleaved)
+    k_cache[page, slot], v_cache[page, slot] = keys, v[tokens]
+
+
+def _check_places(function: str, name: str, what: str, places: np.ndarray, end: int) -> None:
+    """Check that what an argument leads to is there."""
+    wrong = (places < 0) | (places >= end)
+    if wrong.any():
+        raise IndexError(
+            f"{function}: {name} leads to {what} {places[wrong.argmax()]}, must be from 0 to "
+            f"{end - 1}"
+        )
+
+
 def write(
     k: np.ndarray,
     v: np.ndarray,

@@ -1,4 +1,4 @@
-// Writes new keys, rotated where asked (RoPE), and values into the slots of a paged cache.
+// Writes new keys, rotated where asked (RoPE), and values into the slots of a cache.
 // Memory-bound.
 //
 //   k (total, heads, head_dim), v (total, heads, head_dim_v): the new tokens of all sequences, one
@@ -8,6 +8,9 @@
 //   cut into vectors of vec_bytes, its values likewise: 1 << lanes_shift neighbouring threads copy
 //   one of each. A token whose position or page does not exist is not written. 8192 tokens of 8
 //   heads of 128, bfloat16: 18.2 to 18.5 µs on an H200 (2026-11-21), 85 to 86% of the copy ceiling.
+//
+//   With Config::any_cache, for cuattn.append_kv: a cache may also be contiguous, one page for each
+//   sequence, and slots and left_padding may be given.
 #include "kvcache/pages.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/vec.cuh"
@@ -46,16 +49,50 @@ struct WriteParams {
   int pairs;        // that are rotated
   int interleaved;  // pairs are features (2i, 2i + 1), not (i, i + pairs)
   Divisor by_uniform, by_k_vecs, by_v_vecs;  // the latter two: a head's vectors
+  // With Config::any_cache:
+  const int* slots;         // (total,): page * page_slots + slot; negative: no slot. null: as above
+  const int* left_padding;  // (batch,): slots at the beginning that are not written; null: none
+  int page_slots;           // of a page, or of a sequence's cache
+  int max_position;         // rows of cos and sin
 };
 
 using Vec = tile::Vec<T, kVec>;
 
 struct Slot {
-  int position, page, slot;
+  int position;  // by which a key is rotated
+  int page, slot;
   bool exists;
 };
 
+// Where token `token` goes, which is at `position` of a sequence.
+__device__ __forceinline__ Slot any_slot(const WriteParams& params, int token, int sequence,
+                                         int position) {
+  const int padding = params.left_padding != nullptr ? params.left_padding[sequence] : 0;
+  Slot at = {position - padding, sequence, position, position >= max(padding, 0)};
+  at.exists &= params.cos == nullptr || at.position < params.max_position;
+  if (params.slots != nullptr) {
+    const int place = params.slots[token];
+    at.page = place / params.page_slots;
+    at.slot = place - at.page * params.page_slots;
+    at.exists &= place >= 0;
+  } else {
+    at.exists &= position < params.capacity;
+    if (params.page_table != nullptr && at.exists) {
+      const kvcache::PageTable table = {params.page_table, params.table_stride, params.page_shift,
+                                        params.num_pages};
+      at.page = *table.entry(sequence, position);
+      at.slot = table.slot(position);
+    }
+  }
+  at.exists &= static_cast<unsigned>(at.page) < static_cast<unsigned>(params.num_pages);
+  return at;
+}
+
 __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) {
+  if constexpr (Config::any_cache) {
+    if (params.cu_new != nullptr && token >= params.cu_new[params.batch]) return {0, 0, 0, false};
+    if (params.seq_lens == nullptr) return any_slot(params, token, 0, 0);
+  }
   int sequence, end;
   if (params.uniform > 0) {
     sequence = divided(token, params.by_uniform);
@@ -72,6 +109,7 @@ __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) 
     end = params.cu_new[sequence + 1];
   }
   const int position = params.seq_lens[sequence] - (end - token);
+  if constexpr (Config::any_cache) return any_slot(params, token, sequence, position);
   if (static_cast<unsigned>(position) >= static_cast<unsigned>(params.capacity))
     return {position, 0, 0, false};
   const kvcache::PageTable table = {params.page_table, params.table_stride, params.page_shift,

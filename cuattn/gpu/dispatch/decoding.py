@@ -543,6 +543,7 @@ class CacheWriteConfig(Config):
 
     dtype: str
     vec_bytes: int
+    any_cache: bool  # contiguous ones too, with slots and left_padding
 
     @property
     def threads(self) -> int:
@@ -550,10 +551,10 @@ class CacheWriteConfig(Config):
         return 256
 
 
-def cache_write(dtype: str, itemsize: int, *, aligned: bool) -> Variant:
+def cache_write(dtype: str, itemsize: int, *, aligned: bool, any_cache: bool = False) -> Variant:
     """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
     packed = aligned and itemsize < 8
-    config = CacheWriteConfig(dtype, 16 if packed else itemsize)
+    config = CacheWriteConfig(dtype, 16 if packed else itemsize, any_cache)
     return Variant("kvcache/write.cu", "write", config)
 
 
@@ -576,7 +577,7 @@ def cache_variants() -> Iterator[Variant]:
         yield merge(name, name)
         if dtype.itemsize == 2:
             yield merge("float32", name)
-        yield cache_write(name, dtype.itemsize, aligned=False)
-        if dtype.itemsize < 8:
-            yield cache_write(name, dtype.itemsize, aligned=True)
+        for any_cache in (False, True):
+            for aligned in (False, True) if dtype.itemsize < 8 else (False,):
+                yield cache_write(name, dtype.itemsize, aligned=aligned, any_cache=any_cache)
     yield CACHE_UPDATE

@@ -1,0 +1,72 @@
+"""append_kv on a GPU (tests/appending.py); places that do not exist; graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from tests import appending, formulas
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [np.dtype(dtype) for dtype in formulas.DTYPES]
+
+
+@pytest.mark.parametrize("rope", [None, "halves", "interleaved"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("kind", appending.KINDS[:3])
+def test_every_way(kind, ragged, padded, rope, rng):
+    dtype = DTYPES[rng.integers(4)]
+    dims = [(64, 40), (128, 128), (33, 7)][rng.integers(3)]
+    options = {"ragged": ragged, "padded": padded, "rope": rope, "dims": dims}
+    appending.check(rng, dtype, kind, cupy.asarray, **options)
+
+
+@pytest.mark.parametrize("kind", appending.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype, kind, rng):
+    appending.check(rng, dtype, kind, cupy.asarray, strided=True)
+
+
+def test_places_that_do_not_exist_are_not_written(rng):
+    """Neither lengths, pages, slots nor positions lead out of the caches."""
+    around = cupy.full((6, 16, 1, 8), 7, np.float32)
+    k_pages, v_pages = around[1:4], around[1:4].copy()
+    new = cupy.ones((3, 4, 1, 8), np.float32)
+    lens = cupy.asarray(np.array([3, 50, 1 << 30], np.int32))
+    table = cupy.asarray(np.array([[0, 1], [3, -1], [2, 9]], np.int32))
+    cos = cupy.ones((2, 2), np.float32)
+    cuattn.append_kv(k_pages, v_pages, new, new, lens, page_table=table, rope=(cos, cos))
+    assert (around[:1] == 7).all()
+    assert (around[4:] == 7).all()
+    written = (v_pages.get() == 1).any(axis=(2, 3))
+    assert written.sum() == 2, "of four tokens one is at -1, and one beyond the tables"
+    slots = cupy.asarray(np.array([-5, 48, 1 << 30, 3] * 3, np.int32))
+    cuattn.append_kv(
+        k_pages, v_pages, new.reshape(12, 1, 8), new.reshape(12, 1, 8), None, slots=slots
+    )
+    assert (around[:1] == 7).all()
+    assert (around[4:] == 7).all()
+
+
+def test_a_graph_writes_where_lengths_point_when_it_runs():
+    k_cache, v_cache = cupy.zeros((2, 2, 8, 1, 8), np.float32)
+    new = cupy.ones((2, 1, 1, 8), np.float32)
+    lens = cupy.asarray(np.array([1, 4], np.int32))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cuattn.append_kv(k_cache, v_cache, new, new, lens)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        cuattn.append_kv(k_cache, v_cache, new, new, lens)
+        graph = stream.end_capture()
+        lens += 2
+        graph.launch(stream)
+        stream.synchronize()
+    expected = np.zeros((2, 8), bool)
+    expected[0, [0, 2]] = expected[1, [3, 5]] = True
+    np.testing.assert_array_equal(k_cache.get()[..., 0, 0] == 1, expected)
