@@ -47,7 +47,7 @@ MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
 #: Entries of a single sequence's page table that decode_sm80.cu keeps, where there is room.
 TABLE = 2048
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
-DECODE_ROWS = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8, 64)}
+DECODE_ROWS = {64: (8, 16, 32, 64), 128: (8, 16, 32, 64), 256: (8, 16, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
