@@ -3,9 +3,11 @@
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim) or (total, heads_q, head_dim); caches contiguous or
 //   in pages; float16 or bfloat16, head_dims multiples of 8 up to kHeadDim, everything 16-byte
-//   aligned. DecodeParams has the rest. A tile's rows are query tokens times the query heads that
-//   share a key head, so that K and V are read once for all of them. The operands are swapped: keys
-//   fill the 16 rows of an mma and query rows its 8 columns, so that few queries waste little:
+//   aligned. K and V may be codes (Config::k_format, v_format: slice_codes.cuh), rows of which are
+//   multiples of 16 bytes. DecodeParams has the rest. A tile's rows are query tokens times the
+//   query heads that share a key head, so that K and V are read once for all of them. The operands
+//   are swapped: keys fill the 16 rows of an mma and query rows its 8 columns, so that few queries
+//   waste little:
 //     Sᵀ (keys × rows) = K Qᵀ,   Oᵀ (head_dim × rows) += Vᵀ Pᵀ.
 //   kWarpsK slices of a tile's keys each have their own softmax and O, and their own ring of
 //   kStages stages of K and V, so nothing in the main loop waits for the block; kWarpsQ warps share
@@ -14,6 +16,7 @@
 #include "decoding/combine.cuh"
 #include "decoding/ring.cuh"
 #include "decoding/slice.cuh"
+#include "decoding/slice_codes.cuh"
 #include "ptx/bar.cuh"
 
 using T = Config::dtype;
@@ -32,12 +35,19 @@ constexpr int kMergeBatch = kHeadDim == 256 ? 1 : kRows == 8 ? 4 : 2;  // that r
 static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK,
               "warps share slices and rows evenly, and each row has a thread to locate it");
 
+constexpr bool kCodes = Config::k_format != tile::kPlain;
+static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
+
 using Tile = decoding::SwizzledRows<kHeadDim>;
-using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
-using Slice = decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>;
+using Storage = decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim>,
+                                  decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>,
+                                  Config::k_format, Config::v_format, kHeadDim, kRows, kWarpRows,
+                                  kWarpKeys, Config::k_groups, Config::v_groups>;
+using Stage = Storage::Stage;
+using Slice = Storage::Slice;
 using Schedule = decoding::Schedule<kRows, kTileKeys>;
-using Loader = decoding::Loader<T, Schedule, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
-                                Config::query_buffers, Config::table>;
+using Loader = decoding::Loader<T, Stage, Schedule, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK,
+                                kStages, Config::query_buffers, Config::table>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch>;
 
 struct Smem {
@@ -53,11 +63,12 @@ struct Smem {
   // Where the rings' loads are. Aligned, since the compiler reads 16 bytes at a time, and would
   // read a word that another warp writes along with a warp's own.
   alignas(16) Schedule ahead[Config::threads / 32];
-  Schedule schedule;           // one split after the one that is computed
-  decoding::Split splits[2];   // the one that is computed, and the next, in turn
-  bool exists[2];              // whether there is that split
-  decoding::SplitPlace place;  // of the split that is computed
-  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
+  Schedule schedule;              // one split after the one that is computed
+  decoding::Split splits[2];      // the one that is computed, and the next, in turn
+  bool exists[2];                 // whether there is that split
+  Storage::QueryRows query_rows;  // of the split that is computed
+  decoding::SplitPlace place;     // of the split that is computed
+  decoding::Split last_split;     // of a work tile that other blocks began: to be merged at the end
   decoding::SplitPlace last_place;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
@@ -93,6 +104,42 @@ __device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& s
   }
 }
 
+// Brings the queries of split `number` into the form that codes are multiplied with.
+template <class AnySlice>
+__device__ __forceinline__ void prepare_queries(const DecodeParams& params, Smem& smem,
+                                                int number) {
+  if constexpr (kCodes) {
+    AnySlice::template prepare_queries<T, kRows, Config::threads / 32>(
+        params, smem.splits[number % 2], smem.queries[number % Config::query_buffers],
+        smem.query_rows);
+    __syncthreads();
+  }
+}
+
+// Adds a tile of keys, in `stage`, to a warp's rows of split `number`.
+template <class AnySlice, class AnyStage>
+__device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params, const Smem& smem,
+                                       const AnyStage& stage, int number,
+                                       const tile::Range& common_keys, int key, int first_row) {
+  const decoding::Split& split = smem.splits[number & 1];
+  const unsigned q_rows = ptx::shared_address(smem.queries[number % Config::query_buffers]) +
+                          first_row * Tile::kRowBytes;
+  typename AnySlice::Scores s;
+  if constexpr (kCodes)
+    AnySlice::multiply_scores(s, params, stage, stage.scales, split.head, q_rows, smem.query_rows,
+                              first_row);
+  else
+    AnySlice::multiply_scores(s, ptx::shared_address(stage.k), q_rows);
+  const bool masked = !common_keys.contains(key, kWarpKeys);
+  AnySlice::finish_scores(s, params, smem.rows, split, key, first_row, masked);
+  if constexpr (kCodes) {
+    acc.add_values(s, params, stage, stage.scales, split.head);
+  } else {
+    acc.update_softmax(s);
+    acc.multiply_values(s, ptx::shared_address(stage.v));
+  }
+}
+
 // Begins the block's split `number`, unless there are no more.
 __device__ __forceinline__ bool begin_split(const DecodeParams& params, Smem& smem, Loader& loader,
                                             int number) {
@@ -107,6 +154,7 @@ __device__ __forceinline__ bool begin_split(const DecodeParams& params, Smem& sm
     smem.place = smem.schedule.place_of(params, smem.splits[turn]);
     smem.exists[next] = smem.schedule.next(params, smem.splits[next]);
   }
+  prepare_queries<Slice>(params, smem, number);
   return true;
 }
 
@@ -194,17 +242,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
         }
         acc.clear();  // also where nothing follows: so O needs no registers during the merge
       }
-      const decoding::Split& split = smem.splits[number & 1];
       ptx::cp_async_wait<kStages - 1>();
       sync_slice();
-      Slice::Scores s;
-      Slice::multiply_scores(s, ptx::shared_address(current.k),
-                             ptx::shared_address(smem.queries[number % Config::query_buffers]) +
-                                 first_row * Tile::kRowBytes);
-      const bool masked = !common_keys.contains(key, kWarpKeys);
-      Slice::finish_scores(s, params, smem.rows, split, key, first_row, masked);
-      acc.update_softmax(s);
-      acc.multiply_values(s, ptx::shared_address(current.v));
+      attend(acc, params, smem, current, number, common_keys, key, first_row);
       key += kTileKeys;
       sync_slice();
     }

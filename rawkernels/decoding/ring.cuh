@@ -23,7 +23,7 @@ struct Stage {
 // Copies a tile of kWarpKeys keys by kThreads threads; zeros for keys outside [begin, end), which
 // are not read: they may be NaN, and 0 · NaN is NaN. `page` is that of key threadIdx.x % kWarpKeys.
 // What is read once need not push other data out of L2.
-template <class T, int kHeadDim, int kWarpKeys, int kThreads, bool kPolicy>
+template <int kThreads, bool kPolicy, class T, int kHeadDim, int kWarpKeys>
 __device__ __forceinline__ void copy_tile(const DecodeParams& params,
                                           const Stage<T, kWarpKeys, kHeadDim>& stage, int key,
                                           int begin, int end, int head, int page, bool read_once) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
 // needed: queries with their split's first tile, and the page table's entries of a tile when the
 // tile kStages before it is loaded; or all of a single sequence's table, of up to kTable entries,
 // before the sequence's length is known.
-template <class T, class Schedule, int kRows, int kHeadDim, int kWarpKeys, int kWarpsQ, int kWarpsK,
-          int kStages, int kQueryBuffers, int kTable>
+template <class T, class Stage, class Schedule, int kRows, int kHeadDim, int kWarpKeys, int kWarpsQ,
+          int kWarpsK, int kStages, int kQueryBuffers, int kTable>
 struct Loader {
   using Tile = SwizzledRows<kHeadDim>;
   using Queries = T[kQueryBuffers][kRows * kHeadDim];  // of splits in turn
@@ -161,8 +161,7 @@ struct Loader {
   // Copies a tile to the stage whose copies are the oldest under way. With a page table it is the
   // tile that was looked up kStages calls before. `pages` is the warp's for that stage, `started`
   // the number of splits that are computed or being computed.
-  __device__ __forceinline__ void load(const Stage<T, kWarpKeys, kHeadDim>& stage,
-                                       int (&pages)[kWarpKeys], int started) {
+  __device__ __forceinline__ void load(const Stage& stage, int (&pages)[kWarpKeys], int started) {
     KeyTile tile = tiles[0];
     int page = 0;            // of key threadIdx.x % kWarpKeys
     if (looks_up_ahead()) {  // a lane reads what it has requested itself: no barrier
@@ -188,8 +187,8 @@ struct Loader {
     key += kStep;
     if (tile.key >= 0) {
       page = page_table(params).existing(page);  // here: sooner would wait for its read
-      copy_tile<T, kHeadDim, kWarpKeys, kThreads, kRows == 8>(
-          params, stage, tile.key, tile.begin, tile.end, tile.head, page, read_once());
+      copy_tile<kThreads, kRows == 8>(params, stage, tile.key, tile.begin, tile.end, tile.head,
+                                      page, read_once());
     }
     const bool room = kQueryBuffers > 1 || started == 0;  // beside those being computed with
     if (more && room && number == started && requested_queries < number)

@@ -5,6 +5,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/movmatrix.cuh"
+#include "ptx/tma.cuh"
 #include "tile/operands.cuh"
 #include "tile/score_mod.cuh"
 #include "tile/visibility.cuh"
@@ -54,6 +55,19 @@ struct Rows {
     return {max(keys.begin, split.begin), keys.end};
   }
 };
+
+// Zeros for values of keys that the sequence or the window does not have, in a tile that TMA has
+// written; by a warp. They may be NaN, and 0 · NaN is NaN.
+template <class Tile, int kKeys, int kChunks>
+__device__ __forceinline__ void clear_values(void* v, int key, int begin, int end) {
+  for (int i = threadIdx.x % 32; i < kKeys * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (key + row < begin || key + row >= end)
+      *reinterpret_cast<uint4*>(static_cast<char*>(v) + Tile::at(row, chunk)) = {};
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+}
 
 // A slice's share of a split, for this warp's rows; Tile is how K and V lie in shared memory.
 // With g = lane / 4, t = lane % 4, scores s[j][r] are of keys 16 j + g (and + 8 in the last two)
@@ -157,6 +171,14 @@ struct Slice {
   // s becomes exp2(s - row_max). row_max lags by up to kRescaleThreshold, as in tile/softmax.cuh,
   // and lanes compare only when it must move.
   __device__ __forceinline__ void update_softmax(Scores& s) {
+    update_softmax(s, [](float score, int, int) { return score; }, [](int, int, float) {});
+  }
+
+  // The same where the maximum is not that of the scores: it is that of level(score, j, h), of key
+  // 16 j + 8 h + g. rescale(r, c, factor) is called for each row when its O is rescaled.
+  template <class Level, class Rescale>
+  __device__ __forceinline__ void update_softmax(Scores& s, const Level& level,
+                                                 const Rescale& rescale) {
     float tile_max[kRowBlocks][2];
     bool grown = false;
 #pragma unroll
@@ -166,7 +188,8 @@ struct Slice {
         tile_max[r][c] = row_max[r][c];
 #pragma unroll
         for (int j = 0; j < kKeyBlocks; ++j)
-          tile_max[r][c] = fmaxf(tile_max[r][c], fmaxf(s[j][r][c], s[j][r][2 + c]));
+          tile_max[r][c] =
+              fmaxf(tile_max[r][c], fmaxf(level(s[j][r][c], j, 0), level(s[j][r][2 + c], j, 1)));
         grown |= tile_max[r][c] - row_max[r][c] > tile::OnlineSoftmax::kRescaleThreshold;
       }
     if (__any_sync(~0u, grown)) {
@@ -181,6 +204,7 @@ struct Slice {
           const float factor = ptx::ex2(row_max[r][c] - offset(largest));
           row_max[r][c] = largest;
           row_sum[r][c] *= factor;
+          rescale(r, c, factor);
 #pragma unroll
           for (int step = 0; step < kSteps; ++step) {
             o[step][r][c] *= factor;

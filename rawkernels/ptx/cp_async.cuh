@@ -41,6 +41,18 @@ __device__ __forceinline__ void cp_async_4(unsigned shared, const void* global) 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// Copies 4 bytes, or writes 4 zeros without reading.
+__device__ __forceinline__ void cp_async_4(unsigned shared, const void* global, bool copy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred zero;\n"
+      "setp.eq.u32 zero, %2, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], 4, zero;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(static_cast<unsigned>(copy))
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -12,12 +12,16 @@ namespace tile {
 // Panels of kPanelChunks chunks a row, row after row; a tile of more chunks a row has more panels,
 // kPanelBytes apart. Rows of a multiple of 128 bytes permute groups of eight chunks by row % 8, as
 // TMA's 128-byte swizzle does; rows of 64 bytes more permute groups of four by row / 2 % 4, since
-// every second one starts in the middle of the banks.
+// every second one starts in the middle of the banks; rows of 32 bytes pairs by row / 4 % 2.
 template <int kPanelChunks, int kPanelBytes = 0>
 struct Swizzled {
-  static_assert(kPanelChunks % 4 == 0, "rows must be multiples of 64 bytes");
+  static_assert(kPanelChunks % 4 == 0 || kPanelChunks == 2,
+                "rows must be of 32 bytes, or multiples of 64");
   static constexpr int kRowBytes = kPanelChunks * 16;
-  static constexpr int kGroup = kPanelChunks % 8 == 0 ? 8 : 4;  // chunks permuted among themselves
+  static constexpr int kGroup =  // chunks permuted among themselves
+      kPanelChunks % 8 == 0   ? 8
+      : kPanelChunks % 4 == 0 ? 4
+                              : 2;
   static constexpr int kGroups = kPanelChunks / kGroup;
   static constexpr bool kOnePanel = kPanelBytes == 0;
 
@@ -25,8 +29,7 @@ struct Swizzled {
   __device__ __forceinline__ static int at(int row, int chunk) {
     const int panel = kOnePanel ? 0 : chunk / kPanelChunks;
     const int in_panel = kOnePanel ? chunk : chunk % kPanelChunks;
-    return panel * kPanelBytes + row * kRowBytes +
-           (in_panel ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
+    return panel * kPanelBytes + row * kRowBytes + (in_panel ^ row / (8 / kGroup) % kGroup) * 16;
   }
 
   // Where this lane reads for the four 8×8 matrices of rows 0-15 and chunks 0-1; rows 16i on are at

@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
-from cuattn.gpu.params import DECODE_MAPS, decode_arguments, score_arguments
+from cuattn.gpu.params import DECODE_MAPS, Scales, decode_arguments, score_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -44,10 +45,26 @@ MOST_KEYS = {
 SPLIT_KEYS = 2048
 MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
 
+INT4 = FORMATS["int4"].number
+
 #: Entries of a single sequence's page table that decode_sm80.cu keeps, where there is room.
 TABLE = 2048
+#: The same over codes, and the keys of a warp's tile.
+CODE_TABLE = 1024
+CODE_TILE_KEYS = 32
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 16, 32, 64), 128: (8, 16, 32, 64), 256: (8, 16, 64)}
+#: The same over codes, and formats of keys and values, with groups of features that have scales of
+#: their own, where it is for more than one.
+CODE_ROWS = {64: (8, 16), 128: (8, 16)}
+CODE_FORMATS = (
+    ("int8", "int8"),
+    ("float8_e4m3", "float8_e4m3"),
+    ("float8_e5m2", "float8_e5m2"),
+    ("int4", "int4"),
+    ("int8", "int4"),
+)
+CODE_GROUPS = {("int4", "int4", 64): ((2, 2),), ("int4", "int4", 128): ((2, 2), (4, 4))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +81,10 @@ class Sm80DecodeConfig(Config):
     blocks_per_sm: int
     query_buffers: int  # 2: the queries of the next split are loaded before it begins
     table: int  # entries of a single sequence's page table that shared memory has room for
+    k_format: int = 0  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
+    v_format: int = 0
+    k_groups: int = 1  # of a key's features, each with a scale
+    v_groups: int = 1
 
     @property
     def rows(self) -> int:
@@ -84,11 +105,22 @@ class Sm80DecodeConfig(Config):
     def smem_bytes(self) -> int:
         """The rings, Q, four rows of O for each warp, then what is small."""
         warps = self.warps_k * self.warps_q
-        rings = self.warps_k * self.stages * 2 * self.warp_keys * self.head_dim * 2
+        rings = self.warps_k * self.stages * self.stage_bytes
         pages = self.stages * warps * self.warp_keys * 4
         rows = self.query_buffers * self.rows * self.head_dim * 2 + warps * 4 * self.head_dim * 4
         small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
+        if self.k_format:
+            small += self.rows * (8 + 8 * self.k_groups)
         return -(-(rings + rows + pages + small) // 128) * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a slice's tile of K and V, with scales."""
+        if not self.k_format:
+            return self.warp_keys * self.head_dim * 2 * 2
+        bits = _bits_of_two(self.k_format, self.v_format)
+        row = self.head_dim * bits // 8 + 4 * (self.k_groups + self.v_groups)
+        return -(-(self.warp_keys * row) // 128) * 128
 
     @property
     def part_bytes(self) -> int:
@@ -152,6 +184,11 @@ class SimtDecodeConfig(Config):
     def part_bytes(self) -> int:
         """Scratch of a partial result."""
         return part_bytes(self.rows, self.head_dim, 8 if self.dtype == "float64" else 4)
+
+
+def _bits_of_two(k_format: int, v_format: int) -> int:
+    """Of an element of K and one of V."""
+    return sum({0: 16, INT4: 4}.get(format, 8) for format in (k_format, v_format))
 
 
 def part_bytes(rows: int, head_dim: int, acc_bytes: int) -> int:
@@ -247,11 +284,11 @@ class Sm90Decode:
 
 
 class Sm80Decode:
-    """16-bit calls of any number of sequences."""
+    """16-bit queries of any number of sequences, over 16-bit keys and values or codes."""
 
     name = "decode_sm80"
     decodes = True
-    reads_codes = False
+    reads_codes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is (blocks that share out the key heads, groups
@@ -267,21 +304,68 @@ class Sm80Decode:
         if call.elementwise or max(dims) > MAX_DIM:
             return None
         head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
+        groups = _code_groups(call, head_dim)
+        if groups is None or (spec.quantized and head_dim not in CODE_ROWS):
+            return None
         # Ragged rows may be of prompts; where there is about one a sequence it is decoding, and a
         # small tile wastes least.
         rows = rows_of_sequence(spec)
-        tile_rows = next(n for n in DECODE_ROWS[head_dim] if rows <= n or n == 64)
-        config = _sm80_config(spec.dtype.name, head_dim, tile_rows, call.arch)
-        return partitioned(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
+        tiles = DECODE_ROWS[head_dim]
+        if spec.quantized:
+            tiles = CODE_ROWS[head_dim] if groups == (1, 1) else CODE_ROWS[head_dim][:1]
+        tile_rows = next((n for n in tiles if rows <= n), tiles[-1])
+        formats = spec.k_format, spec.v_format
+        variant = _sm80_variant(spec.dtype.name, head_dim, tile_rows, call.arch, formats, groups)
+        return partitioned(call, variant)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
-        if capability(arch) >= 80:
-            for dtype in ("float16", "bfloat16"):
-                for head_dim in (64, 128, 256):
-                    for rows in DECODE_ROWS[head_dim]:
-                        config = _sm80_config(dtype, head_dim, rows, arch)
-                        yield Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+        if capability(arch) < 80:
+            return
+        for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128, 256)):
+            for rows in DECODE_ROWS[head_dim]:
+                yield _sm80_variant(dtype, head_dim, rows, arch)
+            for formats in CODE_FORMATS if head_dim in CODE_ROWS else ():
+                for rows in CODE_ROWS[head_dim]:
+                    yield _sm80_variant(dtype, head_dim, rows, arch, formats)
+                for groups in CODE_GROUPS.get((*formats, head_dim), ()):
+                    rows = CODE_ROWS[head_dim][0]
+                    yield _sm80_variant(dtype, head_dim, rows, arch, formats, groups)
+
+
+def _code_groups(call: Call, head_dim: int) -> tuple[int, int] | None:
+    """Groups of features of keys and values that have scales of their own, as a variant of
+    decode_sm80.cu with this head_dim has them; None where there is none."""
+    spec = call.spec
+    if not spec.quantized:
+        return 1, 1
+    formats = spec.k_format, spec.v_format
+    if formats not in CODE_FORMATS or call.k_scales is None or call.v_scales is None:
+        return None
+    rows = zip(formats, (spec.head_dim, spec.head_dim_v), strict=True)
+    if any(code_columns(*row) % 16 for row in rows):
+        return None
+    if call.v_scales.has_offset or call.v_scales.rotated:
+        return None
+    for scales, format in zip((call.k_scales, call.v_scales), formats, strict=True):
+        if scales.has_minimum and format != "int4":
+            return None
+    keys_by_channel = call.k_scales.groups == spec.head_dim and call.k_scales.strides[:2] == (0, 0)
+    if not (keys_by_channel or _in_words(call.k_scales)) or not _in_words(call.v_scales):
+        return None
+    groups = 1 if keys_by_channel else call.k_scales.groups, call.v_scales.groups
+    if groups == (1, 1):
+        return groups
+    whole = spec.head_dim == spec.head_dim_v == head_dim
+    return groups if whole and groups in CODE_GROUPS.get((*formats, head_dim), ()) else None
+
+
+def _in_words(scales: Scales) -> bool:
+    """Whether each scale, with its minimum if there is one, can be read as an aligned word, which
+    of two neighbouring tokens or groups may be the same."""
+    if not scales.aligned or scales.has_minimum:
+        return scales.aligned and scales.paired
+    return scales.is_float32 or scales.strides[0] % 2 == 0
 
 
 class SimtDecode:
@@ -457,6 +541,57 @@ def _sm90_config(dtype: str, head_dim: int, rows: int, cluster: int) -> Sm90Deco
 
 def _sm90_variant(config: Sm90DecodeConfig) -> Variant:
     return Variant("decoding/decode_sm90.cu", "decode_sm90", config)
+
+
+def _sm80_variant(
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    arch: str,
+    formats: tuple[str, str] = ("", ""),
+    groups: tuple[int, int] = (1, 1),
+) -> Variant:
+    if formats == ("", ""):
+        config = _sm80_config(dtype, head_dim, rows, arch)
+    else:
+        config = _codes_config(dtype, head_dim, rows, arch, formats, groups)
+    return Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+
+
+def _codes_config(
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    arch: str,
+    formats: tuple[str, str],
+    groups: tuple[int, int],
+) -> Sm80DecodeConfig:
+    """The config over codes with the deepest rings that shared memory has room for."""
+    shared = SHARED_KIB.get(capability(arch), 100) * 1024
+    warp_rows = min(rows, 16, 2048 // head_dim)  # that registers have room for, with 32 keys
+    # A stage takes registers, too.
+    most_stages = 3 if groups != (1, 1) else 4 if warp_rows * head_dim == 2048 else 5
+    for warps_k, stages in itertools.product((8, 4, 2, 1), range(most_stages, 1, -1)):
+        config = Sm80DecodeConfig(
+            dtype,
+            head_dim,
+            warp_rows,
+            CODE_TILE_KEYS,
+            rows // warp_rows,
+            warps_k,
+            stages,
+            1,
+            query_buffers=2,
+            table=CODE_TABLE if shared >= 227 << 10 and rows == 8 and head_dim < 256 else 0,
+            k_format=format_number(formats[0]),
+            v_format=format_number(formats[1]),
+            k_groups=groups[0],
+            v_groups=groups[1],
+        )
+        fits = config.smem_bytes + RING_BLOCK_BYTES <= shared and config.threads <= 256
+        if fits and (stages > 2 or warps_k == 1):
+            return config
+    raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}, {formats=}")
 
 
 def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeConfig:

@@ -1,0 +1,399 @@
+// Attention of one warp over a slice of keys and values that are codes: slice.cuh's, with operands
+// expanded to float16 in registers (tile/expand.cuh), whatever type the queries have. No element is
+// scaled. A key's scale and minimum are applied to its score, a value's scale to the key's weight:
+//
+//   q·k̂ = scale · (q·code) + minimum · Σq + q·offset,
+//   o   = Σ p·scale · code + Σ p·minimum.
+//
+// Where features are in groups with scales of their own, so are these sums. A rotation of the keys
+// is done to the queries instead. Queries become float16 times a power of two for each row, which
+// leaves what 16-bit queries are as it is, but for channels 2^-28 below the row's largest.
+#pragma once
+
+#include "decoding/ring_codes.cuh"
+#include "decoding/slice.cuh"
+#include "ptx/registers.cuh"
+
+namespace decoding {
+
+// What the scores of a row need, beside its queries in float16.
+template <int kGroups>
+struct QueryRow {
+  float factor;                 // what a product of operands is worth
+  float added;                  // to all scores
+  float minus_excess[kGroups];  // of the keys' operands over their codes, in products
+  float sum[kGroups];           // of q
+};
+
+// How to read words of scales; __byte_perm picks the bytes of a float.
+struct ScaleReader {
+  unsigned scale_bytes, minimum_bytes;
+  unsigned odd_group;  // to be flipped in scale_bytes for odd groups
+  float middle;        // what unsigned codes are counted from, here
+
+  // Of a head; `parity` is that of the lane's keys. Pages begin with whole words.
+  __device__ __forceinline__ ScaleReader(const void* minimum, const ScaleStrides& stride,
+                                         bool is_float, int page_shift, int head, int parity) {
+    const bool paired = minimum != nullptr;
+    const bool upper = ((page_shift > 0 ? parity * stride.seq : 0) + head * stride.head) % 2 != 0;
+    scale_bytes = is_float ? 0x3210 : upper && !paired ? 0x3244 : 0x1044;
+    minimum_bytes = paired ? 0x3244 : 0x4444;
+    odd_group = is_float || paired || stride.group % 2 == 0 ? 0 : 0x2200;
+    middle = paired ? 8.0f : 0.0f;
+  }
+  __device__ __forceinline__ float scale(unsigned word, int group = 0) const {
+    return __uint_as_float(
+        __byte_perm(word, 0, group % 2 == 0 ? scale_bytes : scale_bytes ^ odd_group));
+  }
+  // Of codes that are counted from the middle.
+  __device__ __forceinline__ float minimum(unsigned word, float scale) const {
+    return fmaf(scale, middle, __uint_as_float(__byte_perm(word, 0, minimum_bytes)));
+  }
+};
+
+template <int kKFormat, int kVFormat, int kHeadDim, int kWarpRows, int kWarpKeys, int kKGroups,
+          int kVGroups>
+struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
+  using Base = Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys>;
+  using Tiles = CodeTiles<kKFormat, kVFormat, kWarpKeys, kHeadDim>;
+  using Scales = TileScales<kWarpKeys, kKGroups, kVGroups>;
+  using KCodes = tile::Codes<kKFormat>;
+  using VCodes = tile::Codes<kVFormat>;
+  using Scores = typename Base::Scores;
+  using QTile = typename Base::QTile;
+  using QueryRows = QueryRow<kKGroups>;
+  using Base::kKeyBlocks;
+  using Base::kRowBlocks;
+  using Base::kSteps;
+  static constexpr bool kVHasMinimum = kVFormat == tile::kInt4;
+  static constexpr int kLaneDims = kHeadDim / 32;
+  static constexpr int kKGroupSteps = kSteps / kKGroups, kVGroupSteps = kSteps / kVGroups;
+  static_assert(kSteps % kKGroups == 0 && kSteps % kVGroups == 0, "groups must be whole steps");
+
+  // Σ p·minimum of each row and group, of this lane's keys.
+  float o_minimum[kRowBlocks][2][kVGroups];
+
+  __device__ __forceinline__ void clear() {
+    Base::clear();
+#pragma unroll
+    for (int i = 0; i < kRowBlocks * 2 * kVGroups; ++i) (&o_minimum[0][0][0])[i] = 0;
+  }
+
+  // Turns a split's queries, in shared memory, into float16 in the order of the keys' operands; by
+  // kWarps warps, which take rows in turn.
+  template <class T, int kRows, int kWarps>
+  __device__ __forceinline__ static void prepare_queries(const DecodeParams& params,
+                                                         const Split& split, T* queries,
+                                                         QueryRows* query_rows) {
+    char* const bytes = reinterpret_cast<char*>(queries);
+    const int lane = threadIdx.x % 32;
+    const bool by_channel = params.k_group == 1;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
+      // Columns 32 i + lane.
+      float x[kLaneDims];
+      float added = 0, largest = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        const int column = 32 * i + lane;
+        x[i] = static_cast<float>(
+            reinterpret_cast<const T*>(bytes + QTile::at(row, column / 8))[column % 8]);
+        if (params.k_offset != nullptr && column < params.head_dim)
+          added = fmaf(x[i], params.k_offset[split.head * params.head_dim + column], added);
+      }
+      if (params.k_rotated) {
+#pragma unroll
+        for (int i = 0; i < kLaneDims; ++i) x[i] = tile::with_rotation_sign(x[i], 32 * i + lane);
+        tile::hadamard(x, tile::rotation_block(params.head_dim));
+      }
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        const int column = 32 * i + lane;
+        if (by_channel && column < params.head_dim) {
+          if (params.k_minimum != nullptr)
+            added = fmaf(x[i],
+                         tile::scale_value(params.k_minimum,
+                                           split.head * params.k_minimum_stride.head +
+                                               column * params.k_minimum_stride.group,
+                                           params.k_scale_is_float),
+                         added);
+          x[i] *= tile::scale_value(
+              params.k_scale,
+              split.head * params.k_scale_stride.head + column * params.k_scale_stride.group,
+              params.k_scale_is_float);
+        }
+        largest = fmaxf(largest, fabsf(x[i]));
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+        added += __shfl_xor_sync(~0u, added, distance);
+      }
+      // The row's largest becomes 2^14 or more, below 2^15.
+      const int exponent = max(__float_as_int(largest) >> 23, 15);
+      const float factor = __int_as_float(exponent - 14 << 23);
+      const float inverse = __int_as_float(268 - exponent << 23);
+      float excess[kKGroups] = {}, sum[kKGroups] = {};
+      __syncwarp();  // the row has been read
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        const int column = 32 * i + lane, slot = KCodes::slot(column);
+        const __half stored = __float2half_rn(x[i] * inverse * KCodes::query_factor(column));
+        reinterpret_cast<__half*>(bytes + QTile::at(row, slot / 8))[slot % 8] = stored;
+        const float product = __half2float(stored);
+        excess[i * kKGroups / kLaneDims] -= product * KCodes::key_excess(column);
+        sum[i * kKGroups / kLaneDims] += product / KCodes::query_factor(column);
+      }
+#pragma unroll
+      for (int group = 0; group < kKGroups; ++group) {
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+          excess[group] += __shfl_xor_sync(~0u, excess[group], distance);
+          sum[group] += __shfl_xor_sync(~0u, sum[group], distance);
+        }
+        query_rows[row].minus_excess[group] = excess[group];
+        query_rows[row].sum[group] = sum[group] * factor;
+      }
+      query_rows[row].factor = factor * KCodes::kUnit;
+      query_rows[row].added = added;
+    }
+  }
+
+  // Products with the keys, scaled. query_rows are the tile's, q_rows this warp's, first_row on.
+  __device__ __forceinline__ static void multiply_scores(Scores& s, const DecodeParams& params,
+                                                         const Tiles& tiles, const Scales& scales,
+                                                         int head, unsigned q_rows,
+                                                         const QueryRows* query_rows,
+                                                         int first_row) {
+    using Tile = typename Tiles::KTile;
+    const int lane = ptx::thread_index() % 32;
+    const unsigned k_lane = ptx::shared_address(tiles.k) + Tile::at(lane % 16, lane / 16);
+    const unsigned q_lane =
+        q_rows + (kRowBlocks == 1 ? QTile::at(lane % 8, lane / 8) : QTile::lane_column_major());
+    const QueryRows* const rows = query_rows + first_row + tile::lane_column(lane);
+    float product[kKeyBlocks][kRowBlocks][4];
+    unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
+    unsigned k[kKeyBlocks][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      constexpr int kLoadSteps = 2 * KCodes::kWordSteps;  // of one ldmatrix
+      if (step % kLoadSteps == 0) {
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+          ptx::ldmatrix_x4(k[j],
+                           Tile::at_chunks(k_lane + j * 16 * Tile::kRowBytes, step / kLoadSteps));
+      }
+      if (kRowBlocks > 1 || step % 2 == 0) {
+#pragma unroll
+        for (int r = 0; r < (kRowBlocks + 1) / 2; ++r)
+          ptx::ldmatrix_x4(q[r], QTile::at_chunks(q_lane + r * 16 * QTile::kRowBytes, step));
+      }
+      const int group = step / kKGroupSteps;
+      if (step % kKGroupSteps == 0) {
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+          for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) product[j][r][i] = rows[8 * r + i % 2].minus_excess[group];
+      }
+      const int chunk = step % kLoadSteps / KCodes::kWordSteps;
+      const int first = 2 * (step % KCodes::kWordSteps);
+#pragma unroll
+      for (int j = 0; j < kKeyBlocks; ++j) {
+        unsigned upper[2 * KCodes::kWordSteps], lower[2 * KCodes::kWordSteps];  // keys g and g + 8
+        KCodes::expand_keys(upper, k[j][2 * chunk]);
+        KCodes::expand_keys(lower, k[j][2 * chunk + 1]);
+        const unsigned a[4] = {upper[first], lower[first], upper[first + 1], lower[first + 1]};
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+          const int q_first = kRowBlocks == 1 ? step % 2 * 2 : r % 2 * 2;
+          ptx::mma_m16n8k16<__half>(product[j][r], a, q[r / 2][q_first], q[r / 2][q_first + 1]);
+        }
+      }
+      if (step % kKGroupSteps == kKGroupSteps - 1)
+        add_scaled(s, params, scales, head, rows, product, group);
+    }
+  }
+
+  // Softmax of the scores, and the products with the values.
+  __device__ __forceinline__ void add_values(Scores& s, const DecodeParams& params,
+                                             const Tiles& tiles, const Scales& scales, int head) {
+    using Tile = typename Tiles::VTile;
+    const ScaleReader reader(params.v_minimum, params.v_scale_stride, params.v_scale_is_float,
+                             params.page_shift, head, tile::lane_row(ptx::thread_index() % 32) & 1);
+    float scale[kVGroups][kKeyBlocks][2], minimum[kVGroups][kKeyBlocks][2];
+    // Weights times a value's scale go to float16: the maximum follows that product. Not farther
+    // than 2^96 from the weights, whose sum has to be a float, too.
+    float level[kKeyBlocks][2];
+#pragma unroll
+    for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = 0;
+#pragma unroll
+        for (int group = 0; group < kVGroups; ++group) {
+          const unsigned word = scales.v[group][own_key(j, h)];
+          scale[group][j][h] = reader.scale(word, group) * VCodes::kUnit;
+          minimum[group][j][h] = kVHasMinimum ? reader.minimum(word, scale[group][j][h]) : 0;
+          largest = kVGroups == 1 ? scale[0][j][h] : fmaxf(largest, fabsf(scale[group][j][h]));
+        }
+        level[j][h] = fmaxf(ptx::lg2(fabsf(largest)), -96.0f);
+      }
+    Base::update_softmax(
+        s, [&](float score, int j, int h) { return score + level[j][h]; },
+        [&](int r, int c, float factor) {
+#pragma unroll
+          for (int group = 0; group < kVGroups; ++group) o_minimum[r][c][group] *= factor;
+        });
+    const unsigned v_lane = ptx::shared_address(tiles.v) +
+                            Tile::at(ptx::thread_index() % 8 + ptx::thread_index() % 32 / 16 * 8,
+                                     ptx::thread_index() / 8 % 2);
+#pragma unroll
+    for (int j = 0; j < kKeyBlocks; ++j) {
+      unsigned b[kVGroups][kRowBlocks][2];
+#pragma unroll
+      for (int group = 0; group < kVGroups; ++group)
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* const p = &s[j][r][2 * h];
+            const float factor = scale[group][j][h];
+            b[group][r][h] = ptx::movmatrix_trans(tile::pack<__half>(p[0] * factor, p[1] * factor));
+            if (kVHasMinimum) {
+#pragma unroll
+              for (int c = 0; c < 2; ++c)
+                o_minimum[r][c][group] = fmaf(p[c], minimum[group][j][h], o_minimum[r][c][group]);
+            }
+          }
+      constexpr int kBlocks = VCodes::kWordBlocks;
+#pragma unroll
+      for (int pair = 0; pair < kSteps / (2 * kBlocks); ++pair) {
+        unsigned v[4];
+        ptx::ldmatrix_x4_trans(v, Tile::at_chunks(v_lane + j * 16 * Tile::kRowBytes, pair));
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) {
+          unsigned first[2 * kBlocks], last[2 * kBlocks];  // of keys 0 to 7, and 8 to 15
+          VCodes::expand_values(first, v[chunk]);
+          VCodes::expand_values(last, v[2 + chunk]);
+#pragma unroll
+          for (int i = 0; i < kBlocks; ++i) {
+            const int block = (2 * pair + chunk) * kBlocks + i;
+            const unsigned a[4] = {first[2 * i], first[2 * i + 1], last[2 * i], last[2 * i + 1]};
+#pragma unroll
+            for (int r = 0; r < kRowBlocks; ++r) {
+              const unsigned (&p)[2] = b[block / kVGroupSteps][r];
+              ptx::mma_m16n8k16<__half>(this->o[block][r], a, p[0], p[1]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void sum_over_lanes() {
+    Base::sum_over_lanes();
+    if constexpr (kVHasMinimum)
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+#pragma unroll
+        for (int i = 0; i < kRowBlocks * 2 * kVGroups; ++i)
+          (&o_minimum[0][0][0])[i] += __shfl_xor_sync(~0u, (&o_minimum[0][0][0])[i], distance);
+  }
+
+  // As Slice's. A lane's columns of a block, or of two, lie side by side.
+  __device__ __forceinline__ void put_rows(int r, int half, float (*o_rows)[kHeadDim],
+                                           float2* max_sum, int first_row) const {
+    const int lane = ptx::thread_index() % 32;
+    if (lane % 4 / 2 != half) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) put_row<4>(r, c, first_row + lane % 2 * 2 + c, o_rows, max_sum);
+  }
+  __device__ __forceinline__ void put_all_rows(float (*o_rows)[kHeadDim], float2* max_sum) const {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        put_row<8>(r, c, 8 * r + threadIdx.x % 4 * 2 + c, o_rows, max_sum);
+  }
+
+ private:
+  template <int kAtOnce>
+  __device__ __forceinline__ void put_row(int r, int c, int row, float (*o_rows)[kHeadDim],
+                                          float2* max_sum) const {
+    constexpr int kBlocks = VCodes::kWordBlocks;
+    const int lane = ptx::thread_index() % 32;
+#pragma unroll
+    for (int block = 0; block < kSteps; ++block)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int column = (block / kBlocks * 8 + lane / 4) * 2 * kBlocks + block % kBlocks * 2 + h;
+        float x = this->o[block][r][2 * h + c] * VCodes::column_factor(h);
+        if (kVHasMinimum) x += o_minimum[r][c][block / kVGroupSteps];
+        o_rows[row][permuted_column<kAtOnce>(row, column)] = x;
+      }
+    if (lane < 4) max_sum[row] = {this->row_max[r][c], this->row_sum[r][c]};
+  }
+
+  // Of this lane, among a tile's.
+  __device__ __forceinline__ static int own_key(int j, int h) {
+    return 16 * j + 8 * h + tile::lane_row(ptx::thread_index() % 32);
+  }
+
+  // Adds a group's products to the scores.
+  __device__ __forceinline__ static void add_scaled(
+      Scores& s, const DecodeParams& params, const Scales& scales, int head, const QueryRows* rows,
+      const float (&product)[kKeyBlocks][kRowBlocks][4], int group) {
+    const ScaleReader reader(params.k_minimum, params.k_scale_stride, params.k_scale_is_float,
+                             params.page_shift, head, tile::lane_row(ptx::thread_index() % 32) & 1);
+    const bool by_channel = params.k_group == 1;  // scales are in the queries
+#pragma unroll
+    for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const unsigned word = scales.k[group][own_key(j, h)];
+        const float scale = by_channel ? 1.0f : reader.scale(word, group);
+        const float minimum = by_channel ? reader.middle : reader.minimum(word, scale);
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const QueryRows& row = rows[8 * r + c];
+            float& score = s[j][r][2 * h + c];
+            const float before = group == 0 ? row.added : score;
+            score = fmaf(product[j][r][2 * h + c] * row.factor, scale, before);
+            if (kKFormat == tile::kInt4) score = fmaf(minimum, row.sum[group], score);
+          }
+      }
+  }
+};
+
+// How a kernel stores K and V in shared memory, and what computes with them: PlainStage and
+// PlainSlice for elements of the queries' type, or these for codes.
+template <class PlainStage, class PlainSlice, int kKFormat, int kVFormat, int kHeadDim, int kRows,
+          int kWarpRows, int kWarpKeys, int kKGroups, int kVGroups>
+struct Storage {
+  using Stage = CodeStage<kKFormat, kVFormat, kWarpKeys, kHeadDim, kKGroups, kVGroups>;
+  using Slice = CodeSlice<kKFormat, kVFormat, kHeadDim, kWarpRows, kWarpKeys, kKGroups, kVGroups>;
+  using Tiles = typename Slice::Tiles;
+  using QueryRows = typename Slice::QueryRows[kRows];
+  template <int kWarps, int kStages>
+  struct Extra {  // shared memory, where a stage has only codes
+    QueryRows query_rows;
+    typename Slice::Scales scales[kWarps][kStages];
+  };
+};
+template <class PlainStage, class PlainSlice, int kHeadDim, int kRows, int kWarpRows, int kWarpKeys,
+          int kKGroups, int kVGroups>
+struct Storage<PlainStage, PlainSlice, tile::kPlain, tile::kPlain, kHeadDim, kRows, kWarpRows,
+               kWarpKeys, kKGroups, kVGroups> {
+  using Stage = PlainStage;
+  using Slice = PlainSlice;
+  using Tiles = PlainStage;
+  struct QueryRows {};
+  template <int, int>
+  struct Extra {};
+};
+
+}  // namespace decoding
