@@ -92,11 +92,20 @@ def test_every_number_of_a_wide_row_is_computed_once():
 
 
 @given(spec=specs(dispatch.MAX_DIM), arch=st.sampled_from(list(SMEM_LIMITS)))
-def test_dropout_goes_to_the_kernel_that_has_it(spec, arch):
+def test_dropout_goes_to_a_kernel_that_has_it(spec, arch):
+    """What it needs to know follows the other arguments, or is one of its own."""
     launch = dispatch.choose(Call.contiguous(dataclasses.replace(spec, dropout=0.1), arch))
-    assert launch.variant.entry == "forward_simt"
-    assert launch.variant.config.has_score
-    dropout = launch.arguments[1].pack({"seed": 2**64 - 1})
+    config = launch.variant.config
+    if launch.variant.entry == "forward_simt":
+        assert config.has_score
+        arguments = launch.arguments[1]
+        tensor_cores = spec.dtype.itemsize == 2 and dispatch.capability(arch) >= 80
+        assert not tensor_cores or max(spec.head_dim, spec.head_dim_v) > dispatch.MAX_DIM
+    else:
+        assert config.dropout
+        arguments = launch.arguments[0]
+    values = {fill.argument: 0 for fill in arguments.fills} | {"seed": 2**64 - 1}
+    dropout = arguments.pack(values)[-params.DROPOUT_PARAMS.size :]
     assert params.DROPOUT_PARAMS.unpack(dropout) == {
         "seed": 2**64 - 1,
         "scale": 65536 / (65536 - 6554),

@@ -225,6 +225,12 @@ class Arguments:
             packed[offset : offset + len(value)] = value
         return bytes(packed)
 
+    def followed_by(self, other: Arguments) -> Arguments:
+        """The arguments of a struct that has these as its base and `other`'s as its one member."""
+        size = len(self.constants)
+        moved = tuple(fill._replace(offset=size + fill.offset) for fill in other.fills)
+        return Arguments(self.struct, self.constants + other.constants, self.fills + moved)
+
 
 _launch_ids = random.Random()  # a generator of its own: the program's is left alone
 

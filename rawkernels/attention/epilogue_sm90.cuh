@@ -9,8 +9,7 @@
 // so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
 __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
                                              const tile::OnlineSoftmax& softmax, float scale_log2,
-                                             const ForwardParams& params, const Tile& tile,
-                                             int row) {
+                                             const Params& params, const Tile& tile, int row) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane % 2;
 #pragma unroll
@@ -31,7 +30,8 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
       sum = sum * rescale + ptx::ex2(sink - larger);
       max = larger;
     }
-    const float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
+    float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
+    if constexpr (Config::dropout) inverse *= static_cast<float>(tile::dropout_of(params).scale);
     const bool exists = tile.exists(params, row + 8 * i);
     const long long offset = tile.out_offset(params, row + 8 * i) + lane % 4 * 2;
     if constexpr (sizeof(Out) == sizeof(float)) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
 // Adds the values of a tile that the nonfinite filter has replaced by 0 to the outputs of a warp's
 // 16 rows, of which `first_row` is the first, where they see them: as many lanes as there are
 // 16-byte words in a row of V go through the keys. Rarely called.
-__device__ __forceinline__ void restore_values(const ForwardParams& params, const Sm90Params& sm90,
+__device__ __forceinline__ void restore_values(const Params& params, const Sm90Params& sm90,
                                                const Tile& tile, int first_row) {
   const Tile::Partial filtered = tile.filtered(params);
   const int column = threadIdx.x % 32 * 8;

@@ -17,11 +17,13 @@
 // Config: dtype; head_dim, head_dim_v: of the tiles, a call's may be smaller; tile_m, tile_n,
 // warps; general: with bias, mask, alibi_slopes, softcap, a scale of any sign, and rows that start
 // anywhere. Without it scores are only scaled, rows are whole 16-byte chunks at multiples of 16
-// bytes.
+// bytes; dropout: after the sums of exponentials, P's entries are cleared where tile/dropout.cuh
+// says so.
 #include "attention/params.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
+#include "tile/dropout.cuh"
 #include "tile/nonfinite.cuh"
 #include "tile/ragged.cuh"
 #include "tile/score_mod.cuh"
@@ -45,6 +47,8 @@ static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes,
               "Config::smem_bytes must hold a tile of each");
 static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0,
               "swizzled tiles must begin at multiples of 128 bytes");
+
+using Params = tile::ParamsOf<ForwardParams, Config::dropout>::Type;
 
 extern __shared__ __align__(128) unsigned char smem[];
 
@@ -155,9 +159,32 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
   }
 }
 
+// Clears the probabilities that dropout removes, of a warp whose first query is row `warp_row` of
+// the tile.
+__device__ __forceinline__ void drop(Weights& p, const DropoutParams& dropout,
+                                     const ForwardParams& params, const Problem& problem,
+                                     int warp_row, int key) {
+  const int lane = ptx::thread_index() % 32, head = problem.batch * params.heads_q + problem.head;
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+    const tile::DropoutRow row(dropout.seed, (problem.tile * kTileM + warp_row) / 16 + m, lane,
+                               head);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+      uint4 words[1];
+      row.bits(words, dropout.seed, key / 16 + step);
+      const uint4 dropped = tile::dropped_pairs(words[0], dropout.threshold);
+      p[m][4 * step] &= ~dropped.x;
+      p[m][4 * step + 1] &= ~dropped.y;
+      p[m][4 * step + 2] &= ~dropped.z;
+      p[m][4 * step + 3] &= ~dropped.w;
+    }
+  }
+}
+
 // Divides by the sums, writes lse, and writes O in whole chunks by way of the shared memory of the
 // warp's Q. The last passes change what the finite one left.
-__device__ __forceinline__ void finish(const ForwardParams& params, const Problem& p, Output& o,
+__device__ __forceinline__ void finish(const Params& params, const Problem& p, Output& o,
                                        const tile::OnlineSoftmax (&softmax)[kBlocks],
                                        unsigned char* staged, int pass) {
   const int lane = threadIdx.x % 32;
@@ -180,6 +207,8 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
         sum = sum * weight + ptx::ex2((sink - shift) * tile::kLog2e);
       }
       factor[half] = sum == 0.0f ? 0.0f : weight / sum;
+      if constexpr (Config::dropout)
+        factor[half] *= static_cast<float>(tile::dropout_of(params).scale);
       if (params.lse != nullptr && lane % 4 == 0 && row < p.seqlen_q) {
         const long long heads =
             params.cu_seqlens_q != nullptr ? 0 : static_cast<long long>(p.batch) * params.heads_q;
@@ -221,7 +250,7 @@ __device__ __forceinline__ void finish(const ForwardParams& params, const Proble
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
-    forward_sm80(const __grid_constant__ ForwardParams params) {
+    forward_sm80(const __grid_constant__ Params params) {
   __shared__ Problem stored;  // for the epilogue: registers are full
   const Problem p = find_problem(params);
   if (p.tile < 0) return;
@@ -317,6 +346,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
           softmax[m].exponentiate(s[m], scale_log2);
           tile::pack_fragment<T>(weights[m], s[m]);
         }
+        if constexpr (Config::dropout)
+          drop(weights, tile::dropout_of(params), params, stored, warp_row, key);
         multiply_pv(o, weights, lane_v);
       }
     }

@@ -10,6 +10,7 @@
 //   queries; the others filter values that are not finite, where masks may hide them
 //   (attention/filter_sm90.cuh). Warpgroups 1 and on consume: 64 rows each, scores
 //   (attention/score_sm90.cuh) and O in registers.
+//   With dropout one more warpgroup computes masks for the consumers (attention/dropout_sm90.cuh).
 //   Rows of a tile are queries of one head, or of all heads that share a key head
 //   (Config::pack_gqa); the keys of a tile may be cut into parts, with a result each
 //   (Config::split_kv).
@@ -18,6 +19,7 @@
 // Software pipelining: P V of one block of keys and Q K^T of the next are in flight together,
 // across tile boundaries too, and the next block's exponentials hide behind the products of this
 // and of the other consumers.
+#include "attention/dropout_sm90.cuh"
 #include "attention/epilogue_sm90.cuh"
 #include "attention/filter_sm90.cuh"
 #include "attention/layout_sm90.cuh"
@@ -58,7 +60,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
 // the next tile's first: O of a tile is complete one step into the next tile.
 struct Consumer {
   Smem& smem;
-  const ForwardParams& params;
+  const Params& params;
   const Sm90Params& sm90;
   const int consumer;                                // which of kWarpgroups
   const int first_row = 64 * consumer + lane_row();  // this lane's first row of a tile
@@ -66,8 +68,8 @@ struct Consumer {
   tile::PipelineState<kStages> stage_k, stage_v;
   tile::PipelineState<kStagesQ> stage_q;
   tile::PipelineState<TileQueue::kSize> queue;
-  unsigned score_rows_parity = 0;
-  int number = 0;  // of the tile, modulo 2: which of Smem::replaced
+  unsigned rows_parity = 0;  // of score_rows, or of dropout_mask: no variant has both
+  int number = 0;            // of the tile, modulo 2: which of Smem::replaced
 
   Tile tile;             // whose scores come next
   Tile::Partial hidden;  // its blocks that call for a mask
@@ -135,6 +137,7 @@ struct Consumer {
     float correction[2];
     softcap_alibi.update(softmax, s, sm90.scale_log2, correction);
     tile::pack_fragment<T>(p, s);
+    drop();
     clear_output();
   }
 
@@ -181,6 +184,7 @@ struct Consumer {
     }
     softcap_alibi.exponentiate(softmax, s, sm90.scale_log2);
     tile::pack_fragment<T>(p, s);
+    drop();
   }
 
   // The values of the very last block.
@@ -244,8 +248,8 @@ struct Consumer {
     }
     if constexpr (Config::elementwise) {
       ScoreRows& rows = score_rows(smem, consumer);
-      ptx::mbarrier_wait(rows.full, score_rows_parity);
-      score_rows_parity ^= 1;
+      ptx::mbarrier_wait(rows.full, rows_parity);
+      rows_parity ^= 1;
       add_score_rows(s, rows, params, sm90.score_scale);
       tile::arrive_warp(rows.empty);
     }
@@ -253,6 +257,17 @@ struct Consumer {
       if (block >= hidden.from) hide_later_keys(s, params, tile, row, column);
       if (Config::bound_left && block < hidden.before)
         hide_earlier_keys(s, params, tile, row, column);
+    }
+  }
+
+  // Clears the probabilities that dropout removes; the sums have them.
+  __device__ __forceinline__ void drop() {
+    if constexpr (Config::dropout) {
+      DropoutMask& mask = dropout_mask(smem, consumer);
+      ptx::mbarrier_wait(mask.full, rows_parity);
+      rows_parity ^= 1;
+      clear_dropped(p, mask);
+      tile::arrive_warp(mask.empty);
     }
   }
 
@@ -309,8 +324,7 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
-    forward_sm90(const __grid_constant__ ForwardParams params,
-                 const __grid_constant__ Sm90Params sm90) {
+    forward_sm90(const __grid_constant__ Params params, const __grid_constant__ Sm90Params sm90) {
   extern __shared__ __align__(1024) unsigned char shared[];
   Smem& smem = *reinterpret_cast<Smem*>(shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -335,9 +349,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::mbarrier_init(score_rows(smem, i).full, 32);
       ptx::mbarrier_init(score_rows(smem, i).empty, 4);
     }
+    for (int i = 0; i < kDropoutMasks; ++i) {
+      ptx::mbarrier_init(dropout_mask(smem, i).full, kDropoutWarps);
+      ptx::mbarrier_init(dropout_mask(smem, i).empty, 4);
+    }
     for (int i = 0; i < TileQueue::kSize; ++i) {
       ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kFilterWarps + kValueWarps);
+      ptx::mbarrier_init(smem.queue.empty[i],
+                         4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kDropoutWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -358,6 +377,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       if (warp == 2)
         load_one_of_both<kPanelsV>(smem, smem.v, sm90.v, smem.full_v, smem.empty_v, sm90);
     }
+  } else if (Config::dropout && warpgroup == kWarpgroups + 1) {
+    ptx::setmaxnreg_dec<kDropoutRegisters>();
+    compute_dropout(smem, params, warp % 4);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     Consumer{smem, params, sm90, warpgroup - 1}.run();

@@ -5,9 +5,11 @@
 #include "attention/params.cuh"
 #include "kvcache/pages.cuh"
 #include "ptx/tma.cuh"
+#include "tile/dropout.cuh"
 #include "tile/ragged.cuh"
 #include "tile/visibility.cuh"
 
+using Params = tile::ParamsOf<ForwardParams, Config::dropout>::Type;
 using Out = Config::out_dtype;  // of what is written: the inputs' type, or float
 
 constexpr int kTileM = 64 * Config::warpgroups;
@@ -185,7 +187,7 @@ struct Tile : SplitOfTile<Config::split_kv> {
   // the tile. Slots past a sequence's end hold anything with Config::seq_lens; else TMA gives zeros
   // for them.
   __device__ __forceinline__ Partial filtered(const ForwardParams& params) const {
-    if (kMayMask && params.mask != nullptr) return {0, 0};
+    if (Config::dropout || (kMayMask && params.mask != nullptr)) return {0, 0};
     Partial filtered = partial(params, row, row + kTileM);
     int first = row;
     if constexpr (Config::pack_gqa) first = query_of(params, row);
@@ -193,7 +195,7 @@ struct Tile : SplitOfTile<Config::split_kv> {
     return filtered;
   }
 
-  __device__ __forceinline__ bool sees(const ForwardParams& params, int row, int key) const {
+  __device__ __forceinline__ bool sees(const Params& params, int row, int key) const {
     int query = row;
     if constexpr (Config::pack_gqa) {
       if (!packed(params, row).used) return false;
@@ -201,6 +203,9 @@ struct Tile : SplitOfTile<Config::split_kv> {
     }
     if (query >= queries.length || key < first_key(params, query) || key >= end_key(params, query))
       return false;
+    if constexpr (Config::dropout)
+      if (tile::is_dropped(tile::dropout_of(params), query, key, batch * params.heads_q + head))
+        return false;
     const ScoreStrides& stride = params.mask_stride;
     return !kMayMask || params.mask == nullptr ||
            params.mask[batch * stride.batch + head * stride.head + query * stride.row +

@@ -15,16 +15,25 @@ struct PhiloxKey {
   unsigned long long seed, offset;
 };
 
-// Replaces the counters c[n] by their random numbers. The counters advance together, round by
-// round, so that they share the keys of a round.
-template <int kCounters>
+constexpr unsigned long long kPhiloxMultiplier0 = 0xD2511F53ull, kPhiloxMultiplier1 = 0xCD9E8D57ull;
+
+// The two keys of a round.
+__device__ __forceinline__ uint2 philox_round_keys(unsigned long long seed, int round) {
+  return {unsigned(seed) + round * 0x9E3779B9u, unsigned(seed >> 32) + round * 0xBB67AE85u};
+}
+
+// Replaces the counters c[n] by their random numbers, or what kFirstRound rounds have made of the
+// counters. They advance together, round by round, so that they share the keys of a round.
+template <int kFirstRound = 0, int kCounters>
 __device__ __forceinline__ void philox4x32(uint4 (&c)[kCounters], unsigned long long seed) {
-  unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
+  unsigned k0 = unsigned(seed) + kFirstRound * 0x9E3779B9u;
+  unsigned k1 = unsigned(seed >> 32) + kFirstRound * 0xBB67AE85u;
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = kFirstRound; round < 10; ++round) {
 #pragma unroll
     for (int n = 0; n < kCounters; ++n) {
-      const unsigned long long product0 = 0xD2511F53ull * c[n].x, product1 = 0xCD9E8D57ull * c[n].z;
+      const unsigned long long product0 = kPhiloxMultiplier0 * c[n].x;
+      const unsigned long long product1 = kPhiloxMultiplier1 * c[n].z;
       c[n] = {unsigned(product1 >> 32) ^ c[n].y ^ k0, unsigned(product1),
               unsigned(product0 >> 32) ^ c[n].w ^ k1, unsigned(product0)};
     }

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
-from cuattn.reference import dropout
 from tests import formulas
 from tests.gpu.test_attention import (
     DTYPES,
@@ -24,6 +22,7 @@ from tests.gpu.test_attention import (
     placed,
     precisions,
 )
+from tests.gpu.test_dropout import factors
 
 cupy = pytest.importorskip("cupy")
 
@@ -64,19 +63,6 @@ def drop(call: Call, rng: np.random.Generator) -> np.ndarray:
     """Give a call dropout; what it multiplies the probabilities by."""
     call.options |= {"dropout": float(rng.uniform(0.05, 0.8)), "seed": int(rng.integers(2**63))}
     return factors(call.q, call.k, call.v, call.options)
-
-
-def factors(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: dict[str, Any]) -> np.ndarray:
-    spec = attention_spec(
-        "flash_attention",
-        *(a.shape for a in (q, k, v)),
-        *(a.dtype for a in (q, k, v)),
-        dropout=options["dropout"],
-    )
-    everything = [slice(0, n) for n in (spec.heads_q, spec.seqlen_q, spec.seqlen_k)]
-    return np.stack(
-        [dropout.factors(spec, options["seed"], b, *everything) for b in range(spec.batch)]
-    )
 
 
 def check(call: Call) -> None:
@@ -438,33 +424,6 @@ def test_captured_in_a_graph(rng):
 
 
 # --------------------------------------------------------------------------------------- dropout
-
-
-@pytest.mark.parametrize("seqlens", [(1, 1), (16, 16), (70, 250), (130, 200), (33, 256)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_drops_what_numpy_drops(dtype, seqlens, rng):
-    """Values that show which keys are left: the mask, bit for bit."""
-    dtype = DTYPES[dtype]
-    seqlen_q, seqlen_k = seqlens
-    q = np.zeros((2, seqlen_q, 6, 8), dtype)
-    k = np.zeros((2, seqlen_k, 3, 8), dtype)
-    v = np.broadcast_to(np.eye(seqlen_k, dtype=dtype)[:, None], (2, seqlen_k, 3, seqlen_k))
-    options = {"dropout": 0.37, "seed": int(rng.integers(2**63)) * 2 + 1}
-    out = cuattn.flash_attention(*(cupy.asarray(a) for a in (q, k, v)), **options)
-    expected = factors(q, k, v, options).swapaxes(1, 2) != 0
-    np.testing.assert_array_equal(out.get() != 0, expected)
-
-
-def test_dropout_of_ragged_sequences(rng):
-    """Positions count within sequences, and heads over all of them."""
-    cu = np.array([0, 30, 30, 130], np.int32)
-    arrays = [normal(rng, (130, 4, 32), np.dtype(np.float64)) for _ in "qkv"]
-    options = {"dropout": 0.5, "seed": 5, "causal": True}
-    expected = cuattn.flash_attention_varlen(*arrays, cu, **options)
-    actual = cuattn.flash_attention_varlen(
-        *(cupy.asarray(a) for a in arrays), cupy.asarray(cu), **options
-    )
-    np.testing.assert_allclose(actual.get(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -59,6 +59,7 @@ class Protocol:
     keeps_turn: bool
     releases_late: bool
     first_turn: bool
+    dropout_warps: int
     value_warps: int  # beside the warp that loads keys, or keys and values
     turn_threads: int
     arrivals: tuple[tuple[str, int], ...]
@@ -71,6 +72,7 @@ class Protocol:
             (self.q_stages, "q_stages"),
             (self.filter_warps, "filter_warps"),
             (self.value_warps, "value_warps"),
+            (self.dropout_warps, "dropout_warps"),
         )
         return "-".join([*(f"{count}{what}" for count, what in counted if count), *names])
 
@@ -100,6 +102,7 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
         keeps_turn=bool(constants["kKeepsTurn"]),
         releases_late=bool(constants["kReleasesLate"]),
         first_turn=bool(constants["kFirstTurn"]),
+        dropout_warps=constants["kDropoutWarps"],
         value_warps=constants["kValueWarps"],
         turn_threads=constants.value(re.search(r"bar_sync\(1 \+ consumer, (.*?)\)", text)[1]),
         arrivals=tuple(sorted(source.arrivals(text, constants).items())),
@@ -218,6 +221,22 @@ def filter_values(number: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     yield Advance("number")
 
 
+def compute_dropout(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """All dropout warps, as one process."""
+    yield from read_tile(p.dropout_warps)
+    if tile == END or tile.blocks == 0:
+        return
+    for number in range(tile.blocks):
+        for consumer in range(p.consumers):
+            last = consumer == p.consumers - 1
+            if tile.skip[consumer] and number == (tile.blocks - 1 if last else 0):
+                continue
+            yield Wait(f"mask.empty.{consumer}", before=True)
+            yield Write(f"mask.{consumer}")
+            yield Arrive(f"mask.full.{consumer}", p.dropout_warps)
+            yield Advance(f"mask.{consumer}")
+
+
 def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     """Some warps of a consumer, as one process. What it does about a tile begins with the end of
     the tile before, whose last values it multiplies beside the first scores of this one."""
@@ -275,6 +294,13 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
             yield Arrive(f"rows.empty.{consumer}", warps)
             yield Advance(f"rows.{consumer}")
 
+    def drop() -> Iterator[NamedTuple]:
+        if p.dropout_warps:
+            yield Wait(f"mask.full.{consumer}")
+            yield Read(f"mask.{consumer}")
+            yield Arrive(f"mask.empty.{consumer}", warps)
+            yield Advance(f"mask.{consumer}")
+
     def first_scores(last: bool) -> Iterator[NamedTuple]:
         yield from skip_keys()
         yield from skip_values()
@@ -286,6 +312,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         if p.first_turn:
             yield from pass_turn()
         yield from receive_scores(last)
+        yield from drop()
 
     def step(fresh: bool, last: bool) -> Iterator[NamedTuple]:
         yield Wait("full_k")
@@ -304,6 +331,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from release_values()
         if fresh:
             yield from skip_values()
+        yield from drop()
 
     if not own.started:
         own.started = True
@@ -379,6 +407,12 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
             memory[f"rows.{consumer}"] = f"rows.{consumer}"
             for end in ("full", "empty"):
                 barriers[f"rows.{end}.{consumer}"] = f"rows.{consumer}", count[f"rows.{end}"]
+    if p.dropout_warps:
+        for consumer in consumers:
+            rings[f"mask.{consumer}"] = 1
+            memory[f"mask.{consumer}"] = f"mask.{consumer}"
+            for end in ("full", "empty"):
+                barriers[f"mask.{end}.{consumer}"] = f"mask.{consumer}", count[f"mask.{end}"]
 
     def role(function, *number: int | str) -> Role:
         return functools.partial(function, *number, p)
@@ -389,6 +423,8 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
     else:
         processes["loader"] = role(loader)
     processes |= {f"filter warp {number}": role(filter_values, number) for number in filter_warps}
+    if p.dropout_warps:
+        processes["dropout warps"] = role(compute_dropout)
     processes |= {
         f"consumer {consumer}" + f", warps from {warp}" * (warps < WARPS): role(
             consume, consumer, warps

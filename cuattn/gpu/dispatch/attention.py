@@ -106,6 +106,7 @@ class Sm80ForwardConfig(Config):
     tile_m: int
     tile_n: int
     warps: int
+    dropout: bool = False
 
     @property
     def threads(self) -> int:
@@ -135,6 +136,14 @@ SM80_TILES = {
         ((64, 32, 4), (128, 32, 8), (64, 32, 4)),
     ),
 }
+#: Those of calls with dropout, which takes registers, where they are others.
+SM80_DROPOUT_TILES = SM80_TILES | {
+    (64, 64): (((128, 32, 4), (128, 64, 4), (128, 64, 4)), ((128, 32, 4),) * 3),
+    (128, 128): (
+        ((128, 32, 4), (128, 64, 4), (128, 32, 4)),
+        ((64, 64, 4), (64, 64, 4), (64, 32, 4)),
+    ),
+}
 
 #: Of keys and values that blocks work on at the same time: they should stay in L2.
 SM80_GROUP_BYTES = 16 << 20
@@ -155,7 +164,6 @@ class Sm80Forward:
             capability(call.arch) < 80
             or spec.keys not in ("batched", "ragged")
             or spec.dtype.itemsize != 2
-            or spec.dropout != 0.0
             or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
             or spec.heads_q > GRID_Y
             or heads > 1 << 30
@@ -169,6 +177,7 @@ class Sm80Forward:
             spec.dtype.name,
             next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1]),
             general,
+            spec.dropout != 0.0,
             call.arch,
         )
         if spec.rows == "ragged":
@@ -184,20 +193,26 @@ class Sm80Forward:
             grid = -(-spec.seqlen_q // config.tile_m) * group, -(-heads // group)
         if grid[0] >= 1 << 31:
             return None
-        return Launch(_sm80_variant(config), grid, (_arguments(call),))
+        arguments = _arguments(call)
+        if config.dropout:
+            arguments = arguments.followed_by(dropout_arguments(spec))
+        return Launch(_sm80_variant(config), grid, (arguments,))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if capability(arch) < 80:
             return
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
-            for general in (False, True):
-                yield _sm80_variant(_sm80_config(dtype, dims, general, arch))
+            for general, dropout in itertools.product((False, True), repeat=2):
+                yield _sm80_variant(_sm80_config(dtype, dims, general, dropout, arch))
 
 
-def _sm80_config(dtype: str, dims: tuple[int, int], general: bool, arch: str) -> Sm80ForwardConfig:
+def _sm80_config(
+    dtype: str, dims: tuple[int, int], general: bool, dropout: bool, arch: str
+) -> Sm80ForwardConfig:
     shared = (228, 164, 100).index(SHARED_KIB.get(capability(arch), 100))
-    return Sm80ForwardConfig(dtype, *dims, general, *SM80_TILES[dims][general][shared])
+    tile = (SM80_DROPOUT_TILES if dropout else SM80_TILES)[dims][general][shared]
+    return Sm80ForwardConfig(dtype, *dims, general, *tile, dropout=dropout)
 
 
 def _sm80_variant(config: Sm80ForwardConfig) -> Variant:

@@ -14,7 +14,12 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch, Layout
-from cuattn.gpu.params import CONTIGUOUS_PAGE_SHIFT, SM90_PARAMS, forward_arguments
+from cuattn.gpu.params import (
+    CONTIGUOUS_PAGE_SHIFT,
+    SM90_PARAMS,
+    dropout_arguments,
+    forward_arguments,
+)
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -47,6 +52,7 @@ class Sm90ForwardConfig(Config):
     seq_lens: bool = False  # the device knows how many keys there are; slots beyond hold anything
     split_kv: bool = False  # the keys of a tile are cut into parts, with a result each
     out_dtype: str = ""  # of what is written: dtype where not said, or float32
+    dropout: bool = False
     stages: int = 2
 
     def __post_init__(self) -> None:
@@ -65,17 +71,19 @@ class Sm90ForwardConfig(Config):
 
     @property
     def threads(self) -> int:
-        """A warpgroup that loads, beside those that compute."""
-        return 128 * (self.warpgroups + 1)
+        """A warpgroup that loads, beside those that compute, and one for dropout."""
+        return 128 * (self.warpgroups + 1 + self.dropout)
 
     @property
     def smem_bytes(self) -> int:
-        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask."""
+        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask, or masks of dropout
+        with as many bytes as P."""
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
-        return queries + keys + 1024 + rows
+        masks = self.tile_m * self.tile_n * 2 + 256 * self.warpgroups if self.dropout else 0
+        return queries + keys + 1024 + rows + masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +130,15 @@ SM90_ELEMENTWISE_TILES = {
     (192, 192): Sm90Tile(80, 2, q_stages=1),
     (256, 256): Sm90Tile(48, 2, q_stages=1),
 }
+#: The tile of calls with dropout: their mask takes a share of shared memory, and the warps that
+#: compute it one of registers. (With 512 threads ptxas takes no product of 256 columns.)
+SM90_DROPOUT_TILES = {
+    (64, 64): Sm90Tile(128, 2),
+    (96, 96): Sm90Tile(128, 2),
+    (128, 128): Sm90Tile(128, 2),
+    (192, 128): Sm90Tile(96, 2, q_stages=1),
+    (192, 192): Sm90Tile(64, 2, q_stages=1),
+}
 
 #: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
 #: bounds more. Prompts over a cache are causal, and no variant is for those that are not.
@@ -155,7 +172,7 @@ class Sm90Forward:
             or spec.kv_dtype != spec.dtype
             or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
             or spec.dtype.itemsize != 2
-            or spec.dropout != 0.0
+            or (spec.dropout != 0.0 and (call.has_score or cached))
             or not call.addressable
             or spec.head_dim_v % 8
             or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
@@ -164,6 +181,8 @@ class Sm90Forward:
             return None
         bounded = spec.window_left is not None, spec.window_right is not None
         padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
+        if spec.dropout != 0.0 and padded not in SM90_DROPOUT_TILES:
+            return None
         configs = [
             config
             for config in _configs(
@@ -173,6 +192,7 @@ class Sm90Forward:
                 call.elementwise and not call.has_own_scores,
                 varlen=ragged,
                 cached=cached,
+                dropout=spec.dropout != 0.0,
             )
             if (config.bound_left, config.bound_right) >= bounded
         ]
@@ -185,11 +205,14 @@ class Sm90Forward:
             return None
         blocks = min(tiles, call.multiprocessors)
         tensor_maps = _tensor_maps(call, config)
+        arguments = forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes)
+        if config.dropout:
+            arguments = arguments.followed_by(dropout_arguments(spec))
         return Launch(
             _variant(config),
             (blocks,),
             (
-                forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes),
+                arguments,
                 _arguments(
                     spec,
                     config,
@@ -214,6 +237,11 @@ class Sm90Forward:
                 scores = ((False, False), (True, False), (True, True))
                 for score in scores[: 2 if varlen or cached else 3]:
                     configs = _configs(dtype, dims, *score, varlen=varlen, cached=cached)
+                    yield from map(_variant, configs)
+                if not cached and dims in SM90_DROPOUT_TILES:
+                    configs = _configs(
+                        dtype, dims, False, False, varlen=varlen, cached=False, dropout=True
+                    )
                     yield from map(_variant, configs)
 
 
@@ -322,13 +350,16 @@ def _configs(
     *,
     varlen: bool,
     cached: bool,
+    dropout: bool = False,
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
     tiles = SM90_TILES[dims][: 1 if varlen or cached else None]
     if score:
         tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
+    elif dropout:
+        tiles = (SM90_DROPOUT_TILES[dims],)
     all_bounds = SM90_CACHE_BOUNDS if cached else SM90_BOUNDS
-    for bounds in all_bounds[-1:] if score else all_bounds:
+    for bounds in all_bounds[-1:] if score or dropout else all_bounds:
         for tile in tiles:
             yield Sm90ForwardConfig(
                 dtype,
@@ -343,6 +374,7 @@ def _configs(
                 elementwise=elementwise,
                 paged_kv=cached,
                 seq_lens=cached,
+                dropout=dropout,
             )
 
 
