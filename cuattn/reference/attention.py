@@ -18,14 +18,18 @@ from cuattn._quantized import codes_of
 from cuattn._spec import AttentionSpec
 from cuattn.reference import dropout, tiles
 from cuattn.reference.layouts import Keys, Rows
-from cuattn.reference.tiles import ScoreTerms, matmul, matmul_of_nonfinite, size_of
+from cuattn.reference.tiles import ScoreTerms, matmul, matmul_of_nonfinite, size_of, widened
+
+MOST_SUM = 2.0**14  # of a tile's exponentials of a row: far from what a float32 holds
+FIRST_KEYS = 64  # of a tile, where more of them are to come
+WIDENED = 2**17  # elements of 16-bit keys or values that become float32 at a time, in cache
 
 
 class _Sequence(NamedTuple):
-    """One sequence of the batch: views of the call's arrays, k and v in the accumulator's dtype."""
+    """One sequence of the batch: views of the call's arrays, but where k and v are rearranged."""
 
     q: np.ndarray  # (seqlen_q, heads_q, head_dim)
-    k: np.ndarray  # (heads_kv, head_dim, seqlen_k)
+    k: np.ndarray  # (heads_kv, head_dim, seqlen_k), or with a row of ones behind its features
     v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
     index: int  # in the batch
     terms: ScoreTerms
@@ -134,15 +138,16 @@ def _as_operands(
     k: np.ndarray, v: np.ndarray, seqlen_q: int, spec: AttentionSpec
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values (seqlen_k, heads_kv, features) as products take them: (heads_kv, head_dim,
-    seqlen_k) and (heads_kv, seqlen_k, head_dim_v), in the accumulator's dtype.
+    seqlen_k) and (heads_kv, seqlen_k, head_dim_v).
 
-    Every query tile reads them, so 16-bit ones are converted once. Q is converted as its tiles
-    come.
+    Where there are many query tiles, which all read them, 16-bit ones are converted once, and all
+    are brought together. For few rows they stay where they are. Q is converted as its tiles come.
     """
-    k = k.astype(spec.acc_dtype, copy=False).swapaxes(0, 1)
-    v = v.astype(spec.acc_dtype, copy=False).swapaxes(0, 1)
-    few_rows = seqlen_q * (spec.heads_q // spec.heads_kv) < tiles.BLOCK_ROWS
-    return k.swapaxes(1, 2) if few_rows else _keys_last(k), v
+    k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    if seqlen_q * (spec.heads_q // spec.heads_kv) < tiles.BLOCK_ROWS:
+        return k.swapaxes(1, 2), v
+    k, v = widened(k, spec.acc_dtype), widened(v, spec.acc_dtype)
+    return _keys_last(k), np.ascontiguousarray(v)
 
 
 def _run(queue: collections.deque[_Tile], spec: AttentionSpec, seed: int) -> None:
@@ -164,13 +169,17 @@ def _run(queue: collections.deque[_Tile], spec: AttentionSpec, seed: int) -> Non
 
 
 def _keys_last(k: np.ndarray) -> np.ndarray:
-    """(heads, seqlen_k, head_dim) -> (heads, head_dim, seqlen_k), contiguous: BLAS likes it
-    best."""
+    """(heads, seqlen_k, head_dim) -> (heads, head_dim + 1, seqlen_k), which BLAS likes best: with a
+    row of ones, and rows an odd number of cache lines apart, or many would be in each other's
+    place."""
     heads, seqlen_k, head_dim = k.shape
-    keys_last = np.empty((heads, head_dim, seqlen_k), k.dtype)
+    line = 64 // k.itemsize
+    pitch = (-(-seqlen_k // line) | 1) * line
+    keys_last = np.empty((heads, head_dim + 1, pitch), k.dtype)[..., :seqlen_k]
+    keys_last[:, head_dim] = 1
     for j in range(0, seqlen_k, 64):  # piece by piece, in cache: three times faster than at once
         piece = np.ascontiguousarray(k[:, j : j + 64])
-        keys_last[..., j : j + 64] = piece.swapaxes(1, 2)
+        keys_last[:, :head_dim, j : j + 64] = piece.swapaxes(1, 2)
     return keys_last
 
 
@@ -202,54 +211,75 @@ def _attend(
 
     Scores and results are (heads_q, rows, ...) arrays. BLAS sees them as (heads_kv, group * rows,
     ...), so that K and V serve all the query heads of a group at once.
+
+    From scores a number of their row's is subtracted before they are exponentiated: its maximum
+    when it was last looked for. That is good as long as sums stay below `MOST_SUM`, so most key
+    tiles need no maxima; and where K has a row of ones, the product with Q subtracts.
     """
     sequence, rows = tile.sequence, tile.rows
     dtype = spec.acc_dtype
-    q = sequence.q[rows, tile.heads_q].swapaxes(0, 1)
-    q = np.multiply(q, spec.scale, dtype=dtype, order="C")
     k, v = sequence.k[tile.heads_kv], sequence.v[tile.heads_kv]
-    heads_q, num_rows, head_dim = q.shape
+    heads_q, num_rows = size_of(tile.heads_q), size_of(rows)
     stacked = (len(k), sequence.group * num_rows)
-    q = q.reshape(*stacked, head_dim)
+    q = np.zeros((heads_q, num_rows, k.shape[1]), dtype)
+    given = sequence.q[rows, tile.heads_q].swapaxes(0, 1)
+    np.multiply(given, spec.scale, dtype=dtype, out=q[..., : spec.head_dim])
+    subtrahend = q[..., spec.head_dim :]
+    # Where more than q·k makes a score, the difference would be rounded at another size.
+    terms = sequence.terms
+    in_product = k.shape[1] > spec.head_dim and not (
+        spec.softcap or terms.bias is not None or terms.alibi_slopes is not None
+    )
+    q = q.reshape(*stacked, -1)
 
     if sequence.sinks is None:
-        row_max = np.full((heads_q, num_rows, 1), -np.inf, dtype)
-        row_sum = np.zeros_like(row_max)
+        shift = np.zeros((heads_q, num_rows, 1), dtype)
+        row_sum = np.zeros_like(shift)
     else:  # the score of a key that comes before all others and has no value
-        row_max = np.repeat(sequence.sinks[tile.heads_q], num_rows, axis=1)
-        row_sum = (row_max > -np.inf).astype(dtype)
+        sinks = np.repeat(sequence.sinks[tile.heads_q], num_rows, axis=1)
+        row_sum = (sinks > -np.inf).astype(dtype)
+        shift = np.where(sinks == -np.inf, 0, sinks)
     out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
     product = np.empty_like(out)
-    step = tiles.TILE_SCORES // (heads_q * num_rows)
-    if stacked[1] >= tiles.BLOCK_ROWS:
-        widest = max(head_dim, v.shape[-1])
-        step = max(
-            1, min(step, tiles.TILE_KEYS, tiles.BLOCK_PRODUCT // (tiles.BLOCK_ROWS * widest))
-        )
-    ones = np.ones(min(step, size_of(tile.keys)), dtype)
-    for j in range(tile.keys.start, tile.keys.stop, step):
-        keys = slice(j, min(j + step, tile.keys.stop))
+    ones = np.ones(min(tiles.TILE_SCORES, size_of(tile.keys)), dtype)
+
+    def weights(keys: slice, look: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Exponentials of scores, and their sums; `look` for maxima first."""
         num_keys = size_of(keys)
         s = buffer[: heads_q * num_rows * num_keys].reshape(*stacked, num_keys)
-        matmul(q, k[:, :, keys], out=s)
+        if in_product:
+            np.multiply(shift, 0 if look else -1, out=subtrahend)
+        matmul(q, widened(k[:, :, keys], dtype), out=s)
         s = s.reshape(heads_q, num_rows, num_keys)
         if spec.softcap:
             tiles.cap_scores(s, spec.softcap)
-        tiles.modify_scores(s, sequence.terms, tile.heads_q, rows, keys, spec)
-
-        previous = row_max
-        row_max = np.maximum(previous, s.max(axis=-1, keepdims=True))
-        shift = np.where(row_max == -np.inf, 0, row_max)  # no key so far: exp(-inf - 0) is 0
-        s -= shift
+        tiles.modify_scores(s, terms, tile.heads_q, rows, keys, spec)
+        if look:
+            row_max = s.max(axis=-1, keepdims=True)
+            seen = row_sum != 0
+            row_max = np.where(seen, np.maximum(row_max, shift), row_max)
+            row_max[row_max == -np.inf] = 0  # exp(-inf - 0) is 0
+            rescale = np.where(seen, np.exp(shift - row_max), 0)
+            np.multiply(row_sum, rescale, out=row_sum)
+            np.multiply(out, rescale, out=out)
+            shift[...] = row_max
+        if look or not in_product:
+            np.subtract(s, shift, out=s)
         np.exp(s, out=s)
-        rescale = np.exp(previous - shift)
-        row_sum *= rescale
-        row_sum += np.vecdot(s, ones[:num_keys])[..., None]
-        out *= rescale
+        return s, np.vecdot(s, ones[:num_keys])[..., None]
+
+    settled = False  # whether each row has seen a key
+    for keys in _key_tiles(tile, spec):
+        s, added = weights(keys, look=not settled)
+        if settled and not (added <= MOST_SUM).all():
+            s, added = weights(keys, look=True)
+        row_sum += added
+        settled = settled or bool((row_sum > 0).all())
         if spec.dropout:
             s *= dropout.factors(spec, seed, sequence.index, tile.heads_q, rows, keys)
         multiply = matmul if finite else matmul_of_nonfinite
-        multiply(s.reshape(*stacked, num_keys), v[:, keys], out=product.reshape(*stacked, -1))
+        s = s.reshape(*stacked, -1)
+        multiply(s, widened(v[:, keys], dtype), out=product.reshape(*stacked, -1))
         out += product
 
     out /= np.where(row_sum == 0, 1, row_sum)
@@ -258,5 +288,24 @@ def _attend(
         return _attend(tile, spec, buffer, seed, finite=False)
     sequence.out[rows, tile.heads_q] = out.swapaxes(0, 1)
     if sequence.lse is not None:
-        lse = np.where(row_max == -np.inf, 0, row_max) + np.log(row_sum)
-        sequence.lse[tile.heads_q, rows] = lse[..., 0]
+        sequence.lse[tile.heads_q, rows] = (shift + np.log(row_sum))[..., 0]
+
+
+def _key_tiles(tile: _Tile, spec: AttentionSpec) -> Iterator[slice]:
+    """The keys of a tile, some at a time: of many first a few, which tell how large scores are."""
+    k = tile.sequence.k
+    rows = size_of(tile.heads_q) * size_of(tile.rows)
+    step = tiles.TILE_SCORES // rows
+    begin, end = tile.keys.start, tile.keys.stop
+    if k.shape[1] == spec.head_dim:  # few rows, which read K and V as they are
+        if k.dtype != spec.acc_dtype:
+            features = size_of(tile.heads_kv) * max(spec.head_dim, spec.head_dim_v)
+            step = max(1, min(step, WIDENED // features))
+    else:
+        columns = tiles.block_columns(k.shape[1])
+        step = max(step // columns * columns, min(step, columns))
+        if end - begin > 4 * FIRST_KEYS:
+            yield slice(begin, begin + FIRST_KEYS)
+            begin += FIRST_KEYS
+    for j in range(begin, end, step):
+        yield slice(j, min(j + step, end))

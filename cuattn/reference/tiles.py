@@ -29,6 +29,10 @@ BLOCK_LENGTH = 128  # of their pieces
 SERIAL_PRODUCTS = 2**24
 
 
+_HALF_INFINITY = 0x7C00  # bits of float16
+_SIGN_AND_HALF = np.int32(-0x70000001)  # bits 31 and 27 to 0
+
+
 class ScoreTerms(NamedTuple):
     """What decides the scores of one sequence beside its queries and keys."""
 
@@ -144,11 +148,49 @@ def _offsets(terms: ScoreTerms, rows: slice, keys: slice) -> np.ndarray:
     return np.arange(keys.start, keys.stop, dtype=np.int32) - i[:, None]
 
 
+def widened(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`array` in the accumulator's dtype.
+
+    NumPy converts float16 one by one, at 1 ns each; by integer operations it takes half of that.
+    A float16's bits, three places up from the top of a float32, are a number 2**112 times too
+    small, subnormal ones included, unless it is infinite or NaN.
+    """
+    if array.dtype != np.float16 or dtype != np.float32 or not array.size:
+        return array.astype(dtype, copy=False)
+    if array.view(np.int16).max() >= _HALF_INFINITY or (
+        array.view(np.uint16).max() >= _HALF_INFINITY + (1 << 15)
+    ):
+        return array.astype(dtype)
+    bits = array.view(np.int16).astype(np.int32)  # the sign in the upper half
+    bits <<= 13
+    bits &= _SIGN_AND_HALF
+    wide = bits.view(np.float32)
+    wide *= np.float32(2.0**112)
+    return wide
+
+
+def block_columns(inner: int) -> int:
+    """Columns of a block of `BLOCK_ROWS` rows."""
+    return max(16, BLOCK_PRODUCT // (BLOCK_ROWS * max(inner, 1)) // 16 * 16)
+
+
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """``a @ b`` of stacks of matrices, in blocks that BLAS multiplies on this thread."""
     stack, num_rows, inner = a.shape
     num_columns = b.shape[-1]
-    if num_rows >= BLOCK_ROWS:
+    columns = block_columns(inner)
+    if num_rows >= BLOCK_ROWS and columns < num_columns and inner <= num_columns:
+        across, wide = _pieces(num_columns, columns)
+        down, long = _pieces(num_rows, BLOCK_ROWS)
+        left = a[:, :long].reshape(stack, down, 1, BLOCK_ROWS, inner)
+        right = b[:, :, :wide].reshape(stack, inner, across, columns).transpose(0, 2, 1, 3)
+        target = out[:, :long, :wide].reshape(stack, down, BLOCK_ROWS, across, columns)
+        np.matmul(left, right[:, None], out=target.transpose(0, 1, 3, 2, 4))
+        if wide < num_columns:
+            matmul(a, b[:, :, wide:], out=out[:, :, wide:])
+        if long < num_rows:
+            np.matmul(a[:, long:], b[:, :, :wide], out=out[:, long:, :wide])
+    elif num_rows >= BLOCK_ROWS:
         size = min(num_rows, max(1, BLOCK_PRODUCT // (inner * num_columns)))
         count, done = _pieces(num_rows, size)
         blocks = a[:, :done].reshape(stack, count, size, inner)
