@@ -209,7 +209,7 @@ def multi_head_attention(
             positions = rope.pop("positions", None)
             if positions is None:
                 positions = xp.arange(x.shape[-2], dtype=np.int32)
-            q, k = rotate(q, positions, **rope), rotate(k, positions, **rope)
+            q, k = rotate(q, positions, out=q, **rope), rotate(k, positions, out=k, **rope)
         options = {
             **{"causal": causal, "window": window, "scale": scale, "softcap": softcap},
             **{"bias": bias, "mask": mask, "key_mask": key_mask, "alibi_slopes": alibi_slopes},

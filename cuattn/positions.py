@@ -17,6 +17,8 @@ from cuattn._arrays import (
     check_given,
     check_index_dtype,
     check_integer,
+    check_out,
+    is_contiguous_last_axis,
 )
 from cuattn._backend import backend, contiguous_last_axis, reshaped
 from cuattn._keywords import explain_keywords
@@ -37,6 +39,7 @@ def rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     scaling: RopeScaling | None = None,
+    out: Array | None = None,
 ) -> NumPyArray: ...
 
 
@@ -49,6 +52,7 @@ def rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     scaling: RopeScaling | None = None,
+    out: Array | None = None,
 ) -> Any: ...
 
 
@@ -61,6 +65,7 @@ def rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     scaling: Any = None,
+    out: Any = None,
 ) -> Any:
     """Rotate queries or keys by the positions of their tokens (RoPE) [1]_.
 
@@ -104,6 +109,9 @@ def rope(
           low_freq_factor, and between them ``(1 - t) f_i / factor + t f_i`` with ``t = (n -
           low_freq_factor) / (high_freq_factor - low_freq_factor)`` [5]_.
 
+    out : array of x's shape and dtype, optional
+        Written to and returned; it may be x.
+
     Returns
     -------
     array of x's shape and dtype
@@ -134,7 +142,7 @@ def rope(
     """
     name = "rope"
     check_given(name, x=x, positions=positions)
-    xp, (x, positions) = as_arrays(name, x=x, positions=positions)
+    xp, (x, positions, out) = as_arrays(name, x=x, positions=positions, out=out)
     if x.ndim < 3:
         raise ValueError(f"{name}: x has shape {x.shape}, must be (..., seqlen, heads, head_dim)")
     if x.dtype not in FLOAT_DTYPES:
@@ -159,14 +167,28 @@ def rope(
     turns, scale = _turns(rotary_dim, _positive(name, "base", base), _scaling_items(name, scaling))
     interleaved = check_bool(name, "interleaved", interleaved)
     batch = math.prod(tokens[:-1])
-    out = backend(xp, "positions").rope(
-        reshaped(xp, contiguous_last_axis(xp, x), (batch, seqlen, heads, head_dim)),
-        reshaped(xp, positions, (batch, seqlen)),
-        turns,
-        scale,
-        interleaved,
+    target = None
+    if out is not None:
+        check_out(name, out, x.shape, x.dtype)
+        if out.flags.c_contiguous or (out.ndim == 4 and is_contiguous_last_axis(out)):
+            target = out.reshape(batch, seqlen, heads, head_dim)
+    result = (
+        backend(xp, "positions")
+        .rope(
+            reshaped(xp, contiguous_last_axis(xp, x), (batch, seqlen, heads, head_dim)),
+            reshaped(xp, positions, (batch, seqlen)),
+            turns,
+            scale,
+            interleaved,
+            target,
+        )
+        .reshape(x.shape)
     )
-    return out.reshape(x.shape)
+    if out is None:
+        return result
+    if target is None:
+        out[...] = result
+    return out
 
 
 #: What each kind of scaling needs, and what it may be given.

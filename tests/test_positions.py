@@ -215,3 +215,15 @@ def test_errors(change, kind, message):
     call = {"x": X, "positions": np.arange(5)} | change
     with pytest.raises(kind, match="^" + re.escape(f"rope: {message}")):
         cuattn.rope(**call)
+
+
+def test_out_may_be_x_or_any_strides(rng):
+    x = rng.standard_normal((2, 3, 10, 6, 8), dtype=np.float32)
+    expected = cuattn.rope(x, np.arange(10))
+    for out in (np.empty_like(x), np.empty((2, 3, 10, 6, 16), np.float32)[..., ::2], x):
+        assert cuattn.rope(x, np.arange(10), out=out) is out
+        np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match=r"rope: out has shape \(2, 3\), must be"):
+        cuattn.rope(x, np.arange(10), out=np.zeros((2, 3), np.float32))
+    with pytest.raises(TypeError, match="rope: out has dtype float64, must be float32"):
+        cuattn.rope(x, np.arange(10), out=x.astype(np.float64))

@@ -22,11 +22,12 @@ def rope(
     turns: tuple[int, ...],
     scale: float,
     interleaved: bool,
+    out: cupy.ndarray | None = None,
 ) -> cupy.ndarray:
     """As :func:`cuattn.reference.positions.rope`; x is (batch, seqlen, heads, head_dim) with
-    contiguous features, positions (batch, seqlen) are int32 or int64."""
+    contiguous features, `out` too, positions (batch, seqlen) are int32 or int64."""
     with use_device(x):
-        out = cupy.empty(x.shape, x.dtype)
+        out = cupy.empty(x.shape, x.dtype) if out is None else out
         if out.size:
             plan = _plan(
                 x.device.id,
@@ -70,7 +71,8 @@ def _plan(
     )
     config = variant.config
     vec = config.vec_bytes // itemsize
-    units = len(turns) // vec + (head_dim - 2 * len(turns)) // vec
+    copied = (head_dim - 2 * len(turns)) // vec
+    units = len(turns) // vec + (copied + 1) // 2
     lanes_shift = min((units - 1).bit_length(), config.threads.bit_length() - 1)
     tokens = batch * seqlen
     each = dispatch.rope_heads(tokens, 1 << lanes_shift, heads)

@@ -13,6 +13,7 @@ def rope(
     turns: tuple[int, ...],
     scale: float,
     interleaved: bool,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """Rotate features by positions.
 
@@ -25,14 +26,18 @@ def rope(
         with positions wrap around as angles do, so that angles are exact at any position.
     scale : float
         Multiplies sines and cosines.
-    interleaved : bool
+    interleaved, out
         As in :func:`cuattn.rope`.
     """
     steps = positions.astype(np.int64).view(np.uint64)[..., None] * np.array(turns, np.uint64)
     angles = steps.view(np.int64) * (np.pi * 2.0**-63)  # from -pi to pi
     acc = acc_dtype(x.dtype)
     cos, sin = ((scale * of(angles))[..., None, :].astype(acc) for of in (np.cos, np.sin))
-    return rotate(x, cos, sin, interleaved)
+    result = rotate(x, cos, sin, interleaved)
+    if out is None:
+        return result
+    out[...] = result
+    return out
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:

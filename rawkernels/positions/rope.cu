@@ -9,9 +9,10 @@
 // Angles are fixed-point fractions of a turn: their product with a position wraps around as angles
 // do, so that no position is too large for an exact angle (Su et al., 2021, have the rotation).
 //
-// A unit is kVec pairs, or kVec features that are copied. 1 << lanes_shift neighbouring threads
-// have the units of a token; each computes its sines once and applies them to heads_per_block
-// heads.
+// A unit is two vectors: kVec pairs, or up to 2 * kVec features that are copied, so that all
+// threads have as much to do. 1 << lanes_shift neighbouring threads have the units of a token; each
+// computes its sines once and applies them to heads_per_block heads. out may be x: a thread has
+// read what it writes, and nobody else reads it.
 #include "tile/accumulator.cuh"
 #include "tile/vec.cuh"
 
@@ -104,37 +105,43 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 2)
                  head * params.out_head;
 
   const int rotated = params.pairs / kVec;
-  const int units = rotated + (params.head_dim - 2 * params.pairs) / kVec;
+  const int copied = (params.head_dim - 2 * params.pairs) / kVec;  // vectors
+  const int units = rotated + (copied + 1) / 2;
   for (int unit = threadIdx.x & (lanes - 1); unit < units; unit += lanes) {
-    if (unit >= rotated) {
-      const int column = 2 * params.pairs + (unit - rotated) * kVec;
-      for (int h = 0; h < count; ++h)
-        store(out + h * params.out_head + column, load(x + h * params.x_head + column));
-      continue;
+    const bool rotates = unit < rotated;
+    int first = 2 * params.pairs + 2 * kVec * (unit - rotated), second = first + kVec;
+    if (rotates) {
+      first = params.interleaved ? 2 * kVec * unit : kVec * unit;
+      second = first + (params.interleaved ? kVec : params.pairs);
     }
-    Acc cosine[kVec], sine[kVec];
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      sine_and_cosine(position * turns[unit * kVec + i], &sine[i], &cosine[i]);
-      sine[i] *= static_cast<Acc>(params.scale);
-      cosine[i] *= static_cast<Acc>(params.scale);
-    }
-    const int first = params.interleaved ? 2 * kVec * unit : kVec * unit;
-    const int second = first + (params.interleaved ? kVec : params.pairs);
-    for (int begin = 0; begin < count; begin += kHeadsInFlight) {
-      Vec a[kHeadsInFlight], b[kHeadsInFlight];
+    const bool has_second = second < params.head_dim;
+    Vec a[kHeadsInFlight], b[kHeadsInFlight];
+    const auto load_heads = [&](int begin) {
 #pragma unroll
       for (int i = 0; i < kHeadsInFlight; ++i) {
         if (begin + i >= count) break;
         a[i] = load(x + (begin + i) * params.x_head + first);
-        b[i] = load(x + (begin + i) * params.x_head + second);
+        if (has_second) b[i] = load(x + (begin + i) * params.x_head + second);
       }
+    };
+    load_heads(0);  // on their way while the sines are computed
+    Acc cosine[kVec], sine[kVec];
+    if (rotates) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        sine_and_cosine(position * turns[unit * kVec + i], &sine[i], &cosine[i]);
+        sine[i] *= static_cast<Acc>(params.scale);
+        cosine[i] *= static_cast<Acc>(params.scale);
+      }
+    }
+    for (int begin = 0; begin < count; begin += kHeadsInFlight) {
+      if (begin > 0) load_heads(begin);
 #pragma unroll
       for (int i = 0; i < kHeadsInFlight; ++i) {
         if (begin + i >= count) break;
-        rotate_unit(a[i], b[i], cosine, sine, params.interleaved);
+        if (rotates) rotate_unit(a[i], b[i], cosine, sine, params.interleaved);
         store(out + (begin + i) * params.out_head + first, a[i]);
-        store(out + (begin + i) * params.out_head + second, b[i]);
+        if (has_second) store(out + (begin + i) * params.out_head + second, b[i]);
       }
     }
   }

@@ -89,3 +89,18 @@ def test_graph_replays_with_other_positions(rng):
             stream.synchronize()
             expected = cuattn.rope(x, positions, scaling=LLAMA3)
             assert (out == expected).all()
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 24, 40, 72])
+def test_out_may_be_x_or_any_strides(rng, rotary_dim):
+    x = cupy.asarray(rng.standard_normal((2, 10, 6, 72), dtype=np.float32))
+    expected = cuattn.rope(x, cupy.arange(10), rotary_dim=rotary_dim)
+    for out in (
+        cupy.empty_like(x),
+        cupy.empty((2, 10, 6, 80), np.float32)[..., 8:],
+        cupy.empty((2, 10, 6, 144), np.float32)[..., ::2],
+        x,
+    ):
+        result = cuattn.rope(x, cupy.arange(10), rotary_dim=rotary_dim, out=out)
+        assert result is out
+        assert (out == expected).all()
