@@ -1,16 +1,19 @@
-"""What a call costs on the host: an ordinary one above a bare launch, one of each sampler, and the
-first one, which compiles.
+"""What a call costs on the host: calls of seen shapes beside torch's and a bare launch, one of each
+sampler, and the first one, which compiles.
 
 ``pytest benchmarks/bench_host.py --benchmark-json=benchmarks/results/NAME.json``
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -59,6 +62,73 @@ def bench_call(benchmark):
     benchmark.extra_info["microseconds"] = {name: s * 1e6 for name, s in seconds.items()}
     shown = ", ".join(f"{name} {s * 1e6:.1f} µs" for name, s in seconds.items())
     print(f"\n{shown}")
+
+
+@pytest.mark.benchmark(timer=timing.clock)
+def bench_seen_shapes(benchmark):
+    """Small bfloat16 calls whose shapes have been seen, which allocate their results, beside
+    ``torch.nn.functional.scaled_dot_product_attention``."""
+    bfloat16, tokens = np.dtype(ml_dtypes.bfloat16), 64
+
+    def zeros(*shape):
+        return cupy.zeros(shape, bfloat16)
+
+    q, k = zeros(2, tokens, 16, 128), zeros(2, tokens, 4, 128)
+    last, pages = zeros(8, 16, 128), zeros(256, 16, 4, 128)
+    table = cupy.arange(8 * 32, dtype=np.int32).reshape(8, 32)
+    lens = cupy.full(8, 300, np.int32)
+    logits = cupy.random.standard_normal((8, 2000), dtype=np.float32)
+    caches = pages.reshape(8, 512, 4, 128)
+    others = itertools.cycle([zeros(3, 2, tokens, 16, 128) for _ in range(500)])
+
+    def call_others(launches: int) -> None:
+        for a, b, c in itertools.islice(others, launches):
+            cuattn.flash_attention(a, b, c, causal=True)
+
+    calls = {
+        "flash_attention": lambda: cuattn.flash_attention(q, k, k, causal=True),
+        "flash_decode": lambda: cuattn.flash_decode(last, caches, caches, lens),
+        "paged_attention": lambda: cuattn.paged_attention(last, pages, pages, table, lens),
+        "sample": lambda: cuattn.sampling.sample(logits, top_k=50, top_p=0.9),
+    }
+    contestants = [
+        timing.Contestant(name, timing.rotate(call, [()]), timing.by_issue)
+        for name, call in calls.items()
+    ]
+    contestants.append(timing.Contestant("new pointers", call_others, timing.by_issue))
+    contestants.append(timing.Contestant("PagedKVCache.write", _writes(), timing.by_issue))
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        attention = torch.nn.functional.scaled_dot_product_attention
+        qkv = [torch.zeros(2, 16, tokens, 128, dtype=torch.bfloat16, device="cuda")] * 3
+        run = timing.rotate(lambda: attention(*qkv, is_causal=True), [()])
+        contestants.append(timing.Contestant("torch", run, timing.by_issue))
+    benchmark.group = "host"
+    seconds = timing.race(benchmark, contestants, rounds=50, turn=2e-3)
+    benchmark.extra_info["seen_microseconds"] = {name: s * 1e6 for name, s in seconds.items()}
+    print("\n" + ", ".join(f"{name} {s * 1e6:.1f} µs" for name, s in seconds.items()))
+
+
+def _writes() -> Callable[[int], None]:
+    """``run(n)`` that writes a new token of 8 sequences in n layers, the first of which pays for
+    the step."""
+    layers, heads, dim = 256, 4, 128
+    cache = cuattn.PagedKVCache(
+        16, 128, heads, dim, num_layers=layers, dtype=ml_dtypes.bfloat16, xp=cupy
+    )
+    new = cupy.zeros((8, heads, dim), ml_dtypes.bfloat16)
+
+    def run(launches: int) -> None:
+        for first in range(0, launches, layers):
+            ids = [cache.add_sequence() for _ in range(8)]
+            cache.extend(ids, 1)
+            for layer in range(min(layers, launches - first)):
+                cache.write(layer, ids, new, new)
+            for sequence in ids:
+                cache.remove(sequence)
+
+    return run
 
 
 @pytest.mark.benchmark(timer=timing.clock)

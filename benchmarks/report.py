@@ -116,6 +116,12 @@ def host(records: list[dict[str, Any]]) -> list[str]:
                 f"- A call takes the host {call:.1f} µs; "
                 f"the bare launch of an empty kernel takes {bare:.1f} µs{when}."
             )
+        if "seen_microseconds" in r:
+            times = dict(r["seen_microseconds"])
+            torch = times.pop("torch", None)
+            calls = ", ".join(f"{n} {us:.1f}" for n, us in times.items())
+            beside = "" if torch is None else f"; torch's scaled_dot_product_attention {torch:.1f}"
+            lines.append(f"- Calls of seen shapes take the host, in µs: {calls}{beside}{when}.")
         if "sampler_microseconds" in r:
             calls = ", ".join(f"{n} {us:.0f}" for n, us in r["sampler_microseconds"].items())
             lines.append(

@@ -15,6 +15,8 @@ from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
 from cuattn.gpu.params import cache_write_arguments
 from cuattn.gpu.plan import Plan
 
+MOST_PLANS = 256  # that a batch remembers
+
 __all__ = ["Batch", "append", "capturing", "copy_pages", "read_pages", "write", "write_pages"]
 
 
@@ -37,6 +39,7 @@ class Batch:
         arrays = (self.page_table, self.seq_lens, self.cu_new)
         self.pointers = tuple(array.data.ptr for array in arrays)
         self.uniform = 0  # new tokens of each sequence, where all have as many
+        self.plans: dict[tuple, Plan] = {}  # of writes, by what else they depend on
 
     def update(
         self,
@@ -123,20 +126,28 @@ def write(
     """
     pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
+    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
+    pairs = 0 if cos is None else cos.shape[1]
+    shape, strides, strides_v = k.shape, k.strides, v.strides
+    like = shape, strides, strides_v, batch.uniform, pairs, interleaved, aligned
     with use_device(k):
-        plan = _plan(
-            k.device.id,
-            k.dtype,
-            (*k.shape, v.shape[2]),
-            (k.strides, v.strides, k_pages.strides, v_pages.strides),
-            batch.page_table.shape,
-            batch.uniform,
-            k_pages.shape[1],
-            k_pages.shape[0],
-            0 if cos is None else cos.shape[1],
-            interleaved,
-            (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
-        )
+        plan = batch.plans.get(like)
+        if plan is None:
+            if len(batch.plans) >= MOST_PLANS:
+                batch.plans.clear()
+            plan = batch.plans[like] = _plan(
+                k.device.id,
+                k.dtype,
+                (*shape, v.shape[2]),
+                (strides, strides_v, k_pages.strides, v_pages.strides),
+                batch.page_table.shape,
+                batch.uniform,
+                k_pages.shape[1],
+                k_pages.shape[0],
+                pairs,
+                interleaved,
+                aligned,
+            )
         page_table, seq_lens, cu_new = batch.pointers
         plan.launch(
             {

@@ -228,6 +228,9 @@ class PagedKVCache:
         )
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that has the lock
+        # What `write` checked last: rows, and what arrays of this type have to be like.
+        self._checked: tuple[Any, Any] = None, None
+        self._quick_type = None if self._store.xp is np else self._store.xp.ndarray
 
     # ------------------------------------------------------------------------------------------
     # sequences
@@ -339,55 +342,33 @@ class PagedKVCache:
         .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
         """
         name = "PagedKVCache.write"
-        check_given(name, k=k, v=v)
         layer = self._layer(name, layer)
         rows = self._manager.rows("write", ids)
-        cos, sin = pair(name, rope)
-        interleaved = check_bool(name, "interleaved", interleaved)
-        xp, (keys, values, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
-        if xp is not self._store.xp:
-            raise ValueError(
-                f"{name}: k is an array of {xp.__name__}, must be {self._store.xp.__name__}"
+        keys: Any = k
+        values: Any = v
+        # The layers of a step are alike: what holds for the first is not checked for the others.
+        like = None
+        if rope is None and interleaved is False and type(k) is type(v) is self._quick_type:
+            like = (
+                *(self._manager.version, keys.data.device_id, values.data.device_id),
+                *(keys.shape, keys.strides, keys.dtype.num),
+                *(values.shape, values.strides, values.dtype.num),
             )
-        if xp is not np and keys.device != self._store.k.device:
-            raise ValueError(
-                f"{name}: k is on GPU {keys.device.id}, must be on the cache's "
-                f"{self._store.k.device.id}"
-            )
-        counts = self._manager.new[rows].tolist()
-        total = sum(counts)
-        for label, array, pages in (
-            ("k", keys, self._store.k),
-            ("v", values, self._store.v),
-        ):
-            shape, token = array.shape, pages.shape[3:]
-            if shape != (total, *token) and not (
-                shape[2:] == token and [shape[1]] * shape[0] == counts
-            ):
-                raise ValueError(
-                    f"{name}: {label} has shape {shape}, must hold the {total} new tokens of "
-                    f"{len(rows)} sequences: {(total, *token)}"
-                )
-            if array.dtype != self.dtype:
-                raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")
-        if rope is not None:
-            check_rope(name, cos, sin, self._store.k.shape[-1], self.dtype)
-            longest = int(self._manager.length[rows].max(initial=0))
-            if longest > cos.shape[0]:
-                raise ValueError(
-                    f"{name}: rope has {cos.shape[0]} positions, must have the sequences' {longest}"
-                )
-            rope = (contiguous(xp, cos), contiguous(xp, sin))
+        if like is None or like != self._checked[1] or rows is not self._checked[0]:
+            interleaved = check_bool(name, "interleaved", interleaved)
+            keys, values, rope = self._new_tokens(name, rows, k, v, rope)
+            as_given = keys is k and values is v
+            self._checked = (rows, like) if as_given else (None, None)
         capturing = self._store.device.capturing()
         if not capturing:
             self._manager.check_rewritable(rows, layer)
-        if total:
+        if keys.shape[0]:
             self._store.write(
                 self._manager,
                 layer,
                 rows,
-                flat(xp, keys, total),
-                flat(xp, values, total),
+                keys,
+                values,
                 rope=rope,
                 interleaved=interleaved,
                 capturing=capturing,
@@ -757,6 +738,49 @@ class PagedKVCache:
                 f"{function}: layer is {layer}, must be from 0 to {self.num_layers - 1}"
             )
         return layer
+
+    def _new_tokens(
+        self, name: str, rows: np.ndarray, k: Any, v: Any, rope: Any
+    ) -> tuple[Any, Any, tuple[Any, Any] | None]:
+        """Check the new tokens of some sequences: keys and values (total, heads, features) with
+        contiguous features, and the tables of `rope`."""
+        check_given(name, k=k, v=v)
+        cos, sin = pair(name, rope)
+        xp, (keys, values, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
+        if xp is not self._store.xp:
+            raise ValueError(
+                f"{name}: k is an array of {xp.__name__}, must be {self._store.xp.__name__}"
+            )
+        if xp is not np and keys.device != self._store.k.device:
+            raise ValueError(
+                f"{name}: k is on GPU {keys.device.id}, must be on the cache's "
+                f"{self._store.k.device.id}"
+            )
+        counts = self._manager.new[rows].tolist()
+        total = sum(counts)
+        for label, array, pages in (
+            ("k", keys, self._store.k),
+            ("v", values, self._store.v),
+        ):
+            shape, token = array.shape, pages.shape[3:]
+            if shape != (total, *token) and not (
+                shape[2:] == token and [shape[1]] * shape[0] == counts
+            ):
+                raise ValueError(
+                    f"{name}: {label} has shape {shape}, must hold the {total} new tokens of "
+                    f"{len(rows)} sequences: {(total, *token)}"
+                )
+            if array.dtype != self.dtype:
+                raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")
+        if rope is not None:
+            check_rope(name, cos, sin, self._store.k.shape[-1], self.dtype)
+            longest = int(self._manager.length[rows].max(initial=0))
+            if longest > cos.shape[0]:
+                raise ValueError(
+                    f"{name}: rope has {cos.shape[0]} positions, must have the sequences' {longest}"
+                )
+            rope = (contiguous(xp, cos), contiguous(xp, sin))
+        return flat(xp, keys, total), flat(xp, values, total), rope
 
 
 def _loaded(saved: bytes, xp: str) -> PagedKVCache:
