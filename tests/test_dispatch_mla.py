@@ -76,7 +76,7 @@ def test_rows_of_both_parts():
     both = packed(launch, DECODE_PARAMS)
     own = packed(launch, MLA_PARAMS)
     assert (both["head_dim"], both["head_dim_v"], both["heads_kv"]) == (576, 512, 1)
-    assert both["k_stride"] == both["v_stride"] == (64 * 576, 576, 576)
+    assert both["k_stride"] == both["v_stride"] == (64 * 576, 576, 0)
     assert both["q_stride"] == (2 * 16 * 512, 16 * 512, 512)
     assert own["q_rope_stride"] == (2 * 16 * 64, 16 * 64, 64)
     assert both["seqlen_q"] == own["tokens"] == 2

@@ -113,6 +113,8 @@ SCORE_PARAMS = Struct(
 
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
 
+MLA_MAPS = Struct("Maps", ("ptx::TensorMap", "latent rope"))
+
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
 MERGE_PARAMS = Struct(
     "MergeParams",
@@ -243,6 +245,7 @@ STRUCTS = {
     SCORE_PARAMS: "decoding/decode_simt.cu",
     DECODE_MAPS: "decoding/decode_sm90.cu",
     MLA_PARAMS: "mla/decode_simt.cu",
+    MLA_MAPS: "mla/decode_sm90.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
     ROPE_PARAMS: "positions/rope.cu",

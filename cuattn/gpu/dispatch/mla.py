@@ -10,8 +10,9 @@ from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
-from cuattn.gpu.dispatch.launch import Call, Launch, Strides
-from cuattn.gpu.params import mla_arguments
+from cuattn.gpu.dispatch.launch import Call, Launch, Strides, capability
+from cuattn.gpu.params import MLA_MAPS, mla_arguments
+from cuattn.gpu.tensormap import TensorMap, addressable
 
 LATENT = 512  # width that kernels pad latents to
 ROPE = 64  # … and what is rotated
@@ -47,10 +48,19 @@ class MlaCall:
         spec = self.spec
         return spec.seqlen_q if spec.rows == "ragged" else spec.batch * spec.seqlen_q
 
-    def as_call(self) -> Call:
-        """The call as decoding of one key head: with its latents as keys and as values. Where
-        tokens are given by position, each query is a sequence of its own, with so many keys."""
+    @property
+    def vectors(self) -> bool:
+        """Whether all arrays can be read and written 16 bytes at a time."""
+        arrays = (self.q_latent, self.q_rope, self.latent, self.rope, self.out)
+        return self.aligned and all(stride % 16 == 0 for array in arrays for stride in array[:-1])
+
+    def as_call(self, head_tiles: int = 1) -> Call:
+        """The call as decoding of one key head, or of so many that have the same keys: with its
+        latents as keys and as values. Where tokens are given by position, each query is a sequence
+        of its own, with so many keys."""
         spec, q, out = self.spec, self.q_latent, self.out
+        spec = dataclasses.replace(spec, heads_kv=head_tiles)
+        latent = (*self.latent[:2], 0, self.latent[3])
         if self.top_k is not None:
             spec = dataclasses.replace(
                 spec,
@@ -66,7 +76,7 @@ class MlaCall:
             spec,
             self.arch,
             self.multiprocessors,
-            Strides(q, self.latent, self.latent, out),
+            Strides(q, latent, latent, out),
             self.aligned,
             num_pages=self.num_pages,
             table_stride=self.table_stride,
@@ -109,6 +119,99 @@ class SimtMlaConfig(Config):
         return part_bytes(self.rows, self.latent, 8 if self.dtype == "float64" else 4)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sm90MlaConfig(Config):
+    """mla/decode_sm90.cu."""
+
+    dtype: str
+    consumer_registers: int
+    producer_registers: int
+    blocks_per_sm: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a block."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Two consuming warpgroups and a producing one."""
+        return 384
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, two blocks of keys, then what is small."""
+        return 3 * self.rows * (LATENT + ROPE) * 2 + 2048
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return part_bytes(self.rows, LATENT, 4)
+
+
+class Sm90Mla:
+    """16-bit calls over pages of 8 keys and more."""
+
+    name = "mla_sm90"
+
+    def serves(self, call: MlaCall) -> Launch | None:
+        """The launch for a call, or None. Its grid is (tiles of heads, groups of blocks)."""
+        spec = call.spec
+        if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or call.top_k is not None:
+            return None
+        if not call.vectors or not all(addressable(each[:-1]) for each in (call.latent, call.rope)):
+            return None
+        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0 or spec.page_size < 8:
+            return None
+        latent = _panels(call, call.latent, spec.head_dim_v)
+        rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
+        launch = _partitioned(call, _sm90_variant(spec.dtype.name), _head_tiles(spec, 64))
+        return dataclasses.replace(
+            launch,
+            arguments=(*launch.arguments, MLA_MAPS.arguments()),
+            tensor_maps={"latent": latent, "rope": rope},
+        )
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if capability(arch) == 90:
+            for dtype in ("float16", "bfloat16"):
+                yield _sm90_variant(dtype)
+
+
+def _sm90_variant(dtype: str) -> Variant:
+    config = Sm90MlaConfig(dtype, consumer_registers=216, producer_registers=72)
+    return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
+
+
+def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
+    """Pages as mla/decode_sm90.cu reads them: (64 columns, key, their number, page), of which TMA
+    copies a page's keys at a time, or 64."""
+    spec = call.spec
+    page, key, _, column = strides
+    columns = min(width, 64)
+    return TensorMap(
+        spec.dtype,
+        (columns, spec.page_size, -(-width // 64), call.num_pages),
+        (key, 64 * column, page),
+        (64, min(spec.page_size, 64), 1, 1),
+    )
+
+
+def _head_tiles(spec: AttentionSpec, rows: int) -> int:
+    """How many tiles the heads of a sequence are dealt out to, evenly, as many as it takes: thread
+    blocks work on them side by side. 1 where that is not possible."""
+    if spec.rows == "ragged":
+        return 1
+    tiles = -(-spec.heads_q * spec.seqlen_q // rows)
+    return tiles if spec.heads_q % tiles == 0 else 1
+
+
 class SimtMla:
     """Every call."""
 
@@ -138,9 +241,10 @@ def _simt_variant(dtype: str) -> Variant:
     return Variant("mla/decode_simt.cu", "mla_decode_simt", config)
 
 
-def _partitioned(call: MlaCall, variant: Variant) -> Launch:
-    """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh."""
-    launch = partitioned(call.as_call(), variant)
+def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch:
+    """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
+    takes tiles of heads as key heads that have the same keys."""
+    launch = partitioned(call.as_call(head_tiles), variant)
     own = mla_arguments(call.spec, _q_rope_strides(call), call.rope, index_stride=call.top_k or 0)
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
@@ -153,7 +257,7 @@ def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
 
 
 #: The kernels, the fastest first.
-MLA_TIERS: tuple[MlaTier, ...] = (SimtMla(),)
+MLA_TIERS: tuple[MlaTier, ...] = (Sm90Mla(), SimtMla())
 
 
 def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA_TIERS) -> Launch:

@@ -1,0 +1,71 @@
+// Shared memory of mla/decode_sm90.cu, and what its warps tell each other there.
+#pragma once
+
+#include "decoding/combine.cuh"
+#include "mla/params.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/swizzle.cuh"
+
+namespace mla {
+
+using T = Config::dtype;
+
+constexpr int kRows = 64;       // of a tile: heads times query tokens
+constexpr int kBlockKeys = 64;  // of a block
+constexpr int kLatent = 512;    // width of a value
+constexpr int kLatentPanels = kLatent / 64;
+constexpr int kPanels =
+    kLatentPanels + 1;  // of a row, 64 columns each; the last is what is rotated
+constexpr int kRopePanel = kLatentPanels;
+constexpr int kPanelBytes = 64 * 128;
+constexpr int kConsumers = 256;  // threads
+constexpr int kQueue = 2;
+
+using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
+using Schedule = decoding::Schedule<kRows, kBlockKeys>;
+using Writer = decoding::Writer<T, kRows, kLatent, true, 2, kConsumers>;
+
+// A split, as the producer finds it and consumers work on it. Blocks are counted in pairs: where
+// there is an odd number, the last one's keys do not exist.
+struct Work {
+  decoding::Split split;
+  decoding::SplitPlace place;
+  int pairs;  // -1: there are no more splits; of `last`: there is none
+};
+
+struct Smem {
+  unsigned char q[kPanels][kPanelBytes];
+  // Blocks of keys, even ones and odd ones. When the scores of a block are computed, its rotated
+  // panel gives place to its probabilities.
+  unsigned char k[2][kPanels][kPanelBytes];
+  float row_max[2][kRows];     // as raised by each consumer
+  float row_sum[2][kRows];     // of each consumer's blocks
+  tile::Range visible[kRows];  // the split's keys that each row sees
+  Work queue[kQueue];
+  Work last;  // a split of a work tile that other blocks began: to be merged at the end
+  ptx::Mbarrier full_k[2][kPanels];
+  // The first half of a buffer that is free: values of the left half of O, of even blocks, and of
+  // the right half, of odd ones. Then the other half, with the probabilities.
+  ptx::Mbarrier empty_first[2], empty_second[2];
+  ptx::Mbarrier full_work[kQueue], empty_work[kQueue];
+};
+static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
+
+// Panel i of a buffer in the order in which they become free and are loaded.
+__device__ __forceinline__ constexpr int panel_in_order(int buffer, int i) {
+  return buffer == 0 || i == kRopePanel ? i : i ^ 4;
+}
+
+// Named barriers. Of a pair of a consumer that arrives and one that waits: 256 threads.
+enum Barrier {
+  kMaxEven = 1,        // consumer 0 has its rows' maxima, with its block counted
+  kMaxOdd,             // consumer 1
+  kProbabilitiesEven,  // consumer 0's are in shared memory
+  kProbabilitiesOdd,   // consumer 1's
+  kBoth,               // both consumers wait for each other
+  kOwn                 // and kOwn + 1: the warps of a consumer, 128 threads
+};
+
+}  // namespace mla

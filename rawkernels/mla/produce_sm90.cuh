@@ -1,0 +1,99 @@
+// The producing warp of mla/decode_sm90.cu: finds the block's splits, and loads their keys.
+#pragma once
+
+#include "mla/layout_sm90.cuh"
+
+struct Maps {
+  ptx::TensorMap latent, rope;  // (64 columns, key of a page, panel, page)
+};
+
+namespace mla {
+
+// Loads blocks of keys, of which a lane has the pages: one, or those that a block consists of. TMA
+// gives zeros for pages that do not exist; so there are zeros for keys beyond the end's page.
+struct Loader {
+  const DecodeParams& params;
+  const Maps& maps;
+  const kvcache::PageTable table = page_table(params);
+  const int box_shift = min(table.page_shift, 6);  // log2 of the keys of a box
+  const int lane = threadIdx.x % 32;
+  const int* row = nullptr;  // of the page table
+  int end = 0;
+
+  __device__ __forceinline__ void begin(const decoding::Split& split) {
+    row = table.entry(split.seq.index, 0);
+    end = split.end;
+  }
+  __device__ __forceinline__ int page_of_lane(int first) const {
+    const int key = first + (lane << box_shift);
+    const bool has = lane << box_shift < kBlockKeys && key < end;
+    return has ? row[key >> table.page_shift] : table.num_pages;
+  }
+  __device__ __forceinline__ void load(Smem& smem, int buffer, int panel, int first, int page,
+                                       unsigned long long hint) const {
+    ptx::Mbarrier& full = smem.full_k[buffer][panel];
+    const bool rotated = panel == kRopePanel;
+    // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
+    const int index = rotated && params.head_dim > params.head_dim_v ? 0 : panel;
+    const int slot = table.slot(first);
+    unsigned char* const to = smem.k[buffer][panel];
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
+    if (box_shift == 6) {
+      if (lane == 0)
+        ptx::tma_load(to, rotated ? maps.rope : maps.latent, full, 0, slot, index, page, hint);
+    } else if (lane << box_shift < kBlockKeys) {
+      ptx::tma_load(to + (lane << box_shift) * 128, rotated ? maps.rope : maps.latent, full, 0, 0,
+                    index, page, hint);
+    }
+  }
+};
+
+__device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, const Maps& maps) {
+  Schedule schedule;
+  Loader loader = {params, maps};
+  tile::PipelineState<kQueue> queue;
+  unsigned parity = 0;  // of both buffers' present use
+  // What several blocks of the grid read at about the same time is kept for the others.
+  const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
+  bool more = schedule.start(params);
+  while (true) {
+    decoding::Split split;
+    more = more && schedule.next(params, split);
+    ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
+    int pairs = -1;
+    if (more) {
+      const int keys = max(split.end - split.origin, 0);
+      pairs = split.end > split.begin ? (keys + 2 * kBlockKeys - 1) / (2 * kBlockKeys) : 0;
+    }
+    if (threadIdx.x % 32 == 0) {
+      Work& work = smem.queue[queue.index];
+      work.pairs = pairs;
+      if (more) {
+        work.split = split;
+        work.place = schedule.place_of(params, split);
+      }
+      ptx::mbarrier_arrive(smem.full_work[queue.index]);
+    }
+    __syncwarp();
+    queue.advance();
+    if (!more) return;
+    loader.begin(split);
+    int first = split.origin, next_page = pairs > 0 ? loader.page_of_lane(first) : 0;
+#pragma unroll 1
+    for (int pair = 0; pair < pairs; ++pair, parity ^= 1) {
+#pragma unroll
+      for (int buffer = 0; buffer < 2; ++buffer, first += kBlockKeys) {
+        const int page = next_page;
+        next_page = loader.page_of_lane(first + kBlockKeys);
+        ptx::mbarrier_wait(smem.empty_first[buffer], parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < kPanels; ++i) {
+          if (i == 4) ptx::mbarrier_wait(smem.empty_second[buffer], parity ^ 1);
+          loader.load(smem, buffer, panel_in_order(buffer, i), first, page, hint);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mla

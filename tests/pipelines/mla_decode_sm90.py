@@ -1,0 +1,242 @@
+"""The pipeline of mla/decode_sm90.cu: a producing warp that finds splits and loads blocks of keys,
+and two consumers that share probabilities and maxima.
+
+An input is a split: how many pairs of blocks of keys it has. Two warps stand for a consumer's four:
+all of them do the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cuattn.gpu import dispatch
+from tests.pipelines import source
+from tests.pipelines.explorer import (
+    END,
+    Advance,
+    Arrive,
+    Copy,
+    Pipeline,
+    Read,
+    Role,
+    Sync,
+    Wait,
+    Write,
+)
+
+KERNEL = "mla/decode_sm90.cu"
+WARPS = 2  # of a consumer, that are modelled; each stands for so many
+EACH = 2
+#: The panels of both buffers, in the halves in which they become free: left and right values, and
+#: what is rotated or, later, the probabilities.
+FIRST = ("left", "right")
+PARTS = ("left", "right", "rotated")
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """What of the source decides who waits for whom."""
+
+    queue: int
+    arrivals: tuple[tuple[str, int], ...]
+    threads: tuple[int, ...]  # of each named barrier
+
+
+def protocols() -> set[Protocol]:
+    """Every protocol that some variant has."""
+    text = source.text(KERNEL)
+    found = set()
+    for variant in dispatch.variants("sm_90a"):
+        if variant.source == KERNEL:
+            constants = source.Constants(text, variant.config)
+            named = re.findall(r"bar_(?:sync|arrive)\(\w+(?: \+ \w+)?, (\w+)\)", text)
+            found.add(
+                Protocol(
+                    constants["kQueue"],
+                    tuple(sorted(source.arrivals(text, constants).items())),
+                    tuple(sorted({constants.value(threads) for threads in named})),
+                )
+            )
+    return found
+
+
+def second(buffer: int) -> tuple[str, ...]:
+    """The parts of a buffer that become free after its first half."""
+    return tuple(part for part in PARTS if part != FIRST[buffer])
+
+
+def produce(own, pairs) -> Iterator[NamedTuple]:
+    """The producing warp."""
+    yield Wait("empty_work", before=True)
+    yield Write("work")
+    yield Arrive("full_work")
+    yield Advance("work")
+    if pairs == END:
+        return
+    for _ in range(pairs):
+        for buffer in range(2):
+            yield Wait(f"empty_first.{buffer}", before=True)
+            yield from load(buffer, FIRST[buffer])
+            yield Wait(f"empty_second.{buffer}", before=True)
+            for part in second(buffer):
+                yield from load(buffer, part)
+            yield Advance(f"k.{buffer}")
+            yield Advance(f"rotated.{buffer}", 2)
+
+
+def load(buffer: int, part: str) -> Iterator[NamedTuple]:
+    full = f"full_{part}.{buffer}"
+    yield Arrive(full, copies=WARPS if part == "rotated" else 1)
+    if part == "rotated":
+        yield from (Copy(full, f"rotated.{buffer}.{warp}") for warp in range(WARPS))
+    else:
+        yield Copy(full, f"{part}.{buffer}")
+
+
+class Warp:
+    """A warp of a consumer. Products read memory from their issue to their wait: both are reads."""
+
+    def __init__(self, odd: int, warp: int) -> None:
+        self.odd, self.warp = odd, warp
+
+    def __call__(self, own, pairs) -> Iterator[NamedTuple]:
+        odd, warp = self.odd, self.warp
+        yield Wait("full_work")
+        yield Read("work")
+        if pairs == END:
+            if odd == warp == 0:
+                yield Write("last")  # here or at the end of some split
+            yield Sync("both", EACH * 32)
+            yield Read("last")
+            return
+        for name in ("q", "max"):
+            yield Write(f"{name}.{odd}.{warp}")
+        yield Advance("rounds")
+        yield Sync("both", EACH * 32)
+        for pair in range(pairs):
+            yield from self.odd_round() if odd else self.even_round(pair)
+        if pairs and not odd:
+            yield from self.release_odd_block()
+        yield Advance("q")
+        yield Write(f"sum.{odd}.{warp}")
+        yield Sync("both", EACH * 32)
+        yield Read(f"sum.{1 - odd}.{warp}")
+        yield Advance("sums")
+        yield Arrive("empty_work", EACH)
+        yield Advance("work")
+
+    def even_round(self, pair: int) -> Iterator[NamedTuple]:
+        yield from self.scores(0)
+        if pair > 0:
+            yield from self.release_odd_block()
+        yield from self.raise_maxima()
+        yield Arrive("max_even", EACH * 32)
+        yield Sync("own", EACH * 32)
+        yield from self.values(0)
+        yield from self.put_probabilities(0)
+        yield Arrive("probabilities_even", EACH * 32)
+        yield Sync("max_odd", EACH * 32)
+        yield from self.values(0)
+        yield Arrive("empty_first.0", EACH)
+        yield Advance("k.0")
+        yield Read(f"max.1.{self.warp}")
+        yield Advance("rounds")
+        yield Sync("probabilities_odd", EACH * 32)
+        yield from self.values(1)
+        yield from self.probabilities(1)
+
+    def release_odd_block(self) -> Iterator[NamedTuple]:
+        yield from self.values(1)
+        yield from self.probabilities(1)
+        yield Arrive("empty_second.1", EACH)
+        yield Advance("k.1")
+        yield Advance("rotated.1", 2)
+
+    def odd_round(self) -> Iterator[NamedTuple]:
+        yield from self.scores(1)
+        yield Sync("max_even", EACH * 32)
+        yield Read(f"max.0.{self.warp}")
+        yield from self.raise_maxima()
+        yield Advance("rounds")
+        yield Arrive("max_odd", EACH * 32)
+        yield Sync("probabilities_even", EACH * 32)
+        yield from self.values(0)
+        yield from self.probabilities(0)
+        yield from self.put_probabilities(1)
+        yield Arrive("probabilities_odd", EACH * 32)
+        yield from self.values(0)
+        yield from self.probabilities(0)
+        yield Arrive("empty_second.0", EACH)
+        yield Advance("k.0")
+        yield Advance("rotated.0", 2)
+        yield from self.values(1)
+        yield from self.values(1)
+        yield Arrive("empty_first.1", EACH)
+        yield Advance("k.1")
+
+    def scores(self, buffer: int) -> Iterator[NamedTuple]:
+        """Of a block, issued and waited for."""
+        for part in (FIRST[buffer], *second(buffer)):
+            yield Wait(f"full_{part}.{buffer}")
+        for _ in range(2):
+            yield from (Read(f"q.{odd}.{warp}") for odd in range(2) for warp in range(WARPS))
+            for part in PARTS[:2]:
+                yield Read(f"{part}.{buffer}")
+            yield from (Read(f"rotated.{buffer}.{warp}") for warp in range(WARPS))
+
+    def values(self, buffer: int) -> Iterator[NamedTuple]:
+        yield Read(f"{FIRST[self.odd]}.{buffer}")
+
+    def put_probabilities(self, buffer: int) -> Iterator[NamedTuple]:
+        """In the place of what is rotated: another use of that memory."""
+        yield Advance(f"rotated.{buffer}")
+        yield Write(f"rotated.{buffer}.{self.warp}")
+        yield Advance(f"rotated.{buffer}")
+
+    def probabilities(self, buffer: int) -> Iterator[NamedTuple]:
+        yield Advance(f"rotated.{buffer}")
+        yield from (Read(f"rotated.{buffer}.{warp}") for warp in range(WARPS))
+        yield Advance(f"rotated.{buffer}", -1)
+
+    def raise_maxima(self) -> Iterator[NamedTuple]:
+        """Seldom, and always in the model."""
+        yield Write(f"max.{self.odd}.{self.warp}")
+
+
+def pipeline(p: Protocol) -> Pipeline:
+    """The model of a protocol."""
+    arrivals = dict(p.arrivals)
+    (named,) = (threads for threads in p.threads if threads > 128)
+    rings = {"work": p.queue, "rounds": 1, "q": 1, "sums": 1, "once": 1}
+    barriers = {
+        "full_work": ("work", arrivals["full_work"]),
+        "empty_work": ("work", arrivals["empty_work"]),
+        "both": ("once", named),
+        "own": ("once", 128),
+        **{
+            f"{what}_{which}": ("once", named)
+            for what in ("max", "probabilities")
+            for which in ("even", "odd")
+        },
+    }
+    memory = {"work": "work", "last": "once"}
+    processes: dict[str, Role] = {"producer": produce}
+    for buffer in range(2):
+        rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}
+        for half in ("first", "second"):
+            barriers[f"empty_{half}.{buffer}"] = f"k.{buffer}", arrivals[f"empty_{half}"]
+        for part in PARTS:
+            barriers[f"full_{part}.{buffer}"] = f"k.{buffer}", arrivals["full_k"]
+        memory |= {f"{part}.{buffer}": f"k.{buffer}" for part in PARTS[:2]}
+        for warp in range(WARPS):
+            memory |= {
+                f"rotated.{buffer}.{warp}": f"rotated.{buffer}",
+                f"q.{buffer}.{warp}": "q",
+                f"max.{buffer}.{warp}": "rounds",
+                f"sum.{buffer}.{warp}": "sums",
+            }
+            processes[f"consumer {buffer} warp {warp}"] = Warp(buffer, warp)
+    return Pipeline(rings, barriers, memory, processes, (0, 1, 2, 3))

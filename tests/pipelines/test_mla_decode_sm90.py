@@ -1,0 +1,63 @@
+"""A launch of mla/decode_sm90.cu ends, whatever its splits are, and no memory is written while it
+is read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.pipelines import explorer
+from tests.pipelines.mla_decode_sm90 import pipeline, protocols
+
+(PROTOCOL,) = protocols()
+
+
+def test_every_sequence_of_splits_ends():
+    explorer.explore(pipeline(PROTOCOL))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in PROTOCOL.arrivals])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_count_that_changes_alone_is_found(name, change):
+    arrivals = tuple((n, c + change * (n == name)) for n, c in PROTOCOL.arrivals)
+    with pytest.raises(explorer.Fault):
+        explorer.explore(pipeline(dataclasses.replace(PROTOCOL, arrivals=arrivals)))
+
+
+def without(model, kind, barrier):
+    """The model in which nobody uses a barrier in a way."""
+
+    def left_out(role):
+        def other(own, pairs):
+            for operation in role(own, pairs):
+                if not (isinstance(operation, kind) and operation[0] == barrier):
+                    yield operation
+
+        return other
+
+    roles = {name: left_out(role) for name, role in model.processes.items()}
+    return dataclasses.replace(model, processes=roles)
+
+
+@pytest.mark.parametrize(
+    ("kind", "barrier"),
+    [
+        (explorer.Wait, "empty_first.0"),
+        (explorer.Wait, "empty_second.0"),
+        (explorer.Wait, "empty_first.1"),
+        (explorer.Wait, "empty_second.1"),
+        (explorer.Wait, "full_left.0"),
+        (explorer.Wait, "full_rotated.1"),
+        (explorer.Wait, "full_work"),
+        (explorer.Sync, "own"),
+        (explorer.Sync, "both"),
+        (explorer.Sync, "max_even"),
+        (explorer.Sync, "max_odd"),
+        (explorer.Sync, "probabilities_even"),
+        (explorer.Sync, "probabilities_odd"),
+    ],
+)
+def test_every_barrier_is_needed(kind, barrier):
+    with pytest.raises(explorer.Fault):
+        explorer.explore(without(pipeline(PROTOCOL), kind, barrier))
