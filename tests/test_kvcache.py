@@ -63,6 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
             num_layers=LAYERS,
             head_dim_v=DIM_V,
             dtype=np.float32,
+            joined=page_size > 2,
             xp=self.xp,
         )
         self.tokens: dict[int, list[int]] = {}

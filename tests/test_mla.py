@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -355,3 +357,76 @@ def test_bfloat16_pages_of_joined_rows(rng):
     )
     again, _ = layer.decode(q_latent, q_rope, rows.dtype, scale=0.2)
     assert np.array_equal(out, again)
+
+
+@pytest.fixture
+def joined_cache(rng):
+    """A cache of joined rows with two sequences of 10 and 3 tokens, and what was written."""
+    cache = cuattn.PagedKVCache(
+        12, 4, 1, 16, head_dim_v=32, num_layers=2, joined=True, dtype=np.float64
+    )
+    ids = [cache.add_sequence(range(10)), cache.add_sequence([7, 8, 9])]
+    cache.extend(ids, [10, 3], tokens=[*range(10), 7, 8, 9])
+    angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(8) / 8))
+    written = []
+    for layer in range(2):
+        rotated, latents = rng.standard_normal((13, 1, 16)), rng.standard_normal((13, 1, 32))
+        tables = np.cos(angles), np.sin(angles)
+        cache.write(layer, ids, rotated, latents, rope=tables, interleaved=True)
+        written.append((rotated, latents))
+    return cache, ids, written
+
+
+def test_a_cache_of_joined_rows(joined_cache, rng):
+    cache, ids, written = joined_cache
+    table, lens = cache.page_table(ids), cache.seq_lens(ids)
+    for layer, (rotated, latents) in enumerate(written):
+        rope_pages, latent_pages = cache.pages(layer)
+        assert np.shares_memory(latent_pages.base, rope_pages.base)
+        assert latent_pages.strides[:3] == rope_pages.strides[:3] == (4 * 48 * 8, 48 * 8, 48 * 8)
+        q_latent, q_rope = rng.standard_normal((2, 3, 32)), rng.standard_normal((2, 3, 16))
+        out = mla_decode(q_latent, q_rope, latent_pages, rope_pages, table, lens, scale=0.2)
+        for b, rows in enumerate((slice(0, 10), slice(10, 13))):
+            positions = np.arange(rows.stop - rows.start)
+            turned = cuattn.rope(rotated[rows], positions, interleaved=True)
+            k = np.concatenate([latents[rows], turned], -1)
+            q = np.concatenate([q_latent, q_rope], -1)[b : b + 1]
+            want, _ = formulas.attention(q[None], k[None], k[None, :, :, :32], scale=0.2)
+            np.testing.assert_allclose(out[b], want[0, 0], atol=1e-9)
+
+
+def test_joined_rows_are_shared_and_copied_on_write(joined_cache):
+    cache, ids, _ = joined_cache
+    fork = cache.fork(ids[0])
+    before = cache.seq_lens([fork]).item()
+    cache.extend([fork], 1, tokens=[99])
+    for layer in range(2):
+        cache.write(layer, [fork], np.ones((1, 1, 16)), np.ones((1, 1, 32)))
+    rows = [cache.page_table([id])[0, :3].copy() for id in (ids[0], fork)]
+    assert (rows[0] == rows[1]).tolist() == [True, True, False]
+    for pages in cache.pages(1):
+        mine, theirs = (pages[row].reshape(12, -1) for row in rows)
+        assert np.array_equal(mine[:before], theirs[:before])
+        assert (theirs[before] == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["copy", "file", "swap"])
+def test_joined_rows_are_kept(joined_cache, kind, tmp_path):
+    cache, ids, _ = joined_cache
+    if kind == "copy":
+        other = copy.deepcopy(cache)
+    elif kind == "file":
+        cache.save(tmp_path / "cache")
+        other = cuattn.PagedKVCache.load(tmp_path / "cache")
+    else:
+        other = copy.deepcopy(cache)
+        ids = [ids[0], other.swap_in(other.swap_out(ids[1]))]
+    for layer in range(2):
+        for mine, theirs in zip(cache.pages(layer), other.pages(layer), strict=True):
+            assert theirs.strides == mine.strides
+            for b, id in enumerate(joined_cache[1]):
+                used = -(-cache.num_tokens(id) // 4)
+                wanted = mine[cache.page_table([id])[0, :used]].reshape(used * 4, -1)
+                got = theirs[other.page_table([ids[b]])[0, :used]].reshape(used * 4, -1)
+                length = cache.num_tokens(id)
+                assert np.array_equal(got[:length], wanted[:length])

@@ -123,6 +123,10 @@ class PagedKVCache:
     max_seqlen : int, optional
         The most tokens a sequence may have: the page table then has its full width from the start,
         as a captured CUDA graph needs. Default: it is widened as sequences grow.
+    joined : bool
+        Whether a token is one row, its value and then its key, of which ``pages`` gives two views:
+        for :func:`cuattn.mla_decode`, whose values are latents and whose keys are what is rotated.
+        A row is then read in one piece.
     xp : module
         ``numpy`` (the default) or ``cupy``: where the pages are. CuPy's current device.
 
@@ -183,6 +187,7 @@ class PagedKVCache:
         dtype: DTypeLike,
         quantization: None = None,
         max_seqlen: int | None = None,
+        joined: bool = False,
         xp: ModuleType | None = None,
     ) -> None:
         name = "PagedKVCache"
@@ -222,6 +227,7 @@ class PagedKVCache:
             (self.num_layers, self.num_pages, self.page_size, sizes["num_kv_heads"]),
             (sizes["head_dim"], sizes["head_dim_v"]),
             self.dtype,
+            check_bool(name, "joined", joined),
         )
         self._manager = PageManager(
             self.num_pages, self.page_size, self.num_layers, self.max_seqlen
@@ -600,6 +606,7 @@ class PagedKVCache:
             "head_dim_v": self._store.v.shape[4],
             "num_layers": self.num_layers,
             "max_seqlen": self.max_seqlen,
+            "joined": self._store.joined,
             "dtype": self.dtype,
         }
 

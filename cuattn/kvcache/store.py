@@ -51,6 +51,8 @@ class PageStore:
     ----------
     k : array (num_layers, num_pages, page_size, num_kv_heads, head_dim)
     v : array (num_layers, num_pages, page_size, num_kv_heads, head_dim_v)
+    joined : bool
+        Whether `k` and `v` are views of one array, whose rows are a value and a key.
     layers : list of (array, array)
         Each layer's views of `k` and `v`.
     """
@@ -61,10 +63,17 @@ class PageStore:
         layout: tuple[int, int, int, int],
         head_dims: tuple[int, int],
         dtype: np.dtype,
+        joined: bool,
     ) -> None:
         self.xp = xp
         self.device = backend(xp, "kvcache")
-        self.k, self.v = (xp.empty((*layout, head_dim), dtype) for head_dim in head_dims)
+        self.joined = joined
+        head_dim, head_dim_v = head_dims
+        if joined:
+            rows = xp.empty((*layout, head_dim_v + head_dim), dtype)
+            self.k, self.v = rows[..., head_dim_v:], rows[..., :head_dim_v]
+        else:
+            self.k, self.v = (xp.empty((*layout, dim), dtype) for dim in head_dims)
         self.layers = list(zip(self.k, self.v, strict=True))
         self._tables: collections.OrderedDict[tuple[int | None, int], _Table] = (
             collections.OrderedDict()
