@@ -74,7 +74,9 @@ def forward(
                 "seq_lens": 0 if sparse else seq_lens.data.ptr,
                 "cu_seqlens_q": 0 if sparse else pointer(cu_seqlens_q),
                 "q_rope": q_rope.data.ptr,
-                "rope": rope_pages.data.ptr,
+                "latent": latent_pages.data.ptr,
+                # Where nothing is rotated, the map of it is the latents'.
+                "rope": (rope_pages if spec.head_dim > spec.head_dim_v else latent_pages).data.ptr,
                 "indices": pointer(indices),
                 "lengths": seq_lens.data.ptr,
                 "cu_tokens": pointer(cu_seqlens_q),
