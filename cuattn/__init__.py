@@ -16,7 +16,7 @@ from cuattn.gradients import (
     flash_attention_vjp,
 )
 from cuattn.kvcache import PagedKVCache, append_kv
-from cuattn.mla import mla_decode
+from cuattn.mla import mla_decode, mla_prefill
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
 from cuattn.quantization import QuantizedArray, dequantize, quantize
@@ -38,6 +38,7 @@ __all__ = [
     "flash_decode",
     "merge_attention",
     "mla_decode",
+    "mla_prefill",
     "multi_head_attention",
     "paged_attention",
     "quantize",

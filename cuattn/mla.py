@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from cuattn._arrays import as_arrays, check_bool, check_given, check_index_dtype
-from cuattn._backend import backend
+from cuattn._arrays import (
+    as_arrays,
+    check_bool,
+    check_given,
+    check_index_dtype,
+    check_integer,
+)
+from cuattn._backend import backend, contiguous
 from cuattn._backend import indices as as_indices
 from cuattn._keywords import explain_keywords
 from cuattn._spec import (
@@ -20,6 +26,7 @@ from cuattn._spec import (
     check_shared,
 )
 from cuattn._typing import Array, LatentOptions, NumPyArray
+from cuattn.attention import flash_attention_varlen
 from cuattn.decoding import (
     add_token,
     check_capacity,
@@ -27,12 +34,14 @@ from cuattn.decoding import (
     check_page_size,
     check_seq_lens,
     check_used_pages,
+    merge_attention,
+    paged_attention,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["mla_decode"]
+__all__ = ["mla_decode", "mla_prefill"]
 
 MAX_LATENT = 512
 MAX_ROPE = 64
@@ -299,6 +308,220 @@ def mla_decode(
     )
     result = result[:, 0] if single else result
     return (result, lse) if return_lse else result
+
+
+@explain_keywords
+def mla_prefill(
+    q_nope: Any,
+    q_rope: Any,
+    latent_pages: Any,
+    rope_pages: Any,
+    page_table: Any,
+    seq_lens: Any,
+    w_uk: Any,
+    w_uv: Any,
+    *,
+    scale: float,
+    cu_seqlens_q: Any = None,
+    absorbed: bool | None = None,
+    chunk: int = 16384,
+    max_prefix: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Causal latent attention of prompts, or of chunks of them, by whichever way costs less.
+
+    Queries are those of heads before absorption, and so is the result. Few new tokens a sequence
+    are computed as :func:`mla_decode` does, with the projections absorbed into queries and result.
+    For many it is cheaper to expand the latents to each head's keys and values: those of the new
+    tokens, whose attention is causal, and of what comes before them `chunk` tokens at a time; the
+    parts are merged by their lse. With DeepSeek-V3's widths that pays from 171 new tokens on.
+
+    Parameters
+    ----------
+    q_nope : array (batch, seqlen_q, heads, head_dim), or with `cu_seqlens_q` (total, ...)
+        The part of the queries that is not rotated. float16, bfloat16, float32 or float64.
+    q_rope : array (batch, seqlen_q, heads, rope_dim), or (total, ...)
+        The rotated part.
+    latent_pages, rope_pages, page_table, seq_lens, scale, cu_seqlens_q
+        As in :func:`mla_decode`. The new tokens have been written to the pages, and a sequence has
+        at least as many tokens as queries.
+    w_uk : array (heads, head_dim, latent)
+        Projects latents to the keys of each head.
+    w_uv : array (heads, head_dim_v, latent)
+        … and to its values.
+    absorbed : bool, optional
+        Which way; by default the one of fewer operations.
+    chunk : int
+        How many tokens of all sequences are expanded at a time.
+    max_prefix : int, optional
+        The most tokens that a sequence has before its queries, if that is known: those that it
+        cannot have are then not expanded. Default: the capacity of `page_table` on a GPU, whose
+        lengths are not read by the host.
+    return_lse : bool
+        Also return the natural-log sum of exponentials of each row.
+
+    Returns
+    -------
+    out : array of q_nope's shape with head_dim_v
+        Of q_nope's dtype.
+    lse : array (batch, heads, seqlen_q), or (heads, total)
+        Only with `return_lse`; float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> rng = np.random.default_rng(0)
+    >>> latents, rotated = rng.standard_normal((4, 16, 32)), rng.standard_normal((4, 16, 8))
+    >>> w_uk, w_uv = rng.standard_normal((2, 3, 12, 32))[:, :2]
+    >>> q_nope, q_rope = rng.standard_normal((1, 5, 2, 12)), rng.standard_normal((1, 5, 2, 8))
+    >>> cuattn.mla_prefill(
+    ...     q_nope, q_rope, latents, rotated, np.array([[2, 0]]), np.array([20]), w_uk, w_uv,
+    ...     scale=20**-0.5,
+    ... ).shape
+    (1, 5, 2, 12)
+    """
+    name = "mla_prefill"
+    given = {
+        "q_nope": q_nope,
+        "q_rope": q_rope,
+        "latent_pages": latent_pages,
+        "rope_pages": rope_pages,
+        "page_table": page_table,
+        "seq_lens": seq_lens,
+        "w_uk": w_uk,
+        "w_uv": w_uv,
+    }
+    check_given(name, **given)
+    xp, arrays = as_arrays(name, **given, cu_seqlens_q=cu_seqlens_q)
+    q_nope, q_rope, latent_pages, rope_pages, page_table, seq_lens, w_uk, w_uv, cu = arrays
+    _check_weights(name, q_nope, w_uk, w_uv, latent_pages, ragged=cu is not None)
+    chunk = check_integer(name, "chunk", chunk)
+    if chunk < 1:
+        raise ValueError(f"{name}: chunk is {chunk}, must be at least 1")
+    latent, rope_dim = latent_pages.shape[-1], rope_pages.shape[-1]
+    if absorbed is None:
+        queries = q_nope.shape[0] / max(page_table.shape[0], 1) if cu is not None else None
+        queries = q_nope.shape[1] if queries is None else queries
+        dims = w_uk.shape[1] + w_uv.shape[1]
+        saved = 2 * latent - dims  # products of a query and a key that expanding saves
+        absorbed = queries * saved < latent * dims
+    return_lse = check_bool(name, "return_lse", return_lse)
+    multiply = backend(xp, "mla").multiply_heads
+    if check_bool(name, "absorbed", absorbed):
+        result = mla_decode(
+            multiply(q_nope, w_uk),
+            q_rope,
+            latent_pages,
+            rope_pages,
+            page_table,
+            seq_lens,
+            scale=scale,
+            cu_seqlens_q=cu,
+            return_lse=return_lse,
+        )
+        out, lse = result if return_lse else (result, None)
+        out = multiply(out, w_uv.swapaxes(1, 2))
+        return (out, lse) if return_lse else out
+    latent_pages, rope_pages = _check_latent_pages(
+        name, latent_pages, rope_pages, latent, q_rope.shape[-1]
+    )
+    check_index_dtype(name, "page_table", page_table)
+    check_seq_lens(name, seq_lens, page_table.shape[0])
+    q = xp.concatenate([q_nope, q_rope], axis=-1)
+    shape = q.shape
+    if cu is None:
+        cu = xp.arange(shape[0] + 1, dtype=np.int32) * shape[1]
+        q = q.reshape(-1, *shape[2:])
+
+    def expand(latents: Any, rotated: Any) -> tuple[Any, Any]:
+        """Keys and values (tokens, heads, ...) of tokens."""
+        heads = w_uk.shape[0]
+        k = xp.empty((len(latents), heads, w_uk.shape[1] + rope_dim), q.dtype)
+        k[..., : w_uk.shape[1]] = _project(xp, latents, w_uk)
+        k[..., w_uk.shape[1] :] = rotated[:, None]
+        return k, _project(xp, latents, w_uv)
+
+    page_size, num_pages = latent_pages.shape[1], latent_pages.shape[0]
+    rows = xp.arange(q.shape[0])
+    sequence = xp.minimum(xp.searchsorted(cu[1:], rows, side="right"), len(cu) - 2)
+    counts = cu[1:] - cu[:-1]
+    lens = xp.clip(seq_lens, 0, page_table.shape[1] * page_size)
+    before = xp.maximum(lens - counts, 0)
+    positions = before[sequence] + rows - cu[sequence]
+    positions = xp.clip(positions, 0, max(page_table.shape[1] * page_size - 1, 0))
+    pages = xp.clip(page_table[sequence, positions // page_size], 0, num_pages - 1)
+    slots = positions % page_size
+    parts = [
+        flash_attention_varlen(
+            q,
+            *expand(latent_pages[pages, slots, 0], rope_pages[pages, slots, 0]),
+            cu,
+            causal=True,
+            scale=scale,
+            return_lse=True,
+        )
+    ]
+    if max_prefix is None:
+        max_prefix = int(before.max(initial=0)) if xp is np else page_table.shape[1] * page_size
+    columns = max(1, chunk // (page_size * page_table.shape[0]))  # pages of a sequence at a time
+    used = min(-(-check_integer(name, "max_prefix", max_prefix) // page_size), page_table.shape[1])
+    for first in range(0, used, columns):
+        table = xp.clip(page_table[:, first : min(first + columns, used)], 0, num_pages - 1)
+        k, v = expand(
+            latent_pages[table].reshape(-1, latent), rope_pages[table].reshape(-1, rope_dim)
+        )
+        in_chunk = xp.clip(before - first * page_size, 0, table.shape[1] * page_size)
+        parts.append(
+            paged_attention(
+                q,
+                k.reshape(-1, page_size, *k.shape[1:]),
+                v.reshape(-1, page_size, *v.shape[1:]),
+                xp.arange(table.size, dtype=np.int32).reshape(table.shape),
+                in_chunk.astype(np.int32),
+                cu_seqlens_q=cu,
+                causal=False,
+                scale=scale,
+                return_lse=True,
+            )
+        )
+    out, lse = parts[0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))
+    if len(shape) == 4:
+        out = out.reshape(*shape[:3], -1)
+        lse = lse.reshape(shape[2], *shape[:2]).swapaxes(0, 1)
+    return (out, lse) if return_lse else out
+
+
+def _project(xp: Any, latents: Any, weights: Any) -> Any:
+    """Keys, or values, (tokens, heads, dims) of each head from latents (tokens, latent)."""
+    heads, dims, latent = weights.shape
+    flat = contiguous(xp, weights).reshape(heads * dims, latent).T
+    return backend(xp, "multihead").project(latents, flat, None).reshape(-1, heads, dims)
+
+
+def _check_weights(
+    function: str, q_nope: Any, w_uk: Any, w_uv: Any, latent_pages: Any, *, ragged: bool
+) -> None:
+    if q_nope.ndim != (3 if ragged else 4):
+        layout = "(total, heads, head_dim)" if ragged else "(batch, seqlen_q, heads, head_dim)"
+        raise ValueError(f"{function}: q_nope has shape {q_nope.shape}, must be {layout}")
+    heads, dims = q_nope.shape[-2:]
+    latent = latent_pages.shape[-1] if latent_pages.ndim else 0
+    for label, weights, want in (
+        ("w_uk", w_uk, f"({heads}, {dims}, {latent})"),
+        ("w_uv", w_uv, f"({heads}, head_dim_v, {latent})"),
+    ):
+        fits = weights.ndim == 3 and (weights.shape[0], weights.shape[2]) == (heads, latent)
+        if not fits or (label == "w_uk" and weights.shape[1] != dims):
+            raise ValueError(f"{function}: {label} has shape {weights.shape}, must be {want}")
+        if weights.dtype != q_nope.dtype:
+            raise TypeError(
+                f"{function}: {label} has dtype {weights.dtype}, must be q_nope's {q_nope.dtype}"
+            )
 
 
 def _latent_spec(

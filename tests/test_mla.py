@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.mla import mla_decode
+from cuattn import mla
+from cuattn.mla import mla_decode, mla_prefill
 from tests import formulas
 
 
@@ -430,3 +431,79 @@ def test_joined_rows_are_kept(joined_cache, kind, tmp_path):
                 got = theirs[other.page_table([ids[b]])[0, :used]].reshape(used * 4, -1)
                 length = cache.num_tokens(id)
                 assert np.array_equal(got[:length], wanted[:length])
+
+
+@pytest.mark.parametrize("absorbed", [True, False, None])
+@pytest.mark.parametrize("chunk", [16, 48, 10000])
+def test_prefill_by_either_way(rng, absorbed, chunk):
+    """Chunks of prompts behind prefixes of other lengths: some parts of some have no keys."""
+    layer = Layer(rng, [9, 70, 33, 8], 3, 8)
+    q_nope, q_rope = layer.queries(rng, 4, 8)
+    out, lse = mla_prefill(
+        q_nope, q_rope, layer.latent_pages, layer.rope_pages, layer.table, layer.lens,
+        layer.w_uk, layer.w_uv, scale=layer.scale, absorbed=absorbed, chunk=chunk, return_lse=True,
+    )  # fmt: skip
+    for b in range(4):
+        want, want_lse = layer.unabsorbed(b, q_nope[b], q_rope[b])
+        np.testing.assert_allclose(out[b], want, atol=1e-12)
+        np.testing.assert_allclose(lse[b], want_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_prefill_of_ragged_rows(rng, absorbed):
+    counts = [4, 0, 30, 1]
+    layer = Layer(rng, [20, 5, 30, 41], 2, 4, joined=True)
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q_nope, q_rope = layer.queries(rng, cu[-1])
+    out, lse = mla_prefill(
+        q_nope, q_rope, layer.latent_pages, layer.rope_pages, layer.table, layer.lens,
+        layer.w_uk, layer.w_uv, scale=layer.scale, absorbed=absorbed, cu_seqlens_q=cu, chunk=32,
+        max_prefix=40, return_lse=True,
+    )  # fmt: skip
+    for b in range(4):
+        rows = slice(cu[b], cu[b + 1])
+        want, want_lse = layer.unabsorbed(b, q_nope[rows], q_rope[rows])
+        np.testing.assert_allclose(out[rows], want, atol=1e-12)
+        np.testing.assert_allclose(lse[:, rows], want_lse, atol=1e-12)
+
+
+def test_the_cheaper_way(monkeypatch, rng):
+    """171 new tokens are where it changes for DeepSeek-V3's widths."""
+    called = []
+    monkeypatch.setattr(mla, "mla_decode", lambda *args, **options: called.append(1) or args[0])
+    for tokens, wanted in ((170, 1), (171, 0)):
+        called.clear()
+        mla_prefill(
+            zeros(1, tokens, 1, 128), zeros(1, tokens, 1, 64), zeros(6, 64, 512), zeros(6, 64, 64),
+            np.arange(6)[None], np.array([tokens]), zeros(1, 128, 512), zeros(1, 128, 512),
+            scale=0.1,
+        )  # fmt: skip
+        assert len(called) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_nope": zeros(4, 12)}, "q_nope has shape"),
+        ({"w_uk": zeros(2, 11, 32)}, r"w_uk has shape \(2, 11, 32\), must be \(2, 12, 32\)"),
+        ({"w_uv": zeros(3, 12, 32)}, r"w_uv has shape .*, must be \(2, head_dim_v, 32\)"),
+        ({"w_uv": zeros(2, 12, 32, dtype=np.float64)}, "w_uv has dtype float64"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"w_uk": None}, "w_uk must be"),
+        ({"absorbed": "yes"}, "absorbed must be True or False"),
+    ],
+)
+def test_errors_of_prefill(changes, message):
+    call = {
+        "q_nope": zeros(1, 5, 2, 12),
+        "q_rope": zeros(1, 5, 2, 8),
+        "latent_pages": zeros(4, 16, 32),
+        "rope_pages": zeros(4, 16, 8),
+        "page_table": np.array([[2, 0]]),
+        "seq_lens": np.array([20]),
+        "w_uk": zeros(2, 12, 32),
+        "w_uv": zeros(2, 12, 32),
+        "scale": 0.5,
+    }
+    with pytest.raises((TypeError, ValueError), match=f"mla_prefill: .*{message}"):
+        mla_prefill(**(call | changes))

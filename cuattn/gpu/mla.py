@@ -102,6 +102,16 @@ def forward(
         return copy_to_out(result, out), lse
 
 
+def multiply_heads(x: cupy.ndarray, weights: cupy.ndarray) -> cupy.ndarray:
+    """As :func:`cuattn.reference.mla.multiply_heads`, by cuBLAS."""
+    with use_device(x):
+        rows = x.reshape(-1, *x.shape[-2:])
+        result = cupy.empty((*rows.shape[:2], weights.shape[2]), x.dtype)
+        for head in range(rows.shape[1]):  # CuPy 14 has no batches of bfloat16 matrices
+            result[:, head] = rows[:, head] @ weights[head]
+        return result.reshape(*x.shape[:-1], -1)
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     spec: AttentionSpec,

@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 
+from cuattn._arrays import acc_dtype
 from cuattn._spec import AttentionSpec
 from cuattn.reference import attention
 from cuattn.reference.layouts import Rows
@@ -89,6 +90,15 @@ def forward(
     if overlaps:
         out[...] = result
     return result if out is None else out, lse
+
+
+def multiply_heads(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Multiply the rows of each head (..., heads, features) by its weights (heads, features,
+    columns), in the accumulator's dtype; one rounding."""
+    acc = acc_dtype(x.dtype)
+    rows = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1).astype(acc)
+    product = (rows @ weights.astype(acc)).swapaxes(0, 1)
+    return product.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 
 def _sparse_parts(
