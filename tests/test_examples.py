@@ -69,6 +69,13 @@ def test_quickstart():
     assert "(2, 512, 8, 64)" in run.stdout
 
 
+def test_mla():
+    run = run_example("examples/mla.py", "--heads", 3, "--prompt", 40, "--tokens", 5)
+    assert run.returncode == 0, run.stderr
+    assert "absorbed and by the paper's formulas" in run.stdout
+    assert "where heads would take 240" in run.stdout
+
+
 @pytest.mark.parametrize("program", ["quickstart", "generate"])
 def test_programs_have_help(program):
     run = run_example(f"examples/{program}.py", "--help")
