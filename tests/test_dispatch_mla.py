@@ -39,7 +39,7 @@ def described(
         return tuple(found[::-1])
 
     row = width if joined else latent
-    pages = strides(50, page_size, 1, row)
+    pages = (page_size * row * size, row * size, 0, size)  # the head's axis is a new one
     return MlaCall(
         spec,
         arch,
@@ -47,7 +47,7 @@ def described(
         q_latent=strides(batch, seqlen_q, heads, latent),
         q_rope=strides(batch, seqlen_q, heads, rope),
         latent=pages,
-        rope=pages if joined else strides(50, page_size, 1, rope),
+        rope=pages if joined else (page_size * rope * size, rope * size, 0, size),
         out=strides(batch, seqlen_q, heads, latent),
         num_pages=50,
         table_stride=max_pages,
@@ -68,11 +68,11 @@ def test_every_call_is_served_by_a_variant_that_is_compiled(arch, dtype):
         described(arch=arch, dtype=dtype, heads=128, latent=100, rope=0, page_size=1),
         described(arch=arch, dtype=dtype, top_k=100, num_splits="fixed"),
     ):
-        assert choose_mla(call).variant in set(dispatch.variants(arch))
+        assert choose_mla(call).main.variant in set(dispatch.variants(arch))
 
 
 def test_rows_of_both_parts():
-    launch = choose_mla(described(heads=16, seqlen_q=2), MLA_TIERS[-1:])
+    launch = choose_mla(described(heads=16, seqlen_q=2), MLA_TIERS[-1:]).main
     both = packed(launch, DECODE_PARAMS)
     own = packed(launch, MLA_PARAMS)
     assert (both["head_dim"], both["head_dim_v"], both["heads_kv"]) == (576, 512, 1)
@@ -82,9 +82,42 @@ def test_rows_of_both_parts():
     assert both["seqlen_q"] == own["tokens"] == 2
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_hopper_has_a_kernel_of_its_own(heads, dtype):
+    launches = choose_mla(described(heads=heads, dtype=dtype if dtype == "float16" else BFLOAT16))
+    assert launches.main.variant.source == "mla/decode_sm90.cu"
+    assert launches.combine.variant.source == "mla/combine.cu"
+    tiles = -(-heads // 64)
+    assert launches.main.grid == (tiles, 132 // tiles)
+    assert launches.combine.grid == (3 * tiles, min(heads, 64))
+    assert launches.task_bytes == 48 * 3 * tiles
+    assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
+    assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arch": "sm_80"}, {"dtype": np.float32}, {"latent": 500}, {"rope": 4}, {"page_size": 4},
+        {"top_k": 10},
+    ],
+)  # fmt: skip
+def test_what_the_hopper_kernel_leaves(changes):
+    assert choose_mla(described(**changes)).main.variant.source == "mla/decode_simt.cu"
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "tiles"), [(16, 5, 2), (40, 2, 2), (65, 1, 1), (128, 2, 4), (16, 4, 1)]
+)
+def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, tiles):
+    launch = choose_mla(described(heads=heads, seqlen_q=seqlen_q)).main
+    assert packed(launch, DECODE_PARAMS)["heads_kv"] == tiles
+
+
 def test_queries_with_indices_are_sequences_of_their_own():
     call = described(heads=16, seqlen_q=2, top_k=100, window=(7, 0))
-    launch = choose_mla(call, MLA_TIERS[-1:])
+    launch = choose_mla(call, MLA_TIERS[-1:]).main
     both, own = packed(launch, DECODE_PARAMS), packed(launch, MLA_PARAMS)
     assert (both["batch"], both["seqlen_q"], both["capacity"]) == (6, 1, 100)
     assert both["q_stride"][0] == 16 * 512
@@ -95,5 +128,5 @@ def test_queries_with_indices_are_sequences_of_their_own():
 
 
 def test_a_call_of_no_pages_has_no_keys():
-    launch = choose_mla(dataclasses.replace(described(), num_pages=0), MLA_TIERS[-1:])
+    launch = choose_mla(dataclasses.replace(described(), num_pages=0), MLA_TIERS[-1:]).main
     assert packed(launch, DECODE_PARAMS)["capacity"] == 0

@@ -13,10 +13,12 @@ from cuattn.gpu.memory import (
     contiguous_last_axis,
     copy_to_out,
     pointer,
+    scratch,
     target,
     use_device,
 )
 from cuattn.gpu.plan import Plan
+from cuattn.gpu.structs import launch_id
 
 
 def forward(
@@ -84,7 +86,7 @@ def forward(
             anywhere = q_latent.data.ptr | latent_pages.data.ptr | result.data.ptr
             if spec.head_dim > spec.head_dim_v:
                 anywhere |= q_rope.data.ptr | rope_pages.data.ptr
-            _plan(
+            plans, part_bytes, task_bytes = _plans(
                 spec,
                 q_latent.data.device_id,
                 dispatch.mla.MLA_TIERS,
@@ -98,7 +100,14 @@ def forward(
                 page_table.strides[0] // page_table.itemsize,
                 num_splits,
                 indices.shape[-1] if sparse else None,
-            ).launch(addresses)
+            )
+            addresses |= {"parts": 0, "tasks": 0, "call_id": launch_id()}
+            if task_bytes:
+                # It goes back to the pool when this returns, for what comes next on the stream.
+                tasks = scratch(part_bytes + task_bytes)
+                addresses["tasks"], addresses["parts"] = tasks.ptr, tasks.ptr + task_bytes
+            for plan in plans:
+                plan.launch(addresses)
         return copy_to_out(result, out), lse
 
 
@@ -113,7 +122,7 @@ def multiply_heads(x: cupy.ndarray, weights: cupy.ndarray) -> cupy.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def _plans(
     spec: AttentionSpec,
     device: int,
     tiers: tuple[dispatch.mla.MlaTier, ...],
@@ -127,8 +136,9 @@ def _plan(
     table_stride: int,
     num_splits: int | str | None,
     top_k: int | None,
-) -> Plan:
-    """Choose and compile the kernel of a call on a device, which must be the current one.
+) -> tuple[list[Plan], int, int]:
+    """Choose and compile the kernels of a call on a device, which must be the current one; with the
+    bytes of memory that they share.
 
     Parameters
     ----------
@@ -152,4 +162,7 @@ def _plan(
         num_splits,
         top_k,
     )
-    return Plan(dispatch.mla.choose_mla(call, tiers), device)
+    chosen = dispatch.mla.choose_mla(call, tiers)
+    launches = (chosen.main, chosen.combine)
+    plans = [Plan(launch, device) for launch in launches if launch is not None]
+    return plans, chosen.part_bytes, chosen.task_bytes

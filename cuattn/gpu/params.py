@@ -81,10 +81,14 @@ MLA_PARAMS = Struct(
     "MlaParams",
     ("const void*", "q_rope rope"),
     ("const int*", "indices lengths cu_tokens"),
+    ("void*", "parts"),
+    ("unsigned long long", "call_id"),
+    ("CombineTask*", "tasks"),
     ("Strides", "q_rope_stride"),
     ("PageStrides", "rope_stride"),
     ("long long", "index_stride"),
-    ("int", "tokens sequences window_left window_right"),
+    ("int", "tokens sequences row_tiles window_left window_right"),
+    call_id="call_id",
 )
 
 
@@ -244,7 +248,7 @@ STRUCTS = {
     DECODE_PARAMS: "decoding/decode_simt.cu",
     SCORE_PARAMS: "decoding/decode_simt.cu",
     DECODE_MAPS: "decoding/decode_sm90.cu",
-    MLA_PARAMS: "mla/decode_simt.cu",
+    MLA_PARAMS: "mla/combine.cu",
     MLA_MAPS: "mla/decode_sm90.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
@@ -572,6 +576,7 @@ def mla_arguments(
     rope: tuple[int, ...],
     *,
     index_stride: int,
+    row_tiles: int,
 ) -> Arguments:
     """Pack MLA_PARAMS but for what each launch fills in.
 
@@ -583,6 +588,8 @@ def mla_arguments(
         Strides of the queries' and the pages' rotated parts, in bytes.
     index_stride : int
         Elements from row to row of the indices; 0 without.
+    row_tiles : int
+        As in MlaParams.
     """
     itemsize = spec.dtype.itemsize
     return MLA_PARAMS.arguments(
@@ -591,6 +598,7 @@ def mla_arguments(
         index_stride=index_stride,
         tokens=spec.seqlen_q,
         sequences=spec.batch,
+        row_tiles=row_tiles,
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
     )

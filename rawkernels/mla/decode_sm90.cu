@@ -15,49 +15,14 @@
 // Probabilities take the place of the keys' rotated panel, which is dead by then, so that two
 // blocks of keys and Q fill shared memory. A third warpgroup, of one busy warp, finds splits and
 // loads keys (mla/produce_sm90.cuh).
+#include "mla/operands_sm90.cuh"
 #include "mla/produce_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/softmax.cuh"
 
 namespace mla {
-
-// The descriptor of what lies `bytes` after a base, which is the same for all lanes: a shared
-// address over 16. With bases that the compiler finds in vector registers it spills.
-__device__ __forceinline__ unsigned long long descriptor(unsigned base, int bytes, int leading) {
-  constexpr unsigned long long kHigh = 1ull << 62 | 1024ull >> 4 << 32;  // swizzle, 8 rows apart
-  return kHigh | (base + static_cast<unsigned>(bytes >> 4) + (leading >> 4 << 16));
-}
-__device__ __forceinline__ unsigned uniform_base(const void* tile) {
-  return __shfl_sync(~0u, ptx::shared_address(tile) >> 4, 0);
-}
-
-// 16-byte pieces of Q, zeros for rows and columns that do not exist.
-__device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& params,
-                                             const MlaParams& mla, const decoding::Split& split) {
-  constexpr int kChunks = kPanels * 8;
-  const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
-#pragma unroll 6
-  for (int i = threadIdx.x; i < kRows * kChunks; i += kConsumers) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const int index = split.row_tile * kRows + min(row, rows - 1);
-    const int token = divided_by_group(params, index);
-    const bool rotated = chunk >= kLatentPanels * 8;
-    const Strides& stride = rotated ? mla.q_rope_stride : params.q_stride;
-    const int column = (rotated ? chunk - kLatentPanels * 8 : chunk) * 8;
-    const int columns = rotated ? params.head_dim - params.head_dim_v : params.head_dim_v;
-    const T* source = static_cast<const T*>(rotated ? mla.q_rope : params.q) +
-                      split.seq.index * stride.batch + (split.seq.begin_q + token) * stride.seq +
-                      (split.head * params.group + index - token * params.group) * stride.head +
-                      column;
-    ptx::cp_async_16(ptx::shared_address(smem.q[chunk / 8]) + Panel::at(row, chunk % 8), source,
-                     row < rows && column < columns);
-  }
-  ptx::cp_async_wait_all();
-  ptx::fence_proxy_async();
-}
 
 // A consumer: the odd one has odd blocks and the right half of O.
 struct Consumer {
@@ -94,10 +59,6 @@ struct Consumer {
           even_rounds(pairs);
       }
       finish();
-      if (work->place.merges && threadIdx.x == 0) {
-        smem.last = *work;
-        smem.last.pairs = 1;
-      }
       tile::arrive_warp(smem.empty_work[queue.index]);
       queue.advance();
     }
@@ -337,15 +298,42 @@ struct Consumer {
       if (its_row >= writer.rows()) continue;
       const float max = softmax.row_max[r] * scale_log2;
       if (work->place.count > 1) {
-        writer.put_max_sum(its_row, first_panel + lane % 4, max, sum[r]);
-        ptx::B128* const packets = writer.pair_packets(its_row, column);
+        auto& part = static_cast<PartialTile<kRows, kLatent>*>(
+            mla.parts)[work->place.slot(work->place.index)];
+        if (!odd && lane % 4 == 0) part.max_sum[its_row] = {max, sum[r]};
+        float* const to = part.o[its_row] + column;
 #pragma unroll
         for (int i = 0; i < kLatent / 4; i += 4)
-          writer.put_pair(packets + tile::fragment_column(i) / 4, o[i + 2 * r], o[i + 2 * r + 1]);
+          *reinterpret_cast<float2*>(to + tile::fragment_column(i)) = {o[i + 2 * r],
+                                                                       o[i + 2 * r + 1]};
       } else {
         put_result(writer, its_row, column, r, max, sum[r]);
       }
     }
+    if (threadIdx.x == 0 && work->place.index + 1 == work->place.count) put_task();
+  }
+
+  __device__ __forceinline__ void put_task() const {
+    const decoding::Split& split = work->split;
+    const decoding::SplitPlace& place = work->place;
+    CombineTask task;
+    // In a replay of a CUDA graph the tile's task may be there from the replay before.
+    task.call_id = place.count > 1 ? mla.call_id : 0;
+    task.count = place.count;
+    task.first_slot = place.slot(0);
+    task.second_slot = place.slot(1);
+    task.slot_stride = place.slot(2) - place.slot(1);
+    task.sequence = split.seq.index;
+    task.begin_q = split.seq.begin_q;
+    task.row_tile = split.row_tile;
+    task.rows = min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
+    task.head = split.head;
+    // Tiles of ragged sequences, of which only the device knows the lengths: a sequence owns those
+    // from here on.
+    const int tile = split.seq.begin_q * params.group / kRows +
+                     split.seq.index * (params.cu_seqlens_q == nullptr ? mla.row_tiles : 1) +
+                     split.row_tile;
+    mla.tasks[tile * params.heads_kv + split.head] = task;
   }
 
   __device__ __forceinline__ void put_result(const Writer& writer, int its_row, int column, int r,
@@ -361,25 +349,6 @@ struct Consumer {
   }
 };
 
-// Merges partial results, when all that this block has to leave for others is written. With fixed
-// splits, of any of the block's work tiles, which are found again; else of the last at most.
-__device__ __forceinline__ void merge_partials(const Smem& smem, const DecodeParams& params) {
-  ptx::bar_sync(kBoth, kConsumers);  // `last` has been written
-  if (smem.last.pairs < 0) return;
-  const bool fixed = params.fixed_splits != 0;
-  decoding::Split split = smem.last.split;
-  decoding::SplitPlace place = smem.last.place;
-  Schedule schedule;
-  if (fixed) schedule.start(params);
-  do {
-    if (fixed) {
-      if (!schedule.next(params, split)) return;
-      place = schedule.place_of(params, split);
-    }
-    if (place.merges) Writer{params, split, place}.merge_partials();
-  } while (fixed);
-}
-
 // By one thread, before all else.
 __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
   ptx::prefetch_tensormap(maps.latent);
@@ -394,7 +363,6 @@ __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
     ptx::mbarrier_init(smem.empty_work[i], kConsumers / 32);
   }
   ptx::fence_mbarrier_init();
-  smem.last.pairs = -1;
 }
 
 }  // namespace mla
@@ -411,7 +379,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   if (warpgroup < 2) {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     mla::Consumer{smem, params, mla_params, warpgroup == 1}.run();
-    mla::merge_partials(smem, params);
   } else {
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (threadIdx.x / 32 == mla::kConsumers / 32) mla::produce(smem, params, maps);

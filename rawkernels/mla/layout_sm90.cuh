@@ -2,7 +2,7 @@
 #pragma once
 
 #include "decoding/combine.cuh"
-#include "mla/params.cuh"
+#include "mla/partial.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "tile/pipeline.cuh"
@@ -25,14 +25,14 @@ constexpr int kQueue = 2;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = decoding::Schedule<kRows, kBlockKeys>;
-using Writer = decoding::Writer<T, kRows, kLatent, true, 2, kConsumers>;
+using Writer = decoding::Writer<T, kRows, kLatent, true, 1>;
 
 // A split, as the producer finds it and consumers work on it. Blocks are counted in pairs: where
 // there is an odd number, the last one's keys do not exist.
 struct Work {
   decoding::Split split;
   decoding::SplitPlace place;
-  int pairs;  // -1: there are no more splits; of `last`: there is none
+  int pairs;  // -1: there are no more splits
 };
 
 struct Smem {
@@ -44,7 +44,6 @@ struct Smem {
   float row_sum[2][kRows];     // of each consumer's blocks
   tile::Range visible[kRows];  // the split's keys that each row sees
   Work queue[kQueue];
-  Work last;  // a split of a work tile that other blocks began: to be merged at the end
   ptx::Mbarrier full_k[2][kPanels];
   // The first half of a buffer that is free: values of the left half of O, of even blocks, and of
   // the right half, of odd ones. Then the other half, with the probabilities.

@@ -12,16 +12,33 @@
 #include "decoding/params.cuh"
 #include "tile/visibility.cuh"
 
+// Partial results of a tile of rows that combine.cu merges, left by the block that has the last of
+// them. It is this call's if it has its id.
+struct alignas(16) CombineTask {
+  unsigned long long call_id;
+  int count;                                 // of partial results
+  int first_slot, second_slot, slot_stride;  // where they are
+  int sequence, begin_q, row_tile, rows, head;
+
+  __device__ __forceinline__ int slot(int i) const {
+    return i == 0 ? first_slot : second_slot + (i - 1) * slot_stride;
+  }
+};
+
 struct MlaParams {
   const void* q_rope;
-  const void* rope;      // pages of the rotated parts
-  const int* indices;    // (queries, capacity); null: all tokens of a sequence are its keys
-  const int* lengths;    // of the sequences that `indices` are about
-  const int* cu_tokens;  // of them: where each one's queries begin; null: `tokens` of each
+  const void* rope;            // pages of the rotated parts
+  const int* indices;          // (queries, capacity); null: all tokens of a sequence are its keys
+  const int* lengths;          // of the sequences that `indices` are about
+  const int* cu_tokens;        // of them: where each one's queries begin; null: `tokens` of each
+  void* parts;                 // for partial results, PartialTile each
+  unsigned long long call_id;  // a random number of this call's own
+  CombineTask* tasks;          // one for each tile of rows
   Strides q_rope_stride;
   PageStrides rope_stride;
   long long index_stride;
   int tokens, sequences;
+  int row_tiles;                  // of a sequence, where all have as many queries
   int window_left, window_right;  // with `indices`, where DecodeParams has none
 };
 

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuattn.mla import mla_decode
+from cuattn.mla import mla_decode, mla_prefill
 from tests import formulas
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import dispatch, plan  # noqa: E402
+from cuattn.gpu import dispatch, mla, plan  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,8 @@ def dirty_scratch(monkeypatch):
             whole[...] = cupy.random.randint(0, 256, nbytes, dtype=np.uint8)
         return memory
 
-    monkeypatch.setattr(plan, "scratch", dirty)
+    for module in (plan, mla):
+        monkeypatch.setattr(module, "scratch", dirty)
 
 
 class Cache:
@@ -83,9 +84,9 @@ class Cache:
             *arrays, *map(cupy.asarray, (self.table, self.lens)), **on_device(options)
         )
 
-    def check(self, q, cu=None, indices=None, **options):
+    def check(self, q, cu=None, indices=None, num_splits=None, **options):
         """Judge out and lse by the definition on each sequence."""
-        more = {} if cu is None else {"cu_seqlens_q": cu}
+        more = {"num_splits": num_splits} | ({} if cu is None else {"cu_seqlens_q": cu})
         more |= {} if indices is None else {"indices": indices}
         out, lse = (a.get() for a in self.decode(q, **more, **options))
         assert out.dtype == self.dtype
@@ -100,7 +101,7 @@ class Cache:
             k = self.rows[b][None, :, None]
             mask = None
             if indices is not None:
-                of = indices[rows[b]].reshape(q_b.shape[1], -1)
+                of = indices[rows[b]].reshape(q_b.shape[1], indices.shape[-1])
                 mask = (of[:, :, None] == np.arange(len(self.rows[b]))).any(axis=1)[None, None]
             exact, plain = (
                 formulas.attention(
@@ -283,3 +284,28 @@ def test_out_of_other_strides(rng, tier):
     got, _ = cache.decode(q, out=room[:, :, ::2])
     assert np.array_equal(got.get().view(np.uint16), want.get().view(np.uint16))
     assert np.isnan(room[:, :, 1::2].get().astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_prefill(rng, absorbed, dtype):
+    """Both ways, over a prefix in chunks of which some have no keys for some sequences."""
+    heads, tokens = 4, 70
+    cache = Cache(rng, [300, 71, 200], DTYPES[dtype], 16, latent=128, rope=64)
+    w_uk, w_uv = (rng.standard_normal((2, heads, 64, 128)) / 8).astype(dtype)
+    q_nope, q_rope = rng.standard_normal((2, 3, tokens, heads, 64)).astype(dtype)
+    out, lse = mla_prefill(
+        *map(cupy.asarray, (q_nope, q_rope)), *cache.pages,
+        *map(cupy.asarray, (cache.table, cache.lens, w_uk, w_uv)),
+        scale=0.1, absorbed=absorbed, chunk=200, return_lse=True,
+    )  # fmt: skip
+    for b, rows in enumerate(cache.rows):
+        c, r = (part.astype(np.float64) for part in (rows[:, :128], rows[:, 128:]))
+        k = np.einsum("hdc,nc->nhd", w_uk.astype(np.float64), c)
+        v = np.einsum("hdc,nc->nhd", w_uv.astype(np.float64), c)
+        k = np.concatenate([k, np.broadcast_to(r[:, None], (len(r), heads, 64))], -1)
+        q = np.concatenate([q_nope, q_rope], -1)[b : b + 1].astype(np.float64)
+        want, want_lse = formulas.attention(q, k[None], v[None], causal=True, scale=0.1)
+        room = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5}[dtype]
+        assert np.abs(out[b].get().astype(np.float64) - want[0]).max() < room * np.abs(want).max()
+        assert np.abs(lse[b].get() - want_lse[0]).max() < room * 4

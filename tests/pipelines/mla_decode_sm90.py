@@ -107,10 +107,6 @@ class Warp:
         yield Wait("full_work")
         yield Read("work")
         if pairs == END:
-            if odd == warp == 0:
-                yield Write("last")  # here or at the end of some split
-            yield Sync("both", EACH * 32)
-            yield Read("last")
             return
         for name in ("q", "max"):
             yield Write(f"{name}.{odd}.{warp}")
@@ -222,7 +218,7 @@ def pipeline(p: Protocol) -> Pipeline:
             for which in ("even", "odd")
         },
     }
-    memory = {"work": "work", "last": "once"}
+    memory = {"work": "work"}
     processes: dict[str, Role] = {"producer": produce}
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}

@@ -16,6 +16,7 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 
 LATENT = 512  # width that kernels pad latents to
 ROPE = 64  # … and what is rotated
+TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +85,23 @@ class MlaCall:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class MlaLaunches:
+    """The launches of a call, and the memory that they share."""
+
+    main: Launch
+    combine: Launch | None = None  # merges partial results
+    part_bytes: int = 0  # for these
+    task_bytes: int = 0  # for what says where they are
+
+
 class MlaTier(Protocol):
     """A kernel for some calls, as :class:`cuattn.gpu.dispatch.Tier`."""
 
     name: str
 
-    def serves(self, call: MlaCall) -> Launch | None:
-        """The launch for a call, or None for one that is left to other tiers."""
+    def serves(self, call: MlaCall) -> MlaLaunches | None:
+        """The launches for a call, or None for one that is left to other tiers."""
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -150,8 +161,26 @@ class Sm90MlaConfig(Config):
 
     @property
     def part_bytes(self) -> int:
-        """Scratch of a partial result."""
-        return part_bytes(self.rows, LATENT, 4)
+        """Scratch of a partial result: O, maxima and sums."""
+        return self.rows * (LATENT + 2) * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineConfig(Config):
+    """mla/combine.cu."""
+
+    dtype: str
+    rows: int  # of a tile
+    latent: int
+
+    @property
+    def threads(self) -> int:
+        """Eight warps share the partial results of a row."""
+        return 256
+
+
+def _combine_variant(dtype: str) -> Variant:
+    return Variant("mla/combine.cu", "mla_combine", CombineConfig(dtype, 64, LATENT))
 
 
 class Sm90Mla:
@@ -159,29 +188,45 @@ class Sm90Mla:
 
     name = "mla_sm90"
 
-    def serves(self, call: MlaCall) -> Launch | None:
-        """The launch for a call, or None. Its grid is (tiles of heads, groups of blocks)."""
+    def serves(self, call: MlaCall) -> MlaLaunches | None:
+        """The launches for a call, or None. The grid is (tiles of heads, groups of blocks), and of
+        the second (tiles of rows, their rows)."""
         spec = call.spec
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or call.top_k is not None:
             return None
-        if not call.vectors or not all(addressable(each[:-1]) for each in (call.latent, call.rope)):
+        if not call.vectors or not addressable((*call.latent[:2], *call.rope[:2])):
             return None
         if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0 or spec.page_size < 8:
             return None
         latent = _panels(call, call.latent, spec.head_dim_v)
         rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
-        launch = _partitioned(call, _sm90_variant(spec.dtype.name), _head_tiles(spec, 64))
-        return dataclasses.replace(
+        variant = _sm90_variant(spec.dtype.name)
+        head_tiles = _head_tiles(spec, variant.config.rows)
+        launch = _partitioned(call, variant, head_tiles)
+        rows = spec.heads_q // head_tiles * spec.seqlen_q
+        if spec.rows == "ragged":
+            tiles = rows // variant.config.rows + spec.batch
+        else:
+            tiles = spec.batch * -(-rows // variant.config.rows)
+        combine = Launch(
+            _combine_variant(spec.dtype.name),
+            (tiles * head_tiles, min(rows, variant.config.rows)),
+            launch.arguments,
+        )
+        main = dataclasses.replace(
             launch,
             arguments=(*launch.arguments, MLA_MAPS.arguments()),
             tensor_maps={"latent": latent, "rope": rope},
+            workspace_bytes=0,
         )
+        return MlaLaunches(main, combine, launch.workspace_bytes, tiles * head_tiles * TASK_BYTES)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
                 yield _sm90_variant(dtype)
+                yield _combine_variant(dtype)
 
 
 def _sm90_variant(dtype: str) -> Variant:
@@ -217,9 +262,9 @@ class SimtMla:
 
     name = "mla_simt"
 
-    def serves(self, call: MlaCall) -> Launch | None:
+    def serves(self, call: MlaCall) -> MlaLaunches:
         """The launch for a call."""
-        return _partitioned(call, _simt_variant(call.spec.dtype.name))
+        return MlaLaunches(_partitioned(call, _simt_variant(call.spec.dtype.name)))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -245,7 +290,14 @@ def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
     takes tiles of heads as key heads that have the same keys."""
     launch = partitioned(call.as_call(head_tiles), variant)
-    own = mla_arguments(call.spec, _q_rope_strides(call), call.rope, index_stride=call.top_k or 0)
+    rows = call.spec.heads_q // head_tiles * call.spec.seqlen_q
+    own = mla_arguments(
+        call.spec,
+        _q_rope_strides(call),
+        call.rope,
+        index_stride=call.top_k or 0,
+        row_tiles=-(-rows // variant.config.rows),
+    )
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
 
@@ -260,10 +312,10 @@ def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
 MLA_TIERS: tuple[MlaTier, ...] = (Sm90Mla(), SimtMla())
 
 
-def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA_TIERS) -> Launch:
+def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA_TIERS) -> MlaLaunches:
     """Choose the kernel of a call: the first of `tiers` that serves it."""
     chosen = (tier.serves(call) for tier in tiers)
-    return next(launch for launch in chosen if launch is not None)
+    return next(launches for launches in chosen if launches is not None)
 
 
 def mla_variants(arch: str) -> Iterator[Variant]:

@@ -1,0 +1,134 @@
+// Merges the partial results that mla/decode_sm90.cu has left: a block for each row of the tiles
+// whose keys were split, with a share of the partial results for each warp.
+//
+//   DecodeParams and MlaParams are those of the launch before; grid: (tiles, kRows). A row of
+//   partial results is kLatent floats, 16 a lane.
+#include "mla/partial.cuh"
+
+namespace mla {
+
+using T = Config::dtype;
+constexpr int kRows = Config::rows;
+constexpr int kLatent = Config::latent;
+constexpr int kWarps = Config::threads / 32;
+constexpr int kVecs = kLatent / 128;  // of four columns, of a lane
+constexpr int kBatch = 4;             // partial results that a lane has on their way
+using Writer = decoding::Writer<T, kRows, kLatent, true, 1>;
+using Tile = PartialTile<kRows, kLatent>;
+
+struct Smem {
+  float4 o[kWarps][kLatent / 4];
+  float2 max_sum[kWarps];
+};
+
+// The sum of a warp's share, relative to 2^max.
+struct Sum {
+  float4 o[kVecs] = {};
+  float max = tile::negative_infinity(), sum = 0.0f;
+
+  __device__ __forceinline__ void add(const float4 (&other)[kVecs], float factor) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      o[i].x = fmaf(factor, other[i].x, o[i].x);
+      o[i].y = fmaf(factor, other[i].y, o[i].y);
+      o[i].z = fmaf(factor, other[i].z, o[i].z);
+      o[i].w = fmaf(factor, other[i].w, o[i].w);
+    }
+  }
+  __device__ __forceinline__ void move(float new_max) {
+    const float factor = ptx::ex2(max - offset(new_max));
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i)
+      o[i] = {o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor};
+    sum *= factor;
+    max = new_max;
+  }
+  // What exponents are relative to: nothing where no key has been seen, which then count 0.
+  __device__ __forceinline__ static float offset(float max) {
+    return max == tile::negative_infinity() ? 0.0f : max;
+  }
+};
+
+__device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& task, int row) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Sum whole;
+#pragma unroll 1
+  for (int first = warp; first < task.count; first += kWarps * kBatch) {
+    float4 o[kBatch][kVecs];
+    float2 max_sum[kBatch];
+    float new_max = whole.max;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      // What does not exist is read as the last is, and not added.
+      const Tile& part = parts[task.slot(min(first + i * kWarps, task.count - 1))];
+      max_sum[i] = part.max_sum[row];
+#pragma unroll
+      for (int j = 0; j < kVecs; ++j)
+        o[i][j] = reinterpret_cast<const float4*>(part.o[row])[lane + 32 * j];
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * kWarps >= task.count) max_sum[i] = {tile::negative_infinity(), 0.0f};
+      new_max = fmaxf(new_max, max_sum[i].x);
+    }
+    whole.move(new_max);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float factor = ptx::ex2(max_sum[i].x - Sum::offset(new_max));
+      whole.sum = fmaf(factor, max_sum[i].y, whole.sum);
+      whole.add(o[i], factor);
+    }
+  }
+  return whole;
+}
+
+}  // namespace mla
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    mla_combine(const __grid_constant__ DecodeParams params,
+                const __grid_constant__ MlaParams mla_params) {
+  using namespace mla;
+  __shared__ Smem smem;
+  const CombineTask task = mla_params.tasks[blockIdx.x];
+  const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (task.call_id != mla_params.call_id || row >= task.rows) return;
+  // A replay of a CUDA graph may have other tiles than the one before, whose task this then is.
+  const decoding::CachedSequence now = decoding::sequence_at(params, task.sequence);
+  if (now.begin_q != task.begin_q || task.row_tile * kRows >= now.seqlen_q * params.group) return;
+  const Sum share = sum_share(static_cast<const Tile*>(mla_params.parts), task, row);
+#pragma unroll
+  for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];
+  if (lane == 0) smem.max_sum[warp] = {share.max, share.sum};
+  __syncthreads();
+  if (threadIdx.x >= kLatent / 4) return;
+  float max = tile::negative_infinity(), sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) max = fmaxf(max, smem.max_sum[i].x);
+  float4 o = {};
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    const float factor = ptx::ex2(smem.max_sum[i].x - Sum::offset(max));
+    const float4 other = smem.o[i][threadIdx.x];
+    sum = fmaf(factor, smem.max_sum[i].y, sum);
+    o = {fmaf(factor, other.x, o.x), fmaf(factor, other.y, o.y), fmaf(factor, other.z, o.z),
+         fmaf(factor, other.w, o.w)};
+  }
+  decoding::Split split = {};
+  split.seq.index = task.sequence;
+  split.seq.begin_q = task.begin_q;
+  split.head = task.head;
+  split.row_tile = task.row_tile;
+  const decoding::SplitPlace place = {};
+  const Writer writer = {params, split, place};
+  const Writer::Result result = writer.result(row, max, sum);
+  const int column = threadIdx.x * 4;
+  if (column < params.head_dim_v) {
+    tile::Vec<T, 4> packed;
+    packed.x[0] = static_cast<T>(o.x * result.factor);
+    packed.x[1] = static_cast<T>(o.y * result.factor);
+    packed.x[2] = static_cast<T>(o.z * result.factor);
+    packed.x[3] = static_cast<T>(o.w * result.factor);
+    *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + result.at + column) = packed;
+  }
+  if (threadIdx.x == 0) writer.put_lse(row, result.lse);
+}
