@@ -99,8 +99,7 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"arch": "sm_80"}, {"dtype": np.float32}, {"latent": 500}, {"rope": 4}, {"page_size": 4},
-        {"top_k": 10},
+        {"arch": "sm_80"}, {"dtype": np.float32}, {"latent": 500}, {"rope": 4},
     ],
 )  # fmt: skip
 def test_what_the_hopper_kernel_leaves(changes):
@@ -113,6 +112,14 @@ def test_what_the_hopper_kernel_leaves(changes):
 def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, tiles):
     launch = choose_mla(described(heads=heads, seqlen_q=seqlen_q)).main
     assert packed(launch, DECODE_PARAMS)["heads_kv"] == tiles
+
+
+@pytest.mark.parametrize("changes", [{"page_size": 4}, {"top_k": 10}])
+def test_keys_that_lie_apart_are_gathered(changes):
+    for call, gathers in ((described(), False), (described(**changes), True)):
+        launch = choose_mla(call).main
+        assert launch.variant.config.gather is gathers
+        assert (launch.tensor_maps["latent"] is None) is gathers
 
 
 def test_queries_with_indices_are_sequences_of_their_own():

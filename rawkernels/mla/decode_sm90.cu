@@ -3,10 +3,11 @@
 //
 //   q_latent, out (batch, seqlen_q, heads, latent) or (total, heads, latent), q_rope with rope_dim
 //   in place of latent; pages of latents and of rotated parts; float16 or bfloat16, latent a
-//   multiple of 64 up to 512, rope_dim a multiple of 8 up to 64, pages of at least 8 keys,
-//   everything 16-byte aligned, scale > 0. DecodeParams and MlaParams have the rest. A tile's rows
-//   are query tokens times heads; where there are several tiles of heads, params has a key head for
-//   each, all of the same keys, so that thread blocks read them side by side.
+//   multiple of 64 up to 512, rope_dim a multiple of 8 up to 64, pages of at least 8 keys unless
+//   Config::gather, everything 16-byte aligned, scale > 0. DecodeParams and MlaParams have the
+//   rest. A tile's rows are query tokens times heads; where there are several tiles of heads,
+//   params has a key head for each, all of the same keys, so that thread blocks read them side by
+//   side.
 //
 // O of 64 rows takes half of a multiprocessor's registers. So each of two consumers holds 256
 // columns of it, computes the scores of every second block of keys, and gives its probabilities to
@@ -15,8 +16,8 @@
 // Probabilities take the place of the keys' rotated panel, which is dead by then, so that two
 // blocks of keys and Q fill shared memory. A third warpgroup, of one busy warp, finds splits and
 // loads keys (mla/produce_sm90.cuh).
+#include "mla/gather_sm90.cuh"
 #include "mla/operands_sm90.cuh"
-#include "mla/produce_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -217,6 +218,7 @@ struct Consumer {
 
   // Scores of keys that a row does not see become -inf.
   __device__ __forceinline__ void hide_keys(float (&s)[kBlockKeys / 2], int key) {
+    if (Config::gather) hide_missing(s);
     if (common.contains(key, kBlockKeys)) return;
     const tile::Range visible[2] = {smem.visible[row], smem.visible[row + 8]};
     const int column = key + tile::lane_column(lane);
@@ -228,9 +230,22 @@ struct Consumer {
     }
   }
 
+  // The same of keys that a list of tokens has not.
+  __device__ __forceinline__ void hide_missing(float (&s)[kBlockKeys / 2]) const {
+    const unsigned (&exist)[4] = smem.exist[odd];
+    if ((exist[0] & exist[1] & exist[2] & exist[3]) == 0xffff) return;
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+      const int column = tile::fragment_column(i);
+      const unsigned bit = exist[column / 16] >> (column % 16 + tile::lane_column(lane)) & 1;
+      s[i] = bit ? s[i] : tile::negative_infinity();
+    }
+  }
+
   // Zeros for the values of keys outside of the split, which may be NaN: 0 · NaN is NaN. TMA gives
   // zeros for whole blocks of them.
   __device__ __forceinline__ void clear_values(int buffer, int key) {
+    if (Config::gather) return;  // there are zeros
     const int begin = work->split.begin - key, end = work->split.end - key;
     if ((begin <= 0 && end >= kBlockKeys) || end <= 0) return;
 #pragma unroll 1
@@ -349,22 +364,6 @@ struct Consumer {
   }
 };
 
-// By one thread, before all else.
-__device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
-  ptx::prefetch_tensormap(maps.latent);
-  ptx::prefetch_tensormap(maps.rope);
-  for (int buffer = 0; buffer < 2; ++buffer) {
-    for (int panel = 0; panel < kPanels; ++panel) ptx::mbarrier_init(smem.full_k[buffer][panel], 1);
-    ptx::mbarrier_init(smem.empty_first[buffer], 4);
-    ptx::mbarrier_init(smem.empty_second[buffer], 4);
-  }
-  for (int i = 0; i < kQueue; ++i) {
-    ptx::mbarrier_init(smem.full_work[i], 1);
-    ptx::mbarrier_init(smem.empty_work[i], kConsumers / 32);
-  }
-  ptx::fence_mbarrier_init();
-}
-
 }  // namespace mla
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
@@ -381,6 +380,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     mla::Consumer{smem, params, mla_params, warpgroup == 1}.run();
   } else {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if (threadIdx.x / 32 == mla::kConsumers / 32) mla::produce(smem, params, maps);
+    if (Config::gather)
+      mla::gather(smem, params, mla_params);
+    else if (threadIdx.x / 32 == mla::kConsumers / 32)
+      mla::produce(smem, params, maps);
   }
 }

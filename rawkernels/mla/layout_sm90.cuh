@@ -43,6 +43,7 @@ struct Smem {
   float row_max[2][kRows];     // as raised by each consumer
   float row_sum[2][kRows];     // of each consumer's blocks
   tile::Range visible[kRows];  // the split's keys that each row sees
+  unsigned exist[2][4];        // which keys of a buffer exist, where they are gathered: 16 each
   Work queue[kQueue];
   ptx::Mbarrier full_k[2][kPanels];
   // The first half of a buffer that is free: values of the left half of O, of even blocks, and of

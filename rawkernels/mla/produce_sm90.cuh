@@ -9,6 +9,23 @@ struct Maps {
 
 namespace mla {
 
+// By one thread, before all else.
+__device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
+  ptx::prefetch_tensormap(maps.latent);
+  ptx::prefetch_tensormap(maps.rope);
+  for (int buffer = 0; buffer < 2; ++buffer) {
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::mbarrier_init(smem.full_k[buffer][panel], Config::gather ? 4 : 1);
+    ptx::mbarrier_init(smem.empty_first[buffer], 4);
+    ptx::mbarrier_init(smem.empty_second[buffer], 4);
+  }
+  for (int i = 0; i < kQueue; ++i) {
+    ptx::mbarrier_init(smem.full_work[i], 1);
+    ptx::mbarrier_init(smem.empty_work[i], kConsumers / 32);
+  }
+  ptx::fence_mbarrier_init();
+}
+
 // Loads blocks of keys, of which a lane has the pages: one, or those that a block consists of. TMA
 // gives zeros for pages that do not exist; so there are zeros for keys beyond the end's page.
 struct Loader {
@@ -48,6 +65,25 @@ struct Loader {
   }
 };
 
+// Tells the consumers of a split; how many pairs of blocks it has.
+__device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
+                                        const Schedule& schedule, const decoding::Split& split,
+                                        bool exists, tile::PipelineState<kQueue>& queue) {
+  const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
+  const int pairs = exists ? (keys + 2 * kBlockKeys - 1) / (2 * kBlockKeys) : -1;
+  if (threadIdx.x != kConsumers) return pairs;
+  ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
+  Work& work = smem.queue[queue.index];
+  work.pairs = pairs;
+  if (exists) {
+    work.split = split;
+    work.place = schedule.place_of(params, split);
+  }
+  ptx::mbarrier_arrive(smem.full_work[queue.index]);
+  queue.advance();
+  return pairs;
+}
+
 __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, const Maps& maps) {
   Schedule schedule;
   Loader loader = {params, maps};
@@ -55,28 +91,13 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, 
   unsigned parity = 0;  // of both buffers' present use
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
-  bool more = schedule.start(params);
+  bool exists = schedule.start(params);
   while (true) {
     decoding::Split split;
-    more = more && schedule.next(params, split);
-    ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
-    int pairs = -1;
-    if (more) {
-      const int keys = max(split.end - split.origin, 0);
-      pairs = split.end > split.begin ? (keys + 2 * kBlockKeys - 1) / (2 * kBlockKeys) : 0;
-    }
-    if (threadIdx.x % 32 == 0) {
-      Work& work = smem.queue[queue.index];
-      work.pairs = pairs;
-      if (more) {
-        work.split = split;
-        work.place = schedule.place_of(params, split);
-      }
-      ptx::mbarrier_arrive(smem.full_work[queue.index]);
-    }
+    exists = exists && schedule.next(params, split);
+    const int pairs = put_work(smem, params, schedule, split, exists, queue);
     __syncwarp();
-    queue.advance();
-    if (!more) return;
+    if (!exists) return;
     loader.begin(split);
     int first = split.origin, next_page = pairs > 0 ? loader.page_of_lane(first) : 0;
 #pragma unroll 1

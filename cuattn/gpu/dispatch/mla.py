@@ -135,6 +135,7 @@ class Sm90MlaConfig(Config):
     """mla/decode_sm90.cu."""
 
     dtype: str
+    gather: bool  # keys are copied one by one: chosen tokens, small pages
     consumer_registers: int
     producer_registers: int
     blocks_per_sm: int = 1
@@ -184,7 +185,7 @@ def _combine_variant(dtype: str) -> Variant:
 
 
 class Sm90Mla:
-    """16-bit calls over pages of 8 keys and more."""
+    """16-bit calls."""
 
     name = "mla_sm90"
 
@@ -192,15 +193,18 @@ class Sm90Mla:
         """The launches for a call, or None. The grid is (tiles of heads, groups of blocks), and of
         the second (tiles of rows, their rows)."""
         spec = call.spec
-        if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or call.top_k is not None:
+        if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or not call.vectors:
             return None
-        if not call.vectors or not addressable((*call.latent[:2], *call.rope[:2])):
+        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0:
             return None
-        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0 or spec.page_size < 8:
-            return None
-        latent = _panels(call, call.latent, spec.head_dim_v)
-        rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
-        variant = _sm90_variant(spec.dtype.name)
+        mapped = addressable((*call.latent[:2], *call.rope[:2])) and call.num_pages > 0
+        gather = call.top_k is not None or spec.page_size < 8 or not mapped
+        latent = rope = None
+        if not gather:
+            latent = _panels(call, call.latent, spec.head_dim_v)
+            rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
+        variant = _sm90_variant(spec.dtype.name, gather=gather)
+        spec = call.as_call().spec
         head_tiles = _head_tiles(spec, variant.config.rows)
         launch = _partitioned(call, variant, head_tiles)
         rows = spec.heads_q // head_tiles * spec.seqlen_q
@@ -225,12 +229,14 @@ class Sm90Mla:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                yield _sm90_variant(dtype)
+                for gather in (False, True):
+                    yield _sm90_variant(dtype, gather=gather)
                 yield _combine_variant(dtype)
 
 
-def _sm90_variant(dtype: str) -> Variant:
-    config = Sm90MlaConfig(dtype, consumer_registers=216, producer_registers=72)
+def _sm90_variant(dtype: str, *, gather: bool) -> Variant:
+    registers = (208, 88) if gather else (216, 72)  # of consumers, of producers: nothing spills
+    config = Sm90MlaConfig(dtype, gather, *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
 
@@ -290,7 +296,8 @@ def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
     takes tiles of heads as key heads that have the same keys."""
     launch = partitioned(call.as_call(head_tiles), variant)
-    rows = call.spec.heads_q // head_tiles * call.spec.seqlen_q
+    spec = call.as_call().spec
+    rows = spec.heads_q // head_tiles * spec.seqlen_q
     own = mla_arguments(
         call.spec,
         _q_rope_strides(call),

@@ -1,0 +1,142 @@
+"""Latent attention (MLA) of one token, or some, a sequence over long caches, by CUDA-graph replay.
+
+``pytest benchmarks/bench_mla.py --benchmark-json=benchmarks/results/NAME.json``; a minute.
+
+Widths are DeepSeek-V3's: latents of 512 and 64 that are rotated, joined rows in pages of 64. Bytes
+count the cache once, operations are those of the absorbed form: 2 · (576 + 512) for each head,
+query and key. Peers are not run here; on the same GPU FlashMLA (sgl-flash-mla 1.0.0) was measured
+at 655 and 667 TFLOP/s with 128 heads at 64×16384 and 128×16384, at 97 and 99% of a device copy with
+16 heads, and at 38.8 µs for 16 heads at 1×16384; FlashInfer 0.7.2 at 29.3 µs there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+
+cupy = pytest.importorskip("cupy")
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.bench_decoding import draw  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+LATENT, ROPE = 512, 64
+SCALE = 192**-0.5
+#: Heads, batch, tokens in the cache, and new tokens of a sequence.
+SHAPES = [
+    (128, 64, 16384, 1),
+    (128, 128, 16384, 1),
+    (128, 1, 16384, 1),
+    (16, 64, 16384, 1),
+    (16, 128, 16384, 1),
+    (16, 1, 16384, 1),
+    (16, 1, 4096, 1),
+    (16, 64, 16384, 4),
+    (16, 64, 16384, 5),
+]
+
+
+def queries(*shape: int) -> tuple[Any, Any]:
+    return draw(*shape, LATENT), draw(*shape, ROPE)
+
+
+def report(
+    benchmark: Any,
+    run: timing.Contestant,
+    ceilings: dict[str, float],
+    *,
+    calls: int,
+    nbytes: int,
+    flops: int,
+) -> None:
+    """Write down microseconds a call, and what part of both ceilings that is."""
+    benchmark.group = "mla"
+    seconds = timing.race(benchmark, [run], rounds=7, turn=10e-3)[run.name] / calls
+    benchmark.extra_info |= {
+        "microseconds": {run.name: seconds * 1e6},
+        "of_copy": {run.name: nbytes / seconds / ceilings["copy"]},
+        "tflops": {run.name: flops / seconds * 1e-12},
+        "of_matmul": {run.name: flops / seconds / ceilings["bfloat16"]},
+        "copy_tb_per_s": ceilings["copy"] * 1e-12,
+        "matmul_tflops": ceilings["bfloat16"] * 1e-12,
+    }
+    print(
+        f"\n{benchmark.name}: {seconds * 1e6:.1f} us, {nbytes / seconds / ceilings['copy']:.0%} of "
+        f"copy, {flops / seconds * 1e-12:.0f} TFLOP/s"
+    )
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]} heads {s[1]}x{s[2]} by {s[3]}")
+def bench_mla_decode(benchmark, ceilings, shape, page_size):
+    """Uniform lengths, pages in random order."""
+    heads, batch, length, tokens = shape
+    nbytes = batch * length * (LATENT + ROPE) * 2
+    count = timing.sets_past_l2(nbytes)
+    pages = draw(count * batch * length // page_size, page_size, LATENT + ROPE)
+    order = cupy.random.permutation(len(pages)).astype(np.int32).reshape(count, batch, -1)
+    lens = cupy.full(batch, length, np.int32)
+    both = pages[..., :LATENT], pages[..., LATENT:]
+    calls = []
+    for table in order:
+        q = queries(batch, tokens, heads)
+        out = cupy.empty_like(q[0])
+        calls.append(
+            lambda q=q, table=table, out=out: cuattn.mla_decode(
+                *q, *both, table, lens, scale=SCALE, out=out
+            )
+        )
+    run = timing.captured("cuattn", calls)
+    flops = 2 * batch * length * tokens * heads * (2 * LATENT + ROPE)
+    report(benchmark, run, ceilings, calls=count, nbytes=nbytes, flops=flops)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def bench_mla_sparse(benchmark, ceilings, heads):
+    """2048 chosen tokens of 65536 for each of 64 sequences; bytes and operations are theirs."""
+    batch, length, chosen = 64, 65536, 2048
+    pages = draw(batch * length // 64 // 8, 64, LATENT + ROPE)  # sequences share pages
+    table = cupy.random.randint(0, len(pages), (batch, length // 64), dtype=np.int32)
+    indices = cupy.argsort(cupy.random.random((batch, length), dtype=np.float32), axis=1)
+    indices = cupy.ascontiguousarray(indices[:, :chosen]).astype(np.int32)
+    lens = cupy.full(batch, length, np.int32)
+    q = queries(batch, heads)
+    out = cupy.empty_like(q[0])
+    both = pages[..., :LATENT], pages[..., LATENT:]
+    run = timing.captured(
+        "cuattn",
+        [lambda: cuattn.mla_decode(*q, *both, table, lens, scale=SCALE, indices=indices, out=out)],
+    )
+    nbytes = batch * chosen * (LATENT + ROPE) * 2
+    flops = 2 * batch * chosen * heads * (2 * LATENT + ROPE)
+    report(benchmark, run, ceilings, calls=1, nbytes=nbytes, flops=flops)
+
+
+def bench_mla_prefill(benchmark, ceilings):
+    """A prompt of 8192 tokens of 16 heads, causal, expanded to heads of 192 and 128."""
+    heads, tokens = 16, 8192
+    pages = draw(tokens // 64, 64, LATENT + ROPE)
+    table = cupy.arange(len(pages), dtype=np.int32)[None]
+    arrays = (
+        draw(1, tokens, heads, 128),
+        draw(1, tokens, heads, ROPE),
+        pages[..., :LATENT],
+        pages[..., LATENT:],
+        table,
+        cupy.full(1, tokens, np.int32),
+        draw(heads, 128, LATENT),
+        draw(heads, 128, LATENT),
+    )
+    run = timing.Contestant(
+        "cuattn",
+        lambda n: [cuattn.mla_prefill(*arrays, scale=SCALE, max_prefix=0) for _ in range(n)][-1],
+    )
+    flops = heads * tokens * tokens * (192 + 128)
+    report(benchmark, run, ceilings, calls=1, nbytes=pages.nbytes, flops=flops)
