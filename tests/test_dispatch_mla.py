@@ -97,13 +97,19 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "tier"),
     [
-        {"arch": "sm_80"}, {"dtype": np.float32}, {"latent": 500}, {"rope": 4},
+        ({"arch": "sm_80"}, "sm80"),
+        ({"latent": 200}, "sm80"),
+        ({"rope": 8, "arch": "sm_80", "top_k": 10}, "sm80"),
+        ({"latent": 500}, "simt"),
+        ({"rope": 4}, "simt"),
+        ({"dtype": np.float32}, "simt"),
+        ({"arch": "sm_86"}, "simt"),
     ],
-)  # fmt: skip
-def test_what_the_hopper_kernel_leaves(changes):
-    assert choose_mla(described(**changes)).main.variant.source == "mla/decode_simt.cu"
+)
+def test_what_the_hopper_kernel_leaves(changes, tier):
+    assert choose_mla(described(**changes)).main.variant.source == f"mla/decode_{tier}.cu"
 
 
 @pytest.mark.parametrize(

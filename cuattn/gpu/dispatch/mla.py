@@ -10,7 +10,7 @@ from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
-from cuattn.gpu.dispatch.launch import Call, Launch, Strides, capability
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
 from cuattn.gpu.params import MLA_MAPS, mla_arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -263,6 +263,64 @@ def _head_tiles(spec: AttentionSpec, rows: int) -> int:
     return tiles if spec.heads_q % tiles == 0 else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Sm80MlaConfig(Config):
+    """mla/decode_sm80.cu."""
+
+    dtype: str
+    latent: int
+    rows: int
+    tile_keys: int
+    stages: int
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Eight warps, each with 64 columns of O."""
+        return 256
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, the ring, the warps' parts of the scores, then what is small."""
+        rows = (self.rows + self.stages * self.tile_keys) * (LATENT + ROPE) * 2
+        scores = 4 * self.rows * (self.tile_keys + 4) * 4
+        return rows + scores + 2048
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return part_bytes(self.rows, LATENT, 4)
+
+
+class Sm80Mla:
+    """16-bit calls where a multiprocessor has shared memory for Q and three tiles of keys."""
+
+    name = "mla_sm80"
+
+    def serves(self, call: MlaCall) -> MlaLaunches | None:
+        """The launch for a call, or None."""
+        spec = call.spec
+        if capability(call.arch) not in SHARED_KIB or spec.dtype.itemsize != 2:
+            return None
+        if not call.vectors or spec.head_dim_v % 8 or call.rope_dim % 8:
+            return None
+        variant = _sm80_variant(spec.dtype.name, call.arch)
+        head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
+        return MlaLaunches(_partitioned(call, variant, head_tiles))
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if capability(arch) in SHARED_KIB:
+            for dtype in ("float16", "bfloat16"):
+                yield _sm80_variant(dtype, arch)
+
+
+def _sm80_variant(dtype: str, arch: str) -> Variant:
+    stages = 5 if SHARED_KIB[capability(arch)] > 164 else 3
+    config = Sm80MlaConfig(dtype, LATENT, rows=16, tile_keys=32, stages=stages)
+    return Variant("mla/decode_sm80.cu", "mla_decode_sm80", config)
+
+
 class SimtMla:
     """Every call."""
 
@@ -316,7 +374,7 @@ def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
 
 
 #: The kernels, the fastest first.
-MLA_TIERS: tuple[MlaTier, ...] = (Sm90Mla(), SimtMla())
+MLA_TIERS: tuple[MlaTier, ...] = (Sm90Mla(), Sm80Mla(), SimtMla())
 
 
 def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA_TIERS) -> MlaLaunches:
