@@ -81,8 +81,7 @@ struct Partial {
 // result; and merges partial results, of which a lane has kBatch on their way from L2 at a time. A
 // partial result is written in packets of 16 bytes, half of each numbers and half the launch's id,
 // so that neither flags nor fences are needed: who reads the id has read the numbers.
-template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch,
-          int kThreads = Config::threads>
+template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch>
 struct Writer {
   using Acc = tile::Accumulator<T>;
   using Packet = ptx::B128;
@@ -112,54 +111,6 @@ struct Writer {
       put_partial(row, column, result, place.slot(place.index));
   }
 
-  // For kernels whose threads have two neighbouring columns of a row: where those of this split's
-  // partial result are, 4 columns further in the next packet; and its maximum and sum for 64
-  // columns.
-  __device__ __forceinline__ Packet* pair_packets(int row, int column) const {
-    return own_packets() + o_packet(row, column) + column % 4 / 2 * kVecs;
-  }
-  __device__ __forceinline__ void put_pair(Packet* packet, Acc x, Acc y) const {
-    const Acc numbers[2] = {x, y};
-    put_numbers(packet, 1, numbers);
-  }
-  __device__ __forceinline__ void put_max_sum(int row, int panel, Acc max, Acc sum) const {
-    const Acc numbers[2] = {max, sum};
-    put_numbers(own_packets() + max_sum_packet(row, panel * 64), 1, numbers);
-  }
-
-  // What a row's sums become in the result: where it begins in `out`, what O is multiplied by, and
-  // lse.
-  struct Result {
-    long long at;
-    Acc factor, lse;
-  };
-  __device__ __forceinline__ Result result(int row, Acc max, Acc sum) const {
-    const int index = split.row_tile * kRows + row;
-    const int token = divided_by_group(params, index);
-    const int head = split.head * params.group + index - token * params.group;
-    Acc moved = 1;
-    if (params.sinks != nullptr) {  // a key without a value
-      const Acc sink = static_cast<const Acc*>(params.sinks)[head];
-      const Acc new_max = fmax(max, ceil(sink * static_cast<Acc>(1.4426950408889634)));
-      const Acc shift = new_max == tile::negative_infinity<Acc>() ? 0 : new_max;
-      moved = Partial<T>::power(max - shift);
-      sum = fma(sum, moved, weight(sink, shift));
-      max = new_max;
-    }
-    return {split.seq.index * params.out_stride.batch +
-                (split.seq.begin_q + token) * params.out_stride.seq + head * params.out_stride.head,
-            sum == 0 ? 0 : moved / sum,
-            sum == 0 ? tile::negative_infinity<Acc>() : log_of_power(max, sum)};
-  }
-  __device__ __forceinline__ void put_lse(int row, Acc lse) const {
-    if (params.lse == nullptr) return;
-    const int index = split.row_tile * kRows + row;
-    const int token = divided_by_group(params, index);
-    const int head = split.head * params.group + index - token * params.group;
-    static_cast<Acc*>(params.lse)[split.seq.index * params.lse_batch_stride +
-                                  head * params.lse_head_stride + split.seq.begin_q + token] = lse;
-  }
-
   // Waits for the partial results that this split's thread block merges, and merges them; by all of
   // its threads. A thread block only waits for thread blocks with lower indices, which are resident
   // or have ended: no deadlock. The id in memory needs no initial value, since no stale content is
@@ -179,7 +130,7 @@ struct Writer {
 #pragma unroll 1
     while (true) {
       while (requested.task < tasks && requested.task % kPanels * 64 >= params.head_dim_v)
-        requested.task += kThreads / 32;
+        requested.task += Config::threads / 32;
       const bool more = requested.task < tasks;
       if (kAhead && more) request(list, requested, packets);
       if (read.task >= 0) {
@@ -202,17 +153,12 @@ struct Writer {
       if (!arrived(packets, numbers)) continue;
       read = requested;
       requested.first += 2 * kBatch;
-      if (requested.first >= list.count) requested = {requested.task + kThreads / 32, 0};
+      if (requested.first >= list.count) requested = {requested.task + Config::threads / 32, 0};
     }
   }
 
  private:
   static constexpr unsigned long long kSlotPackets = kRows * kPackets;
-
-  // Of this split's partial result.
-  __device__ __forceinline__ Packet* own_packets() const {
-    return static_cast<Packet*>(params.workspace) + place.slot(place.index) * kSlotPackets;
-  }
 
   __device__ __forceinline__ static unsigned o_packet(int row, int column) {
     return row * kPackets + column / 4;

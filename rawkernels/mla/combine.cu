@@ -13,7 +13,6 @@ constexpr int kLatent = Config::latent;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kVecs = kLatent / 128;  // of four columns, of a lane
 constexpr int kBatch = 4;             // partial results that a lane has on their way
-using Writer = decoding::Writer<T, kRows, kLatent, true, 1>;
 using Tile = PartialTile<kRows, kLatent>;
 
 struct Smem {
@@ -118,9 +117,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   split.seq.begin_q = task.begin_q;
   split.head = task.head;
   split.row_tile = task.row_tile;
-  const decoding::SplitPlace place = {};
-  const Writer writer = {params, split, place};
-  const Writer::Result result = writer.result(row, max, sum);
+  const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
   const int column = threadIdx.x * 4;
   if (column < params.head_dim_v) {
     tile::Vec<T, 4> packed;
@@ -130,5 +127,5 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     packed.x[3] = static_cast<T>(o.w * result.factor);
     *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + result.at + column) = packed;
   }
-  if (threadIdx.x == 0) writer.put_lse(row, result.lse);
+  if (threadIdx.x == 0) put_lse(params, result);
 }

@@ -304,13 +304,14 @@ struct Consumer {
       if (lane % 4 == 0) smem.row_sum[odd][row + 8 * r] = sum[r];
     }
     ptx::bar_sync(kBoth, kConsumers);
-    const Writer writer = {params, work->split, work->place};
+    const decoding::Split& split = work->split;
+    const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
     const int column = first_panel * 64 + tile::lane_column(lane);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int its_row = row + 8 * r;
       sum[r] += smem.row_sum[!odd][its_row];
-      if (its_row >= writer.rows()) continue;
+      if (its_row >= rows) continue;
       const float max = softmax.row_max[r] * scale_log2;
       if (work->place.count > 1) {
         auto& part = static_cast<PartialTile<kRows, kLatent>*>(
@@ -322,7 +323,7 @@ struct Consumer {
           *reinterpret_cast<float2*>(to + tile::fragment_column(i)) = {o[i + 2 * r],
                                                                        o[i + 2 * r + 1]};
       } else {
-        put_result(writer, its_row, column, r, max, sum[r]);
+        put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), column, r);
       }
     }
     if (threadIdx.x == 0 && work->place.index + 1 == work->place.count) put_task();
@@ -351,16 +352,14 @@ struct Consumer {
     mla.tasks[tile * params.heads_kv + split.head] = task;
   }
 
-  __device__ __forceinline__ void put_result(const Writer& writer, int its_row, int column, int r,
-                                             float max, float sum) {
-    const Writer::Result result = writer.result(its_row, max, sum);
+  __device__ __forceinline__ void put_result(const OutputRow& result, int column, int r) const {
     T* const target = static_cast<T*>(params.out) + result.at + column;
 #pragma unroll
     for (int i = 0; i < kLatent / 4; i += 4)
       if (column + tile::fragment_column(i) < params.head_dim_v)
         *reinterpret_cast<unsigned*>(target + tile::fragment_column(i)) =
             tile::pack<T>(o[i + 2 * r] * result.factor, o[i + 2 * r + 1] * result.factor);
-    if (!odd && lane % 4 == 0) writer.put_lse(its_row, result.lse);
+    if (!odd && lane % 4 == 0) put_lse(params, result);
   }
 };
 

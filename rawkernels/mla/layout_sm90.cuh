@@ -25,7 +25,6 @@ constexpr int kQueue = 2;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = decoding::Schedule<kRows, kBlockKeys>;
-using Writer = decoding::Writer<T, kRows, kLatent, true, 1>;
 
 // A split, as the producer finds it and consumers work on it. Blocks are counted in pairs: where
 // there is an odd number, the last one's keys do not exist.

@@ -14,4 +14,40 @@ struct PartialTile {
   float2 max_sum[kRows];
 };
 
+// A row of the result: where it begins in `out`, where its lse is, what O is multiplied by, and
+// lse.
+struct OutputRow {
+  long long at, lse_at;
+  float factor, lse;
+};
+
+// Of a tile of kRows rows, with sums relative to 2^max.
+template <class T, int kRows>
+__device__ __forceinline__ OutputRow output_row(const DecodeParams& params,
+                                                const decoding::Split& split, int row, float max,
+                                                float sum) {
+  const int index = split.row_tile * kRows + row;
+  const int token = divided_by_group(params, index);
+  const int head = split.head * params.group + index - token * params.group;
+  const int query = split.seq.begin_q + token;
+  float moved = 1.0f;
+  if (params.sinks != nullptr) {  // a key without a value
+    const float sink = static_cast<const float*>(params.sinks)[head];
+    const float new_max = fmaxf(max, ceilf(sink * tile::kLog2e));
+    const float shift = tile::OnlineSoftmax::offset(new_max, 1.0f);
+    moved = decoding::Partial<T>::power(max - shift);
+    sum = fmaf(sum, moved, decoding::weight(sink, shift));
+    max = new_max;
+  }
+  return {split.seq.index * params.out_stride.batch + query * params.out_stride.seq +
+              head * params.out_stride.head,
+          split.seq.index * params.lse_batch_stride + head * params.lse_head_stride + query,
+          sum == 0.0f ? 0.0f : moved / sum,
+          sum == 0.0f ? tile::negative_infinity() : decoding::log_of_power(max, sum)};
+}
+
+__device__ __forceinline__ void put_lse(const DecodeParams& params, const OutputRow& row) {
+  if (params.lse != nullptr) static_cast<float*>(params.lse)[row.lse_at] = row.lse;
+}
+
 }  // namespace mla

@@ -20,6 +20,7 @@ SKELETONS = {
         "sampling/softmax",
     )
 }
+SKELETONS["mla/decode_sm90.cu"] = pathlib.Path(__file__).with_name("mla_decode_sm90.txt")
 
 #: Functions that models repeat whole: how decoding shares out its work, and who merges what.
 WHOLE = frozenset(
