@@ -90,7 +90,9 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert launches.combine.variant.source == "mla/combine.cu"
     tiles = -(-heads // 64)
     assert launches.main.grid == (tiles, 132 // tiles)
-    assert launches.combine.grid == (3 * tiles, min(heads, 64))
+    few = heads < 128
+    assert launches.combine.grid == (3 * tiles, min(heads, 64), 4 if few else 1)
+    assert launches.combine.variant.config.columns == (128 if few else 512)
     assert launches.task_bytes == 48 * 3 * tiles
     assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)

@@ -1,8 +1,8 @@
 // Merges the partial results that mla/decode_sm90.cu has left: a block for each row of the tiles
 // whose keys were split, with a share of the partial results for each warp.
 //
-//   DecodeParams and MlaParams are those of the launch before; grid: (tiles, kRows). A row of
-//   partial results is kLatent floats, 16 a lane.
+//   DecodeParams and MlaParams are those of the launch before; grid: (tiles, rows of a tile, pieces
+//   of kColumns columns). Small calls have more pieces, which take less time each.
 #include "mla/partial.cuh"
 
 namespace mla {
@@ -11,12 +11,13 @@ using T = Config::dtype;
 constexpr int kRows = Config::rows;
 constexpr int kLatent = Config::latent;
 constexpr int kWarps = Config::threads / 32;
-constexpr int kVecs = kLatent / 128;  // of four columns, of a lane
-constexpr int kBatch = 4;             // partial results that a lane has on their way
+constexpr int kColumns = Config::columns;
+constexpr int kVecs = kColumns / 128;  // of four columns, of a lane
+constexpr int kBatch = 16 / kVecs;     // partial results that a lane has on their way
 using Tile = PartialTile<kRows, kLatent>;
 
 struct Smem {
-  float4 o[kWarps][kLatent / 4];
+  float4 o[kWarps][kColumns / 4];
   float2 max_sum[kWarps];
 };
 
@@ -63,7 +64,8 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
       max_sum[i] = part.max_sum[row];
 #pragma unroll
       for (int j = 0; j < kVecs; ++j)
-        o[i][j] = reinterpret_cast<const float4*>(part.o[row])[lane + 32 * j];
+        o[i][j] =
+            reinterpret_cast<const float4*>(part.o[row] + blockIdx.z * kColumns)[lane + 32 * j];
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -99,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];
   if (lane == 0) smem.max_sum[warp] = {share.max, share.sum};
   __syncthreads();
-  if (threadIdx.x >= kLatent / 4) return;
+  if (threadIdx.x >= kColumns / 4) return;
   float max = tile::negative_infinity(), sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) max = fmaxf(max, smem.max_sum[i].x);
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   split.head = task.head;
   split.row_tile = task.row_tile;
   const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
-  const int column = threadIdx.x * 4;
+  const int column = blockIdx.z * kColumns + threadIdx.x * 4;
   if (column < params.head_dim_v) {
     tile::Vec<T, 4> packed;
     packed.x[0] = static_cast<T>(o.x * result.factor);
@@ -127,5 +129,5 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     packed.x[3] = static_cast<T>(o.w * result.factor);
     *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + result.at + column) = packed;
   }
-  if (threadIdx.x == 0) put_lse(params, result);
+  if (column == 0) put_lse(params, result);
 }

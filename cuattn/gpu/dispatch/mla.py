@@ -173,6 +173,7 @@ class CombineConfig(Config):
     dtype: str
     rows: int  # of a tile
     latent: int
+    columns: int  # of O that a block merges
 
     @property
     def threads(self) -> int:
@@ -180,8 +181,9 @@ class CombineConfig(Config):
         return 256
 
 
-def _combine_variant(dtype: str) -> Variant:
-    return Variant("mla/combine.cu", "mla_combine", CombineConfig(dtype, 64, LATENT))
+def _combine_variant(dtype: str, columns: int) -> Variant:
+    config = CombineConfig(dtype, 64, LATENT, columns)
+    return Variant("mla/combine.cu", "mla_combine", config)
 
 
 class Sm90Mla:
@@ -191,7 +193,7 @@ class Sm90Mla:
 
     def serves(self, call: MlaCall) -> MlaLaunches | None:
         """The launches for a call, or None. The grid is (tiles of heads, groups of blocks), and of
-        the second (tiles of rows, their rows)."""
+        the second (tiles of rows, their rows, pieces of O's columns)."""
         spec = call.spec
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or not call.vectors:
             return None
@@ -212,9 +214,12 @@ class Sm90Mla:
             tiles = rows // variant.config.rows + spec.batch
         else:
             tiles = spec.batch * -(-rows // variant.config.rows)
+        tile_rows = min(rows, variant.config.rows)
+        few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
+        columns = LATENT // 4 if few else LATENT
         combine = Launch(
-            _combine_variant(spec.dtype.name),
-            (tiles * head_tiles, min(rows, variant.config.rows)),
+            _combine_variant(spec.dtype.name, columns),
+            (tiles * head_tiles, tile_rows, LATENT // columns),
             launch.arguments,
         )
         main = dataclasses.replace(
@@ -231,7 +236,8 @@ class Sm90Mla:
             for dtype in ("float16", "bfloat16"):
                 for gather in (False, True):
                     yield _sm90_variant(dtype, gather=gather)
-                yield _combine_variant(dtype)
+                for columns in (LATENT // 4, LATENT):
+                    yield _combine_variant(dtype, columns)
 
 
 def _sm90_variant(dtype: str, *, gather: bool) -> Variant:
