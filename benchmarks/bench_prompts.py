@@ -1,6 +1,7 @@
-"""Prompts over a paged cache, beside the same attention over contiguous keys.
+"""Prompts over a paged cache, beside the same attention over contiguous keys; and a few queries
+over many keys.
 
-``pytest benchmarks/bench_prompts.py --benchmark-json=benchmarks/results/NAME.json``; three minutes.
+``pytest benchmarks/bench_prompts.py --benchmark-json=benchmarks/results/NAME.json``; four minutes.
 
 A chunk of new tokens attends to itself and to what the cache holds of its sequence, as in an
 engine that writes long prompts in chunks. The contiguous call computes the same tiles.
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from benchmarks import timing
+from benchmarks import peers, timing
 from benchmarks.bench_decoding import draw
 
 cupy = pytest.importorskip("cupy")
@@ -120,15 +121,24 @@ def bench_ragged_chunks(benchmark):
     report(benchmark, contestants, 4.0 * seen * heads_q * dim)
 
 
+#: Sequences of one token, their keys, chunks, their tokens, and their keys.
+MIXED = [
+    (64, 8192, 2, 2048, 16384),
+    (1, 131072, 2, 2048, 16384),
+    (256, 4096, 1, 512, 8192),
+]
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
-def bench_mixed_batch(benchmark, page_size):
-    """64 decoding sequences of 8192 keys beside two chunks of 2048 over 16384, in one call and in
-    two."""
+@pytest.mark.parametrize("batch", MIXED, ids=lambda b: f"{b[0]}x{b[1]} + {b[2]}x{b[3]} over {b[4]}")
+def bench_mixed_batch(benchmark, batch, page_size):
+    """Decoding sequences beside chunks, in one call and in two."""
     heads_q, heads_kv, dim = 32, 8, 128
-    tokens = np.array([1] * 64 + [2048] * 2)
-    keys = np.array([8192] * 64 + [16384] * 2)
+    few, few_keys, chunks, length, chunk_keys = batch
+    tokens = np.array([1] * few + [length] * chunks)
+    keys = np.array([few_keys] * few + [chunk_keys] * chunks)
     counts = keys // page_size
-    table = np.zeros((66, counts.max()), np.int32)
+    table = np.zeros((few + chunks, counts.max()), np.int32)
     order = np.random.default_rng(0).permutation(int(counts.sum()))
     table[np.arange(counts.max()) < counts[:, None]] = order
     table = cupy.asarray(table)
@@ -143,9 +153,9 @@ def bench_mixed_batch(benchmark, page_size):
     parts = timing.captured(
         "in two calls",
         [
-            lambda: cuattn.paged_attention(q[:64, None], k, v, table[:64], lens[:64]),
+            lambda: cuattn.paged_attention(q[:few, None], k, v, table[:few], lens[:few]),
             lambda: cuattn.paged_attention(
-                q[64:].reshape(2, 2048, heads_q, dim), k, v, table[64:], lens[64:]
+                q[few:].reshape(chunks, length, heads_q, dim), k, v, table[few:], lens[few:]
             ),
         ],
     )
@@ -154,3 +164,38 @@ def bench_mixed_batch(benchmark, page_size):
     benchmark.extra_info |= {"microseconds": {name: s * 1e6 for name, s in seconds.items()}}
     shown = ", ".join(f"{name} {s * 1e6:.0f} us" for name, s in seconds.items())
     print(f"\n{benchmark.name}: {shown}")
+
+
+#: (queries of a sequence, keys with them, sequences) of plain arrays.
+SHORT = [
+    (tokens, keys, batch)
+    for keys in (8192, 16384, 32768)
+    for tokens in (64, 128, 256, 512)
+    for batch in (1, 8)
+]
+
+
+@pytest.mark.parametrize("shape", SHORT, ids=lambda s: f"{s[2]}x{s[0]} over {s[1]}")
+def bench_short_queries(benchmark, shape):
+    """`flash_attention` of a few queries over many keys, 4 query heads a key head, beside
+    FlashAttention-3."""
+    (tokens, keys, batch), (heads_q, heads_kv, dim) = shape, (32, 8, 128)
+    queries = [draw(batch, tokens, heads_q, dim) for _ in range(6)]
+    k, v = (draw(batch, keys, heads_kv, dim) for _ in "kv")
+    contestants = [
+        timing.captured(
+            "cuattn", [lambda q=q: cuattn.flash_attention(q, k, v, causal=True) for q in queries]
+        ),
+        *peers.flash_attention_3(queries, k, v),
+    ]
+    out = contestants[0].run(1).astype(np.float32)
+    for peer in contestants[1:]:
+        theirs = peers.to_cupy(peer.run(1)).reshape(out.shape)
+        assert float(cupy.linalg.norm(out - theirs)) < 1e-2 * float(cupy.linalg.norm(theirs))
+    seconds = timing.race(benchmark, contestants, rounds=7, turn=10e-3)
+    seen = batch * tokens * (keys - (tokens - 1) / 2) * len(queries)
+    tflops = {name: 4.0 * seen * heads_q * dim / s * 1e-12 for name, s in seconds.items()}
+    benchmark.group = "short queries"
+    benchmark.extra_info |= {"tflops": tflops}
+    shown = ", ".join(f"{name} {value:.0f}" for name, value in tflops.items())
+    print(f"\n{benchmark.name}: {shown} TFLOP/s")

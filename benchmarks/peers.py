@@ -82,6 +82,22 @@ def attention_forward_graphs(
         yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
 
 
+def flash_attention_3(queries: list[Any], k: Any, v: Any) -> Iterator[timing.Contestant]:
+    """FlashAttention-3, where it can be imported: all queries (batch, seqlen, heads, head_dim) over
+    the same keys under a causal mask, one call after the other in one JAX program, so that short
+    calls show what the device takes. The result is the last call's."""
+    if not _has_fa3():
+        return
+    import dew_flash_attn
+    import jax
+
+    attend = jax.jit(
+        lambda queries, k, v: [dew_flash_attn.flash_mha(q, k, v, is_causal=True) for q in queries]
+    )
+    once = timing.rotate(attend, [([_to_jax(q) for q in queries], _to_jax(k), _to_jax(v))])
+    yield timing.Contestant("FA-3", lambda launches: once(launches)[-1], timing.by_host)
+
+
 def attention_forward_cpu(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool
 ) -> Iterator[timing.Contestant]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
 from cuattn.gpu.dispatch import Call, Layout
+from cuattn.gpu.params import SM90_PARAMS
 from tests.test_dispatch_decoding import decode_params
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -180,15 +183,72 @@ def test_prompts_over_pages_go_forward(batch, ragged):
     assert paged(2000, batch=batch, ragged=ragged)
 
 
-def test_tokens_over_pages_go_forward_once_tiles_fill_the_device():
-    """64 tokens are a third of a tile: 32 thread blocks for one sequence."""
-    assert not paged(64)
-    assert paged(64, batch=8)
-    assert not paged(16, batch=8)  # one tile of decoding
-    assert not paged(16, batch=64)
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_tokens_over_pages_go_forward_from_a_few_dozen_rows_on(batch):
+    """Tiles of which have 128 rows, of parts of the keys where they do not fill the device."""
+    assert paged(64, batch=batch)
+    assert paged(16, batch=batch)
+    assert not paged(8, batch=batch)  # 32 rows
+    assert not paged(2, batch=batch)
 
 
 def test_how_to_split_is_what_decoding_does():
     assert paged(2000)
     assert not paged(2000, num_splits="fixed")
     assert not paged(2000, num_splits=3)
+
+
+def ragged(total, batch, capacity, *, heads=(32, 8), dtype=BFLOAT16, page_size=64, **described):
+    """A call of :func:`cuattn.paged_attention` on ragged rows."""
+    spec = attention_spec(
+        "paged_attention",
+        (total, heads[0], 128),
+        *[(capacity, heads[1], 128)] * 2,
+        *[np.dtype(dtype)] * 3,
+        causal=True,
+        sequences=batch,
+        keys="paged",
+        page_size=page_size,
+    )
+    arch = described.pop("arch", "sm_90a")
+    return Call.contiguous(spec, arch, num_pages=5000, table_stride=256, **described)
+
+
+@pytest.mark.parametrize(
+    ("total", "batch", "capacity", "options", "most"),
+    [
+        (64 + 2 * 2048, 66, 16384, {}, 2),  # decoding beside prompts: 8 rows of 4 heads
+        (64 + 2 * 2048, 66, 16384, {"heads": (32, 32)}, 8),
+        (256 + 512, 257, 8192, {}, 4),  # 3 tokens in the mean, for decoding
+        (64, 64, 8192, {}, 0),  # one token each
+        (1, 1, 8192, {}, 0),
+        (4096, 1, 8192, {}, 0),
+        (16 * 256, 16, 2048, {}, 0),  # short keys: a thread block is through with them soon
+        (8 * 4, 8, 1024, {}, 0),
+        (64 + 2 * 2048, 66, 16384, {"arch": "sm_80"}, 0),
+        (64 + 2 * 2048, 66, 16384, {"dtype": np.float32}, 0),
+        (64 + 2 * 2048, 66, 16384, {"num_splits": "fixed"}, 0),
+        (64 + 2 * 2048, 66, 16384, {"heads": (128, 1)}, 0),
+    ],
+)
+def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, options, most):
+    call = ragged(total, batch, capacity, **options)
+    assert dispatch.routing.queries_for_decoding(call) == most
+    launch = dispatch.choose(call)
+    assert (launch.beside is not None) == (most > 0)
+    if most:
+        assert launch.variant.source == "decoding/decode_sm80.cu"
+        assert launch.beside.variant.source == "attention/forward_sm90.cu"
+        assert decode_params(launch)["max_queries"] == most
+        maps = {f"{array}_map": b"" for array in ("q", "k", "v", "bias", "mask")}
+        packed = launch.beside.arguments[1].pack(collections.defaultdict(int, maps))
+        assert SM90_PARAMS.unpack(packed)["min_queries"] == most + 1
+        assert launch.variant.config.rows >= most * call.spec.heads_q // call.spec.heads_kv
+
+
+def test_tiers_that_cannot_share_a_batch_serve_it_whole():
+    """As where tests reach one kernel alone."""
+    call = ragged(64 + 2 * 2048, 66, 16384)
+    for tier in ("forward_sm90", "decode_sm80", "decode_simt"):
+        tiers = tuple(t for t in dispatch.TIERS if t.name == tier)
+        assert dispatch.choose(call, tiers).beside is None

@@ -15,7 +15,7 @@ from cuattn._spec import attention_spec
 from cuattn.gpu import compiler, dispatch, structs, tensormap
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch import Call, Layout, sm90
-from cuattn.gpu.params import SM90_PARAMS
+from cuattn.gpu.params import FORWARD_PARAMS, SM90_PARAMS
 from cuattn.gpu.tensormap import TensorMap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -42,13 +42,20 @@ def test_maps_of_fixed_lengths():
     assert launch.workspace_bytes == 0
 
 
-def test_maps_of_varlen_calls_end_where_sequences_do():
+@pytest.mark.parametrize("heads", [4, 8])
+def test_maps_of_varlen_calls_end_where_sequences_do(heads):
     """The address of a coordinate, as tile/ragged.cuh gives it: within a sequence, and of
     its rows alone."""
-    launch = choose((700, 8, 128), (900, 4, 128), (900, 4, 64), sequences=3)
+    launch = choose((700, 8, 128), (900, heads, 128), (900, heads, 64), sequences=3)
     assert launch.workspace_bytes > 0
+    assert launch.variant.config.pack_gqa == (heads == 4)
     far = sm90.FAR_ROWS
-    for m in (launch.tensor_maps[array] for array in "qkv"):
+    for array in "qkv":
+        m = launch.tensor_maps[array]
+        if array == "q" and heads == 4:  # packed: heads come before rows
+            assert m.box == (64, 2, 32, 1, 1)
+            (columns, heads_q, rows, *shape), (head, row, *strides) = m.shape, m.strides
+            m = TensorMap(m.dtype, (columns, rows, heads_q, *shape), (row, head, *strides), m.box)
         assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in m.strides)
         begin, length = 123, 456
         for row in (0, 1, length - 1, length, length + 63):
@@ -125,6 +132,109 @@ def test_caches_that_are_left_to_others():
     for options in ({"page_size": 4}, {"scale": -1.0}):
         with pytest.raises(LookupError):
             caches("batched", "paged", **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "contiguous", "pages"),
+    [
+        ((8, 8), False, False),
+        ((8, 4), True, True),
+        ((32, 8), True, True),
+        ((28, 4), True, True),  # 63 of 64 rows
+        ((40, 8), False, True),  # 60
+        ((48, 1), False, False),
+        ((64, 1), True, True),
+        ((130, 1), False, False),
+    ],
+)
+def test_ragged_rows_are_packed_where_few_idle(heads, contiguous, pages):
+    for keys, packs in (("ragged", contiguous), ("paged", pages)):
+        cache = (900,) if keys == "ragged" else (1024,)
+        spec = attention_spec(
+            "paged_attention",
+            (700, heads[0], 64),
+            *[(*cache, heads[1], 64)] * 2,
+            *[BFLOAT16] * 3,
+            sequences=3,
+            keys=keys,
+            page_size=16 if keys == "paged" else 0,
+            causal=True,
+        )
+        call = Call.contiguous(spec, "sm_90a", num_pages=200, table_stride=64)
+        launch = sm90.Sm90Forward().serves(call)
+        assert launch.variant.config.pack_gqa == packs
+        group = heads[0] // heads[1]
+        queries = 64 // group * 3 if packs else 192
+        tiles = (700 // queries + 3) * heads[packs]
+        assert launch.grid == (min(tiles, 132),)
+        fields = SM90_PARAMS.unpack(
+            launch.arguments[1].pack(collections.defaultdict(int, dict.fromkeys(MAPS, b"")))
+        )
+        magic, shift = fields["by_queries_of_tile"]
+        assert all(n * magic >> shift == n // queries for n in (0, 1, 191, 192, 5000, 2**31 - 1))
+        forward = FORWARD_PARAMS.unpack(launch.arguments[0].pack(collections.defaultdict(int)))
+        assert forward["group"] == group
+        assert all(n * forward["group_magic"] >> 16 == n // group for n in range(64))
+
+
+def few_queries(tokens, keys, batch=1, heads=(32, 8), dim=128, kind="batched", **options):
+    """The call of some queries of each sequence over all keys of plain arrays, caches or pages."""
+    spec = attention_spec(
+        "flash_attention" if kind == "batched" else "flash_decode",
+        (batch, tokens, heads[0], dim),
+        *[(batch, keys, heads[1], dim)] * 2,
+        *[BFLOAT16] * 3,
+        **{} if kind == "batched" else {"keys": kind},
+        **{"page_size": 64} if kind == "paged" else {},
+        **{"causal": True, **options},
+    )
+    return Call.contiguous(spec, "sm_90a", num_pages=batch * keys // 64 if kind == "paged" else 0)
+
+
+@pytest.mark.parametrize("kind", ["batched", "cached", "paged"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_keys_of_few_queries_are_cut_into_parts(kind, dim):
+    call = few_queries(64, 32768, dim=dim, kind=kind)
+    launch = dispatch.split_sm90.Sm90Split().serves(call)
+    config = launch.variant.config
+    assert (config.pack_gqa, config.split_kv, config.out_dtype) == (True, True, "float32")
+    assert config.paged_kv == config.seq_lens == (kind != "batched")
+    assert launch.variant in dispatch.variants("sm_90a")
+    assert 1 < launch.parts <= dispatch.routing.MAX_PARTS
+    assert launch.grid[0] <= min(132, 8 * 2 * launch.parts)
+    assert (launch.workspace_bytes > 0) == (kind != "batched")
+    forward = FORWARD_PARAMS.unpack(launch.arguments[0].pack(collections.defaultdict(int)))
+    assert forward["out_stride"] == (64 * 32 * dim, 32 * dim, dim)  # of a part, one after the other
+    fields = SM90_PARAMS.unpack(
+        launch.arguments[1].pack(collections.defaultdict(int, dict.fromkeys(MAPS, b"")))
+    )
+    assert fields["num_splits"] == launch.parts
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 100, 300])
+@pytest.mark.parametrize("keys", [4096, 32768, 131072])
+def test_the_batch_has_no_say_in_the_parts_of_plain_arrays(tokens, keys):
+    launches = [
+        dispatch.split_sm90.Sm90Split().serves(few_queries(tokens, keys, batch=batch))
+        for batch in (1, 3, 200)
+    ]
+    assert len({launch and launch.parts for launch in launches}) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (100, 0)},
+        {"softcap": 20.0},
+        {"scale": -1.0},
+        {"heads": (130, 1)},
+        {"dim": 192, "kind": "batched", "tokens": 2000},  # tiles enough
+        {"tokens": 4000},
+    ],
+)
+def test_calls_whose_keys_are_left_whole(options):
+    call = few_queries(**{"tokens": 64, "keys": 32768, **options})
+    assert dispatch.split_sm90.Sm90Split().serves(call) is None
 
 
 #: Features that combine freely, though no call asks for these combinations yet.

@@ -76,7 +76,7 @@ def test_layout_follows_cpp():
         ("const void*", "b"),
         ("unsigned char*[2]", "c"),
         ("RowValue<float>", "d"),
-        ("Divisor", "e"),
+        ("tile::Divisor", "e"),
         ("int", "f"),
         ("ptx::TensorMap", "g"),
         ("int", "h"),

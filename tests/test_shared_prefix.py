@@ -51,7 +51,7 @@ def test_64_sequences_fill_the_device_once():
     multiprocessors."""
     spec = spec_of(64, 32768)
     launch = choose(spec)
-    assert dispatch.sm90.prefix_tiles(spec, launch.variant.config, 132) == (16, 8)
+    assert dispatch.split_sm90.prefix_tiles(spec, launch.variant.config, 132) == (16, 8)
     assert launch.grid == (128,)
     assert launch.parts == 8
     config = launch.variant.config
@@ -136,7 +136,7 @@ def test_every_choice_is_listed_and_covers(
     assert launch.variant in set(dispatch.variants("sm_90a"))
     assert max(dims) <= config.head_dim == config.head_dim_v
     assert config.smem_bytes <= 227 * 1024
-    tiles_of_part, parts = dispatch.sm90.prefix_tiles(spec, config, multiprocessors)
+    tiles_of_part, parts = dispatch.split_sm90.prefix_tiles(spec, config, multiprocessors)
     assert launch.parts == parts
     assert launch.grid == (min(tiles_of_part * parts, multiprocessors),)
     assert tiles_of_part >= heads * -(-tokens // (config.tile_m // 64 * (64 // group)))

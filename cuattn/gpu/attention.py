@@ -152,8 +152,7 @@ def forward(
                 addresses |= quantization.scale_addresses(*quantized)
                 k_scales, v_scales = quantized[0].scales, quantized[1].scales
             anywhere = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"]
-            attention_plan(
-                spec,
+            described = (
                 q.data.device_id,
                 current_tiers(),
                 q_strides,
@@ -168,7 +167,26 @@ def forward(
                 None,
                 k_scales,
                 v_scales,
-            ).launch(addresses)
+            )
+            plan = attention_plan(spec, *described)
+            if plan.chosen.parts == 1:
+                plan.launch(addresses)
+            else:
+                steps = {"q": q_strides[0]}
+                if page_table is None:
+                    steps |= {"k": k_strides[0], "v": v_strides[0]}
+                else:
+                    steps["page_table"] = page_table.strides[0]
+                if seq_lens is not None:
+                    steps["seq_lens"] = seq_lens.strides[0]
+                decoding.launch_in_parts(
+                    lambda piece: attention_plan(piece, *described),
+                    addresses,
+                    steps,
+                    spec,
+                    result,
+                    lse,
+                )
         return copy_to_out(result, out), lse
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -22,7 +23,7 @@ from cuattn.gpu.memory import (
     use_device,
 )
 from cuattn.gpu.params import MAX_PARTS, MERGE_PARAMS
-from cuattn.gpu.plan import as_kernel_argument, attention_plan
+from cuattn.gpu.plan import Plan, as_kernel_argument, attention_plan
 from cuattn.gpu.quantization import (
     NO_SCALES,
     Operand,
@@ -176,6 +177,56 @@ def cascade(
     return lse.reshape(spec.heads_q, spec.batch, spec.seqlen_q).transpose(1, 0, 2)
 
 
+#: Of partial results at a time: more sequences take turns.
+MOST_PART_BYTES = 1 << 30
+
+
+def launch_in_parts(
+    plan_of: Callable[[AttentionSpec], Plan],
+    addresses: dict[str, Any],
+    steps: Mapping[str, int],
+    spec: AttentionSpec,
+    out: cupy.ndarray,
+    lse: cupy.ndarray | None,
+) -> None:
+    """Launch a kernel that cuts the keys of batched rows into parts, with a result each, and merge
+    these into `out` and, where it is wanted, `lse`.
+
+    Parameters
+    ----------
+    plan_of : callable
+        Gives the plan of the call, and of the same call of fewer sequences.
+    addresses : dict
+        As of `Plan.launch`.
+    steps : dict
+        How many bytes lie between two sequences in the arrays of `addresses` that have a batch.
+    """
+    parts = plan_of(spec).chosen.parts
+    part_bytes = math.prod(spec.out_shape[1:]) * spec.acc_dtype.itemsize
+    most = max(1, MOST_PART_BYTES // (parts * part_bytes))
+    for begin in range(0, spec.batch, most):
+        some = slice(begin, min(begin + most, spec.batch))
+        piece = dataclasses.replace(spec, batch=some.stop - begin)
+        plan = plan_of(piece)
+        places = addresses | {name: addresses[name] + begin * step for name, step in steps.items()}
+        result, result_lse = out[some], None if lse is None else lse[some]
+        parts = plan.chosen.parts
+        if parts == 1:
+            plan.launch(places | {"out": result.data.ptr, "lse": pointer(result_lse)})
+            continue
+        outs = scratch_array((parts, *piece.out_shape), spec.acc_dtype)
+        lses = scratch_array((parts, *piece.lse_shape), spec.acc_dtype)
+        plan.launch(places | {"out": outs.data.ptr, "lse": lses.data.ptr})
+        if result_lse is None:
+            result_lse = scratch_array(piece.lse_shape, spec.acc_dtype)
+        merged = result
+        if not result.flags.c_contiguous:
+            merged = scratch_array(result.shape, result.dtype)
+        _merge(outs, lses, merged, result_lse, (0, 2, 1))
+        if merged is not result:
+            result[...] = merged
+
+
 #: The arrays of an attention call that may not be there.
 _OPTIONAL = (
     *("lse", "bias", "mask", "alibi_slopes", "sinks"),
@@ -215,38 +266,51 @@ def _same_strides(arrays: list[cupy.ndarray]) -> list[cupy.ndarray]:
 
 
 def _merge(
-    outs: list[cupy.ndarray],
-    lses: list[cupy.ndarray],
+    outs: list[cupy.ndarray] | cupy.ndarray,
+    lses: list[cupy.ndarray] | cupy.ndarray,
     out: cupy.ndarray,
     lse: cupy.ndarray,
     lse_axes: tuple[int, ...],
 ) -> None:
-    """Launch the merge kernel: parts of the same strides, `out` contiguous."""
-    part, device = outs[0], out.device.id
-    kernel = compiler.kernel(dispatch.merge(part.dtype.name, out.dtype.name), device)
-    rows, dim = part.shape[:-1], part.shape[-1]
+    """Launch the merge kernel: parts of the same strides, `MAX_PARTS` at most, or stacked on axis 0
+    of contiguous arrays, of any number; `out` contiguous."""
+    if isinstance(outs, list):
+        first, shape, strides = outs[0], outs[0].shape, outs[0].strides
+        pointers, lse_pointers = [a.data.ptr for a in outs], [a.data.ptr for a in lses]
+        between = lse_between = 0
+    else:
+        first, shape, strides = outs, outs.shape[1:], outs.strides[1:]
+        pointers, lse_pointers = [outs.data.ptr], [lses.data.ptr]
+        between, lse_between = (a.strides[0] // a.itemsize for a in (outs, lses))
+    device = out.device.id
+    kernel = compiler.kernel(dispatch.merge(first.dtype.name, out.dtype.name), device)
+    dim, size = shape[-1], first.itemsize
     lse_strides = [lse.strides[axis] // lse.itemsize for axis in lse_axes]
-    strides = [stride // part.itemsize for stride in part.strides[:-1]]
-    packed = dim % 4 == 0 and all(
-        stride % 4 == 0 and a.data.ptr % 16 == 0 for a in (*outs, out) for stride in strides
+    row_strides = [stride // size for stride in strides[:-1]]
+    packed = (
+        dim % 4 == 0
+        and all(stride % 4 == 0 for stride in row_strides)
+        and all(pointer % 16 == 0 for pointer in (*pointers, out.data.ptr))
     )
-    missing = 3 - len(rows)
+    missing = 4 - len(shape)
     threads = 256
     blocks = min(-(-(out.size // dim) * -(-dim // 4) // threads), 1 << 16)
-    nothing = [0] * (MAX_PARTS - len(outs))
+    nothing = [0] * (MAX_PARTS - len(pointers))
     params = MERGE_PARAMS.pack(
-        *(a.data.ptr for a in outs),
+        *pointers,
         *nothing,
-        *(a.data.ptr for a in lses),
+        *lse_pointers,
         *nothing,
         out.data.ptr,
         lse.data.ptr,
-        *([0] * missing + strides),
+        *([0] * missing + row_strides),
         *([0] * missing + lse_strides),
         out.size // dim,
-        *((1,) * missing + rows)[1:],
+        *((1,) * missing + shape[:-1])[1:],
         dim,
         len(outs),
         packed,
+        between,
+        lse_between,
     )
     kernel((blocks,), (threads,), (as_kernel_argument(params),))

@@ -31,6 +31,8 @@ FORWARD_PARAMS = Struct(
     ("double", "scale softcap"),
     ("int", "batch seqlen_q seqlen_k heads_q heads_kv head_dim head_dim_v"),
     ("int", "window_left window_right bias_is_float32 score_rows score_cols"),
+    ("int", "group queries_of_64_rows"),
+    ("unsigned", "group_magic"),
 )
 
 SM90_PARAMS = Struct(
@@ -46,6 +48,8 @@ SM90_PARAMS = Struct(
     ("int", "num_splits"),
     ("const int*", "seq_lens"),
     ("int", "table_stride num_pages"),
+    ("tile::Divisor", "by_queries_of_tile"),
+    ("int", "min_queries"),
     scheduler="workspace",
     launch_id="launch_id",
 )
@@ -74,6 +78,7 @@ DECODE_PARAMS = Struct(
     ("ScaleStrides", "k_scale_stride k_minimum_stride v_scale_stride v_minimum_stride"),
     ("int", "k_format v_format k_group v_group"),
     ("int", "k_scale_is_float v_scale_is_float k_rotated v_rotated"),
+    ("int", "max_queries"),
     launch_id="launch_id",
 )
 
@@ -127,6 +132,7 @@ MERGE_PARAMS = Struct(
     ("long long[3]", "out_stride lse_stride"),
     ("long long", "rows"),
     ("int", "middle inner head_dim_v parts packed"),
+    ("long long", "out_part_stride lse_part_stride"),
 )
 
 CACHE_WRITE_PARAMS = Struct(
@@ -140,7 +146,7 @@ CACHE_WRITE_PARAMS = Struct(
     ("long long", "table_stride"),
     ("int", "total batch heads head_dim head_dim_v page_shift num_pages capacity uniform"),
     ("int", "lanes_shift pairs interleaved"),
-    ("Divisor", "by_uniform by_k_vecs by_v_vecs"),
+    ("tile::Divisor", "by_uniform by_k_vecs by_v_vecs"),
     ("const int*", "slots left_padding"),
     ("int", "page_slots max_position"),
 )
@@ -283,6 +289,7 @@ def forward_arguments(
         Their (shape, strides in bytes, dtype).
     """
     q, k, v, out = strides
+    group = max(1, spec.heads_q // spec.heads_kv)  # gradients may be of no query heads
     return FORWARD_PARAMS.arguments(
         q_stride=_row_strides(spec, q),
         k_stride=_row_strides(spec, k),
@@ -301,6 +308,9 @@ def forward_arguments(
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
         **_score_fields(bias, mask),
+        group=group,
+        queries_of_64_rows=64 // group,
+        group_magic=-(-(1 << 16) // group),
     )
 
 
@@ -494,6 +504,7 @@ def decode_arguments(
     num_splits: int | str | None,
     head_lanes: int,
     single_tile: bool,
+    max_queries: int = UNBOUNDED,
     k_scales: Scales | None = None,
     v_scales: Scales | None = None,
 ) -> Arguments:
@@ -522,6 +533,8 @@ def decode_arguments(
     head_lanes : int
         Blocks that share out the key heads.
     single_tile : bool
+        As in DecodeParams.
+    max_queries : int, optional
         As in DecodeParams.
     k_scales, v_scales : Scales, optional
         Of keys and values that are codes.
@@ -565,6 +578,7 @@ def decode_arguments(
         group_magic=group_magic,
         out_is_acc=out_itemsize != itemsize,
         single_tile=single_tile,
+        max_queries=max_queries,
         **_scale_fields("k", spec.k_format, spec.head_dim, k_scales),
         **_scale_fields("v", spec.v_format, spec.head_dim_v, v_scales),
     )

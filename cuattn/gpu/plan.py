@@ -91,13 +91,14 @@ class Plan:
         self.words, self.maps = tuple(words), tuple(maps)
         self.has_state = any(argument in ("workspace", "launch_id") for _, argument in words)
         self._slots: list[Slot] = []  # that no thread uses just now
+        self._beside = None if chosen.beside is None else Plan(chosen.beside, device)
 
     def new_slot(self) -> Slot:
         """Arguments that are filled with zeros where a launch fills them."""
         return Slot(self._template, self._structs)
 
     def launch(self, addresses: dict[str, Any]) -> None:
-        """Launch on the current device and stream.
+        """Launch on the current device and stream, and what was chosen beside after it.
 
         Parameters
         ----------
@@ -118,6 +119,8 @@ class Plan:
         self._slots.append(slot)
         if (launches := recorded.get()) is not None:
             launches.append((self, addresses))
+        if self._beside is not None:
+            self._beside.launch(dict(addresses))
 
     def workspace(self) -> Any:
         """Memory for the kernel's own use in one launch; None if it needs none."""

@@ -47,7 +47,7 @@ _RECORDS = {
     "PageStrides": ("long long",) * 3,
     "ScoreStrides": ("long long",) * 4,
     "ScaleStrides": ("long long",) * 4,
-    "Divisor": ("unsigned",) * 2,
+    "tile::Divisor": ("unsigned",) * 2,
     "RowSeeds": ("const unsigned long long*", "unsigned long long"),
 }
 

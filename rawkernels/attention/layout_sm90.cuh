@@ -37,6 +37,11 @@ constexpr int kValueWarps = Config::paged_kv && kFilterWarps == 0 ? 1 : 0;
 // scores, and a second would take their stage.
 constexpr bool kSkipsBlocks = (Config::bound_left || Config::bound_right) && !Config::elementwise;
 
+// Where costs are unknown a thread block takes a tile when it begins the one before, not earlier:
+// of tiles that it had taken already no other block could relieve it. With one stage of queries it
+// takes them earlier, as keys would wait for the tile.
+constexpr bool kTakesLate = kDynamic && kStagesQ > 1;
+
 // A consumer's turn to issue products ends when its scores are there, not as soon as its products
 // are issued. Else three consumers whose products take no longer than their exponentials can get
 // into step, all waiting for the tensor cores and then all taking exponentials (3% at head_dim 64;

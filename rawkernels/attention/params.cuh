@@ -44,6 +44,10 @@ struct ForwardParams {
   int window_left, window_right;
   int bias_is_float32;
   int score_rows, score_cols;  // queries and keys that bias and mask have elements for
+  // What packs rows of all query heads that share a key head: heads_q / heads_kv; how many queries
+  // with all of these heads fit into 64 rows; and n / group = n * group_magic >> 16 for n < 64.
+  int group, queries_of_64_rows;
+  unsigned group_magic;
 };
 
 __device__ __forceinline__ tile::ScoreInputs score_inputs(const ForwardParams& params) {

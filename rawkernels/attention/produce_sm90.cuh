@@ -3,6 +3,8 @@
 #pragma once
 
 #include "attention/layout_sm90.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
 // Loads `kPanels` panels of rows of one head once the consumers have left their place. All lanes
@@ -13,7 +15,7 @@ __device__ __forceinline__ void load_rows(unsigned char* place, const ptx::Tenso
                                           unsigned parity, const tile::TmaRows& rows, int row,
                                           int head, unsigned long long cache_hint) {
   ptx::mbarrier_wait(empty, parity ^ 1);
-  if (threadIdx.x % 32 == 0) {
+  if (ptx::elect_one()) {
     ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytes);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -28,34 +30,74 @@ __device__ __forceinline__ void load_rows(unsigned char* place, const ptx::Tenso
   __syncwarp();
 }
 
-// The same for a block of keys or values that lies in pages: each lane loads a box of it, from its
-// own page.
+// The same for a block of keys or values that lies in pages: lane i knows the page of box i. One
+// elected lane issues all boxes, from uniform registers: lanes that issue their own take turns, at
+// about a hundred cycles a box. With three consumers this warp's instructions are the scarce thing,
+// as those of the consumers fill seven eighths of the issue slots that they share: where boxes are
+// as many as a block has at least, there is no loop over them.
 template <int kPanels>
 __device__ __forceinline__ void load_pages(unsigned char* place, const ptx::TensorMap& map,
                                            ptx::Mbarrier& full, ptx::Mbarrier& empty,
                                            unsigned parity, const Sm90Params& sm90, int block,
                                            int head, int page) {
-  const int first = static_cast<int>(threadIdx.x % 32) << sm90.box_shift;
-  const int slot = page_table(sm90).slot(block * kTileN + first);
+  constexpr int kBoxKeys = kTileN & -kTileN, kBoxes = kTileN / kBoxKeys;
+  constexpr int kMostBoxes = 5;  // whose pages fit into registers
+  const kvcache::PageTable table = page_table(sm90);
   ptx::mbarrier_wait(empty, parity ^ 1);
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
-  __syncwarp();
-  if (first < kTileN) {
+  if (ptx::elect_one()) ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
+  if (kBoxes <= kMostBoxes && 1 << sm90.box_shift == kBoxKeys) {
+    int pages[kBoxes];
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tma_load(place + panel * kPanelBytesK + first * kRowBytes, map, full,
-                    panel * kPanelColumns, slot, head, page, ptx::kEvictLast);
+    for (int box = 0; box < kBoxes; ++box) pages[box] = __shfl_sync(~0u, page, box);
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+          ptx::tma_load(place + panel * kPanelBytesK + box * kBoxKeys * kRowBytes, map, full,
+                        panel * kPanelColumns, table.slot(block * kTileN + box * kBoxKeys), head,
+                        pages[box], ptx::kEvictLast);
+    }
+  } else {
+    int next = __shfl_sync(~0u, page, 0), slot = table.slot(block * kTileN);
+#pragma unroll 1
+    for (int first = 0, box = 1; first < kTileN; first += 1 << sm90.box_shift, ++box) {
+      const int page_of_box = next, slot_of_box = slot;
+      next = __shfl_sync(~0u, page, box);
+      slot = table.slot(slot + (1 << sm90.box_shift));
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+          ptx::tma_load(place + panel * kPanelBytesK, map, full, panel * kPanelColumns, slot_of_box,
+                        head, page_of_box, ptx::kEvictLast);
+      }
+      place += kRowBytes << sm90.box_shift;
+    }
   }
   __syncwarp();
 }
 
-// The page of a lane's box of a block; for a box past the last key one that does not exist, which
-// reads as zeros.
-__device__ __forceinline__ int page_of_lane(const Sm90Params& sm90, const Tile& tile, int block) {
+// The page table's entry for a lane's box of a block. It is read a block ahead, and looked at when
+// the block is loaded.
+__device__ __forceinline__ int entry_of_lane(const Sm90Params& sm90, const Tile& tile, int block) {
   if constexpr (Config::paged_kv) {
     const int first = static_cast<int>(threadIdx.x % 32) << sm90.box_shift;
     const int key = block * kTileN + first;
-    return first < kTileN && key < tile.keys.length ? page_table(sm90).page(tile.batch, key) : -1;
+    if (sm90.page_table != nullptr && first < kTileN && key < tile.keys.length)
+      return *page_table(sm90).entry(tile.batch, key);
+    return tile.batch;
+  }
+  return 0;
+}
+
+// The page of a lane's box of a block; for a box past the last key one that does not exist, which
+// reads as zeros.
+__device__ __forceinline__ int page_of_lane(const Sm90Params& sm90, int keys, int block,
+                                            int entry) {
+  if constexpr (Config::paged_kv) {
+    const int first = static_cast<int>(threadIdx.x % 32) << sm90.box_shift;
+    const int page = sm90.page_table == nullptr ? entry : page_table(sm90).existing(entry);
+    return block * kTileN + first < keys ? page : -1;
   }
   return 0;
 }
@@ -75,7 +117,7 @@ __device__ __forceinline__ void load_block(unsigned char* place, const ptx::Tens
 }
 
 // Passes a tile to all warps that work on it: called by the warp that has found it.
-__device__ __forceinline__ void put_tile(Smem& smem, tile::PipelineState<TileQueue::kSize>& queue,
+__device__ __forceinline__ void put_tile(Smem& smem, tile::PipelineState<TileQueue::kSize> queue,
                                          const Tile& tile) {
   ptx::mbarrier_wait(smem.queue.empty[queue.index], queue.parity ^ 1);
   if (threadIdx.x % 32 == 0) {
@@ -83,7 +125,6 @@ __device__ __forceinline__ void put_tile(Smem& smem, tile::PipelineState<TileQue
     ptx::mbarrier_arrive(smem.queue.full[queue.index]);
   }
   __syncwarp();
-  queue.advance();
 }
 
 // The next tile of the queue.
@@ -122,9 +163,10 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
       if (pending >= 0) load_values();
       continue;
     }
+    int next_entry = entry_of_lane(sm90, tile, tile.block_end - 1);
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-      // The table is read while the stage is waited for.
-      const int page = page_of_lane(sm90, tile, block);
+      const int page = page_of_lane(sm90, tile.keys.length, block, next_entry);
+      next_entry = entry_of_lane(sm90, tile, max(block - 1, tile.block_begin));
       load_block<kPanelsK>(smem.k[stage_k.index], sm90.k, smem.full_k[stage_k.index],
                            smem.empty_k[stage_k.index], stage_k.parity, sm90, tile.keys, block,
                            tile.head_kv, page);
@@ -149,10 +191,10 @@ __device__ __forceinline__ void load_one_of_both(
   tile::PipelineState<kStages> stage;
   tile::PipelineState<TileQueue::kSize> queue;
   for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
-    int next_page = page_of_lane(sm90, tile, tile.block_end - 1);
+    int next_entry = entry_of_lane(sm90, tile, tile.block_end - 1);
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-      const int page = next_page;
-      next_page = page_of_lane(sm90, tile, max(block - 1, tile.block_begin));
+      const int page = page_of_lane(sm90, tile.keys.length, block, next_entry);
+      next_entry = entry_of_lane(sm90, tile, max(block - 1, tile.block_begin));
       load_block<kPanels>(places[stage.index], map, full[stage.index], empty[stage.index],
                           stage.parity, sm90, tile.keys, block, tile.head_kv, page);
       stage.advance();
@@ -171,9 +213,9 @@ __device__ __forceinline__ void load_query_rows(Smem& smem, const ForwardParams&
   if constexpr (Config::pack_gqa) {
     const int row = tile.queries.shift + tile.query_of(params, tile.row + 64 * consumer);
     ptx::mbarrier_wait(empty, stage.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
+    if (ptx::elect_one()) {
       ptx::mbarrier_arrive_expect_tx(
-          full, kPanelsK * queries_of_64_rows(params) * group_of(params) * kRowBytes);
+          full, kPanelsK * params.queries_of_64_rows * params.group * kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < kPanelsK; ++panel) {
         unsigned char* const to = place + panel * kPanelBytesQ;
@@ -197,16 +239,23 @@ __device__ __forceinline__ void load_query_rows(Smem& smem, const ForwardParams&
 // Finds tiles for all, and loads their queries.
 __device__ __forceinline__ void schedule_tiles(Smem& smem, const ForwardParams& params,
                                                const Sm90Params& sm90) {
-  tile::PipelineState<kStagesQ> stage;
-  tile::PipelineState<TileQueue::kSize> queue;
+  tile::PipelineCounter<kStagesQ> loaded;
+  tile::PipelineCounter<TileQueue::kSize> found;
   TileScheduler scheduler(params, sm90);
   while (true) {
-    const Tile tile = scheduler.next();
-    put_tile(smem, queue, tile);
+    if constexpr (kTakesLate) {
+      const tile::PipelineState<kStagesQ> stage = loaded.state();
+      for (int consumer = 0; consumer < kWarpgroups; ++consumer)
+        ptx::mbarrier_wait(smem.empty_q[stage.index][consumer], stage.parity ^ 1);
+      loaded.count = ptx::opaque(loaded.count);  // else addresses are kept, and others spilled
+    }
+    const Tile tile = scheduler.next(found.count == 0);
+    put_tile(smem, found.state(), tile);
+    found.advance();
     if (tile.row < 0) break;
     if (kFilterWarps > 0 && tile.empty()) continue;
     for (int consumer = 0; consumer < kWarpgroups; ++consumer)
-      load_query_rows(smem, params, sm90, tile, stage, consumer);
-    stage.advance();
+      load_query_rows(smem, params, sm90, tile, loaded.state(), consumer);
+    loaded.advance();
   }
 }

@@ -5,6 +5,7 @@
 #include "attention/tile_sm90.cuh"
 #include "ptx/acquire_release.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
 
 __device__ __forceinline__ int scheduled_heads(const ForwardParams& params) {
   if constexpr (Config::pack_gqa) return params.heads_kv;
@@ -14,11 +15,11 @@ __device__ __forceinline__ int scheduled_heads(const ForwardParams& params) {
 // Sets the head of a tile: number `head` of those that are scheduled.
 __device__ __forceinline__ void set_head(Tile& tile, const ForwardParams& params, int head) {
   if constexpr (Config::pack_gqa) {
-    tile.head = head * group_of(params);
+    tile.head = head * params.group;
     tile.head_kv = head;
   } else {
     tile.head = head;
-    tile.head_kv = head / group_of(params);
+    tile.head_kv = head / params.group;
   }
 }
 
@@ -38,12 +39,12 @@ struct StaticTileScheduler {
       : params(params),
         sm90(sm90),
         heads(scheduled_heads(params) * params.batch * num_splits(sm90)),
-        tiles_m((params.seqlen_q + queries_of_tile(params) - 1) / queries_of_tile(params)) {
+        tiles_m(divided_by_tile(sm90, params.seqlen_q + queries_of_tile(params) - 1)) {
     even = sm90.section == 0;
     section = even ? heads : sm90.section;
   }
 
-  __device__ __forceinline__ Tile next() {
+  __device__ __forceinline__ Tile next(bool) {
     const int grid = gridDim.x;
     for (; first_head < heads; first_head += section, round = 0) {
       const int size = min(section, heads - first_head);
@@ -82,9 +83,11 @@ __device__ __forceinline__ tile::Sequence find_sequence(const ForwardParams& par
   if constexpr (kRaggedKeys) {
     return tile::sequence(params, index);
   } else {
-    const tile::Rows q = Config::varlen
-                             ? tile::ragged_rows(params.cu_seqlens_q, params.seqlen_q, index)
-                             : tile::Rows{0, params.seqlen_q};
+    tile::Rows q = {0, params.seqlen_q};
+    if constexpr (Config::varlen) {
+      q = tile::ragged_rows(params.cu_seqlens_q, params.seqlen_q, index);
+      if (q.length < sm90.min_queries) q.length = 0;
+    }
     const int keys = Config::seq_lens ? tile::clamped(sm90.seq_lens[index], 0, params.seqlen_k)
                                       : params.seqlen_k;
     return {index, q.begin, 0, q.length, keys, -1};
@@ -93,10 +96,10 @@ __device__ __forceinline__ tile::Sequence find_sequence(const ForwardParams& par
 
 // The tiles of a batch of up to 32 sequences, those that cost the most first: under a causal mask
 // by their place among the sequence's keys, the last first, else by how many keys there are. One
-// warp's lanes know a sequence each. Not where windows make the tiles' costs much the same: there
-// the warp has no registers left.
+// warp's lanes know a sequence each. Not where windows make the tiles' costs much the same, or
+// where all tiles are worked on at about the same time: there the warp has no registers left.
 struct SortedTiles {
-  static constexpr int kMost = Config::bound_left ? 0 : 32;
+  static constexpr int kMost = Config::bound_left || Config::split_kv ? 0 : 32;
   static constexpr bool kByPlace = Config::bound_right;
 
   int count = 0;  // of the lane's sequence
@@ -104,13 +107,13 @@ struct SortedTiles {
 
   __device__ __forceinline__ SortedTiles(const ForwardParams& params, const Sm90Params& sm90) {
     if (!serves(params)) return;
-    const int lane = threadIdx.x % 32, tile_m = queries_of_tile(params);
+    const int lane = threadIdx.x % 32;
     int keys = -1;
     if (lane < params.batch) {
       const tile::Sequence mine = find_sequence(params, sm90, lane);
-      count = (mine.seqlen_q + tile_m - 1) / tile_m;
+      count = divided_by_tile(sm90, mine.seqlen_q + queries_of_tile(params) - 1);
       keys = mine.seqlen_k;
-      if (kByPlace) first = max(0, mine.seqlen_k - mine.seqlen_q) / tile_m;
+      if (kByPlace) first = divided_by_tile(sm90, max(0, mine.seqlen_k - mine.seqlen_q));
     }
     if (kByPlace) return;
 #pragma unroll 1
@@ -145,7 +148,7 @@ struct SortedTiles {
       }
       mine = place >= first && place < first + count;
       const unsigned have = __ballot_sync(~0u, mine);
-      mine &= __popc(have & ((1u << threadIdx.x % 32) - 1)) == number - later;
+      mine &= __popc(have & ((1u << ptx::thread_index() % 32) - 1)) == number - later;
       place -= first;
     } else {
       mine = number >= first && number < first + count;
@@ -167,7 +170,6 @@ struct DynamicTileScheduler {
   const ForwardParams& params;
   const Sm90Params& sm90;
   const SortedTiles sorted;
-  unsigned item = blockIdx.x;  // the first of each block is given
 
   __device__ __forceinline__ DynamicTileScheduler(const ForwardParams& params,
                                                   const Sm90Params& sm90)
@@ -178,10 +180,11 @@ struct DynamicTileScheduler {
     }
   }
 
-  __device__ __forceinline__ Tile next() {
+  __device__ __forceinline__ Tile next(bool first) {
     Tile tile;
     tile.row = -1;
-    while (item < total() && tile.row < 0) {
+    unsigned item = first ? blockIdx.x : take();
+    while (item < total()) {
       const int first_head = item / (slots() * sm90.section) * sm90.section;
       const int size = min(sm90.section, heads() - first_head);
       const unsigned place = item - first_head * slots();
@@ -203,6 +206,7 @@ struct DynamicTileScheduler {
       else
         tile.keys = {found.seqlen_k, 0, found.index};
       tile.find_blocks(params, sm90);
+      if (tile.row >= 0) break;
       item = take();
     }
     return tile;
@@ -213,12 +217,12 @@ struct DynamicTileScheduler {
   __device__ __forceinline__ tile::Sequence find(int number) const {
     if (SortedTiles::serves(params)) return sorted.find(params, sm90, number);
     const int slot = slots() - 1 - number;
-    const int tile_m = queries_of_tile(params);
     if constexpr (Config::varlen) {
-      const int index = tile::sequence_of_slot(params.cu_seqlens_q, params.batch, slot, tile_m);
+      const auto by_tile = [this](int row) { return divided_by_tile(sm90, row); };
+      const int index = tile::sequence_of_slot(params.cu_seqlens_q, params.batch, slot, by_tile);
       tile::Sequence found = find_sequence(params, sm90, index);
-      found.tile =
-          tile::tile_of_slot(static_cast<int>(found.begin_q), found.seqlen_q, index, slot, tile_m);
+      found.tile = tile::tile_of_slot(static_cast<int>(found.begin_q), found.seqlen_q, index, slot,
+                                      queries_of_tile(params), by_tile);
       return found;
     } else {
       tile::Sequence found = find_sequence(params, sm90, slot / tiles_of_sequence());
@@ -231,10 +235,10 @@ struct DynamicTileScheduler {
     return scheduled_heads(params) * num_splits(sm90);
   }
   __device__ __forceinline__ int tiles_of_sequence() const {
-    return (params.seqlen_q + queries_of_tile(params) - 1) / queries_of_tile(params);
+    return divided_by_tile(sm90, params.seqlen_q + queries_of_tile(params) - 1);
   }
   __device__ __forceinline__ unsigned slots() const {
-    return Config::varlen ? params.seqlen_q / queries_of_tile(params) + params.batch
+    return Config::varlen ? divided_by_tile(sm90, params.seqlen_q) + params.batch
                           : tiles_of_sequence() * params.batch;
   }
   __device__ __forceinline__ unsigned total() const { return slots() * heads(); }

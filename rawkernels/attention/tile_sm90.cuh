@@ -5,6 +5,7 @@
 #include "attention/params.cuh"
 #include "kvcache/pages.cuh"
 #include "ptx/tma.cuh"
+#include "tile/divisor.cuh"
 #include "tile/dropout.cuh"
 #include "tile/ragged.cuh"
 #include "tile/visibility.cuh"
@@ -56,6 +57,8 @@ struct Sm90Params {
   int num_splits;
   const int* seq_lens;  // Config::seq_lens: (batch,), how many keys each sequence has
   int table_stride, num_pages;
+  tile::Divisor by_queries_of_tile;  // Config::pack_gqa
+  int min_queries;  // ragged rows over caches: sequences of fewer are left to another launch
 };
 
 __device__ __forceinline__ kvcache::PageTable page_table(const Sm90Params& sm90) {
@@ -65,15 +68,14 @@ __device__ __forceinline__ kvcache::PageTable page_table(const Sm90Params& sm90)
 // With Config::pack_gqa the rows of a tile are those of all query heads that share a key head: a
 // warpgroup's 64 rows are as many queries as fit with all of these heads, query after query, and
 // the rest idle.
-__device__ __forceinline__ int group_of(const ForwardParams& params) {
-  return params.heads_q / params.heads_kv;
-}
-__device__ __forceinline__ int queries_of_64_rows(const ForwardParams& params) {
-  return 64 / group_of(params);
-}
 __device__ __forceinline__ int queries_of_tile(const ForwardParams& params) {
-  if constexpr (Config::pack_gqa) return queries_of_64_rows(params) * Config::warpgroups;
+  if constexpr (Config::pack_gqa) return params.queries_of_64_rows * Config::warpgroups;
   return kTileM;
+}
+// n / queries_of_tile, rounded down, for n >= 0.
+__device__ __forceinline__ int divided_by_tile(const Sm90Params& sm90, int n) {
+  if constexpr (Config::pack_gqa) return tile::divided(n, sm90.by_queries_of_tile);
+  return n / kTileM;
 }
 
 __device__ __forceinline__ int num_splits(const Sm90Params& sm90) {
@@ -111,9 +113,9 @@ struct Tile : SplitOfTile<Config::split_kv> {
     bool used;
   };
   __device__ __forceinline__ Packed packed(const ForwardParams& params, int row) const {
-    const int group = group_of(params), queries = queries_of_64_rows(params);
-    const int index = row % 64, query = index / group;
-    return {row / 64 * queries + query, head + index - query * group, query < queries};
+    const int index = row % 64, query = index * params.group_magic >> 16;
+    return {row / 64 * params.queries_of_64_rows + query, head + index - query * params.group,
+            query < params.queries_of_64_rows};
   }
 
   // Rows are queries where they are not packed. (Said with `if constexpr` wherever consumers ask: a

@@ -1,9 +1,10 @@
 // Merges partial attention results over disjoint sets of keys into the result over all of them,
 // each weighted by its log-sum-exp. Memory-bound: each partial result is read once.
 //
-//   outs: `parts` arrays (outer, middle, inner, head_dim_v) of the same strides; lses float (double
-//   for float64), of the same strides over the first three axes, as the lse that is written; out
-//   contiguous, of the outs' type or of out_dtype. A thread has four columns of a row at a time.
+//   outs: `parts` arrays (outer, middle, inner, head_dim_v) of the same strides, up to kMaxParts of
+//   them or any number at equal distances; lses float (double for float64), of the same strides
+//   over the first three axes, as the lse that is written; out contiguous, of the outs' type or of
+//   out_dtype. A thread has four columns of a row at a time.
 #include "decoding/combine.cuh"
 
 using T = Config::dtype;
@@ -23,12 +24,24 @@ struct MergeParams {
   long long rows;
   int middle, inner, head_dim_v, parts;
   int packed;  // four columns may be read and written at once
+  // Nonzero: parts are so many elements apart, from outs[0] and lses[0] on, and there may be any
+  // number of them.
+  long long out_part_stride, lse_part_stride;
 };
+
+__device__ __forceinline__ const T* out_of(const MergeParams& params, int part) {
+  if (params.out_part_stride == 0) return static_cast<const T*>(params.outs[part]);
+  return static_cast<const T*>(params.outs[0]) + part * params.out_part_stride;
+}
+__device__ __forceinline__ const Acc* lse_of(const MergeParams& params, int part) {
+  if (params.lse_part_stride == 0) return static_cast<const Acc*>(params.lses[part]);
+  return static_cast<const Acc*>(params.lses[0]) + part * params.lse_part_stride;
+}
 
 // Columns from `column` on of a part's row.
 __device__ __forceinline__ decoding::FourColumns<T> load(const MergeParams& params, int part,
                                                          long long from, int column) {
-  const T* source = static_cast<const T*>(params.outs[part]) + from;
+  const T* source = out_of(params, part) + from;
   if (params.packed) return *reinterpret_cast<const decoding::FourColumns<T>*>(source);
   decoding::FourColumns<T> values = {};
 #pragma unroll
@@ -51,13 +64,11 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         x * params.out_stride[0] + y * params.out_stride[1] + z * params.out_stride[2] + column;
     const long long lse_at =
         x * params.lse_stride[0] + y * params.lse_stride[1] + z * params.lse_stride[2];
-    const auto lse_of = [&](int part) {
-      return static_cast<const Acc*>(params.lses[min(part, params.parts - 1)])[lse_at];
-    };
+    const auto lse = [&](int part) { return lse_of(params, min(part, params.parts - 1))[lse_at]; };
     Acc max_lse = tile::negative_infinity<Acc>();
     for (int first = 0; first < params.parts; first += kBatch) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) max_lse = fmax(max_lse, lse_of(first + i));
+      for (int i = 0; i < kBatch; ++i) max_lse = fmax(max_lse, lse(first + i));
     }
     const Acc shift = max_lse == tile::negative_infinity<Acc>() ? 0 : max_lse;
     Acc sum = 0, o[4] = {};
@@ -66,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       decoding::FourColumns<T> values[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        weight[i] = lse_of(first + i);
+        weight[i] = lse(first + i);
         values[i] = load(params, min(first + i, params.parts - 1), from, column);
       }
 #pragma unroll

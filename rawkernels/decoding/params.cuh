@@ -63,6 +63,7 @@ struct DecodeParams {
   int k_group, v_group;    // neighbouring features that share a scale
   int k_scale_is_float, v_scale_is_float;
   int k_rotated, v_rotated;
+  int max_queries;  // sequences of more are left to another launch
 };
 
 // Beside it, for the kernels that serve them: bias and mask, as in ForwardParams.

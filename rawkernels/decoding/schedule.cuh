@@ -40,7 +40,7 @@ __device__ __forceinline__ CachedSequence sequence_at(const DecodeParams& params
   if (params.cu_seqlens_q != nullptr) {
     const tile::Rows rows = tile::ragged_rows(params.cu_seqlens_q, params.seqlen_q, index);
     seq.begin_q = rows.begin;
-    seq.seqlen_q = rows.length;
+    seq.seqlen_q = rows.length <= params.max_queries ? rows.length : 0;
   }
   return seq;
 }

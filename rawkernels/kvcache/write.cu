@@ -13,21 +13,13 @@
 //   sequence, and slots and left_padding may be given.
 #include "kvcache/pages.cuh"
 #include "tile/accumulator.cuh"
+#include "tile/divisor.cuh"
 #include "tile/vec.cuh"
 
 using T = Config::dtype;
 constexpr int kVec = Config::vec_bytes / sizeof(T);
 
 using Acc = tile::Accumulator<T>;  // of angles
-
-// n / divisor = n * magic >> shift for n below 2^31: the divisions would come before the first
-// load.
-struct Divisor {
-  unsigned magic, shift;
-};
-__device__ __forceinline__ int divided(int n, Divisor by) {
-  return static_cast<int>(static_cast<unsigned long long>(n) * by.magic >> by.shift);
-}
 
 struct WriteParams {
   const void* k;
@@ -48,7 +40,8 @@ struct WriteParams {
   int lanes_shift;  // of a block's threads for a token
   int pairs;        // that are rotated
   int interleaved;  // pairs are features (2i, 2i + 1), not (i, i + pairs)
-  Divisor by_uniform, by_k_vecs, by_v_vecs;  // the latter two: a head's vectors
+  // The divisions would come before the first load. The latter two: a head's vectors.
+  tile::Divisor by_uniform, by_k_vecs, by_v_vecs;
   // With Config::any_cache:
   const int* slots;         // (total,): page * page_slots + slot; negative: no slot. null: as above
   const int* left_padding;  // (batch,): slots at the beginning that are not written; null: none
@@ -95,7 +88,7 @@ __device__ __forceinline__ Slot find_slot(const WriteParams& params, int token) 
   }
   int sequence, end;
   if (params.uniform > 0) {
-    sequence = divided(token, params.by_uniform);
+    sequence = tile::divided(token, params.by_uniform);
     end = (sequence + 1) * params.uniform;
   } else {
     int count = params.batch;  // the sequence is in [sequence, sequence + count)
@@ -193,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       (blockIdx.y << params.lanes_shift) + (threadIdx.x & ((1 << params.lanes_shift) - 1));
   if (token >= params.total) return;
   const Slot at = find_slot(params, token);
-  const int k_head = divided(vec, params.by_k_vecs), v_head = divided(vec, params.by_v_vecs);
+  const int k_head = tile::divided(vec, params.by_k_vecs),
+            v_head = tile::divided(vec, params.by_v_vecs);
   const int k_column = kVec * vec - k_head * params.head_dim;
   const int v_column = kVec * vec - v_head * params.head_dim_v;
   const T* const k =

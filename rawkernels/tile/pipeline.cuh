@@ -22,6 +22,19 @@ struct PipelineState {
   }
 };
 
+// The same in one register, where registers are few: how many stages the warp has used.
+template <int kStages>
+struct PipelineCounter {
+  unsigned count = 0;
+
+  __device__ __forceinline__ PipelineState<kStages> state() const {
+    static_assert((kStages & (kStages - 1)) == 0,
+                  "the count wraps around at a multiple of a round");
+    return {static_cast<int>(count % kStages), count / kStages % 2};
+  }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
 // One arrival for a whole warp, after all that its lanes did before.
 __device__ __forceinline__ void arrive_warp(ptx::Mbarrier& barrier) {
   __syncwarp();

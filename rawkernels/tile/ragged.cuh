@@ -39,16 +39,17 @@ __device__ __forceinline__ Sequence sequence(const Params& params, int index) {
 // total_q / tile_m + batch slots without knowing a length: sequence b owns those from
 // cu_seqlens[b] / tile_m + b on, up to the next sequence's first, which is always enough for its
 // tiles, and at most one too many. All 32 lanes of a warp together, with the same slot: with 32
-// candidates a step, a thousand sequences are found in two reads.
+// candidates a step, a thousand sequences are found in two reads. `by_tile` divides by tile_m.
+template <class ByTile>
 __device__ __forceinline__ int sequence_of_slot(const int* cu_seqlens, int batch, int slot,
-                                                int tile_m) {
+                                                ByTile by_tile) {
   const int lane = threadIdx.x % 32;
   int low = 0, count = batch;  // the owner is in [low, low + count)
   while (count > 1) {
     const int step = (count + 31) / 32;
     const int candidate = low + lane * step;
     const bool starts =
-        candidate < low + count && cu_seqlens[candidate] / tile_m + candidate <= slot;
+        candidate < low + count && by_tile(cu_seqlens[candidate]) + candidate <= slot;
     const int last =
         31 - __clz(__ballot_sync(~0u, starts || lane == 0));  // low's first slot is <= slot
     const int end = low + count;
@@ -59,18 +60,21 @@ __device__ __forceinline__ int sequence_of_slot(const int* cu_seqlens, int batch
 }
 
 // Which of its sequence's tiles a slot stands for; -1 where it has none for it.
+template <class ByTile>
 __device__ __forceinline__ int tile_of_slot(int begin_q, int seqlen_q, int index, int slot,
-                                            int tile_m) {
-  const int tile = slot - (begin_q / tile_m + index);
+                                            int tile_m, ByTile by_tile) {
+  const int tile = slot - (by_tile(begin_q) + index);
   return tile * static_cast<long long>(tile_m) < seqlen_q ? tile : -1;
 }
 
 // The sequence and the tile of a slot, found by a whole warp.
 template <int kTileM, class Params>
 __device__ __forceinline__ Sequence varlen_sequence(const Params& params, int slot) {
-  const int index = sequence_of_slot(params.cu_seqlens_q, params.batch, slot, kTileM);
+  const auto by_tile = [](int row) { return row / kTileM; };
+  const int index = sequence_of_slot(params.cu_seqlens_q, params.batch, slot, by_tile);
   Sequence found = sequence(params, index);
-  found.tile = tile_of_slot(static_cast<int>(found.begin_q), found.seqlen_q, index, slot, kTileM);
+  found.tile =
+      tile_of_slot(static_cast<int>(found.begin_q), found.seqlen_q, index, slot, kTileM, by_tile);
   return found;
 }
 

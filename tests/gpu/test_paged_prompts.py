@@ -43,14 +43,18 @@ def normal(rng, *shape, dtype=BFLOAT16):
 
 
 class Prompts:
-    """Sequences of 4 query heads over 2 of keys, whose keys lie one after the other (`k`, `v`), in
-    caches, or in pages in any order; what nobody wrote is NaN."""
+    """Sequences, of 4 query heads over 2 of keys unless said, whose keys lie one after the other
+    (`k`, `v`), in caches, or in pages in any order; what nobody wrote is NaN."""
 
-    def __init__(self, rng, rows, keys, dims=(128, 128), page_size=16, dtype=BFLOAT16):
+    def __init__(
+        self, rng, rows, keys, dims=(128, 128), page_size=16, dtype=BFLOAT16, heads=(4, 2)
+    ):
         self.rng, self.page_size, self.dtype = rng, page_size, dtype
         self.rows, self.lens = np.asarray(rows), np.asarray(keys)
-        self.q = normal(rng, int(self.rows.sum()), 4, dims[0], dtype=dtype)
-        self.k, self.v = (normal(rng, int(self.lens.sum()), 2, dim, dtype=dtype) for dim in dims)
+        self.q = normal(rng, int(self.rows.sum()), heads[0], dims[0], dtype=dtype)
+        self.k, self.v = (
+            normal(rng, int(self.lens.sum()), heads[1], dim, dtype=dtype) for dim in dims
+        )
         self.cu_q, self.cu_k = (
             np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (self.rows, self.lens)
         )
@@ -158,6 +162,49 @@ def test_every_head_dim(dims, dtype, rng):
         assert same_bits(result, prompts.contiguous(**options))
 
 
+@pytest.mark.parametrize(
+    ("heads", "same"),
+    [
+        ((2, 2), True),
+        ((3, 1), True),
+        ((5, 1), False),
+        ((8, 1), True),
+        ((12, 1), False),
+        ((48, 1), True),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_groups_of_heads(head_dim, heads, same, rng):
+    """Rows of a tile are those of all heads of a group, where few of them then idle; over pages a
+    few more may."""
+    prompts = Prompts(rng, *zip(*LENGTHS, strict=True), (head_dim, head_dim), 32, heads=heads)
+    for options in ({}, {"window": (100, 0)}):
+        result = prompts.attend(**options)
+        prompts.check(result, **options)
+        if same:
+            assert same_bits(result, prompts.contiguous(**options))
+
+
+def test_decoding_sequences_beside_prompts(rng):
+    """A sequence's results do not depend on what else is in the batch."""
+    rows, keys = np.array([1] * 9 + [300, 2, 700]), np.array([*range(300, 1200, 100), 300, 50, 900])
+    prompts = Prompts(rng, rows, keys, page_size=64, heads=(8, 2))
+    out, lse = prompts.attend()
+    prompts.check((out, lse))
+    k, v, table = prompts.pages()
+    for b in (0, 8, 9, 10, 11):
+        mine = slice(prompts.cu_q[b], prompts.cu_q[b + 1])
+        alone = cuattn.paged_attention(
+            cupy.asarray(prompts.q[mine]),
+            k,
+            v,
+            table[b : b + 1],
+            cupy.asarray(prompts.lens[b : b + 1].astype(np.int32)),
+            cu_seqlens_q=cupy.asarray(np.int32([0, rows[b]])),
+        )
+        assert bool((alone == out[mine]).all())
+
+
 @pytest.mark.parametrize("batch", [1, 3, 32, 33, 200])
 @pytest.mark.parametrize("option", ["causal", "full", "window"])
 def test_batches_of_any_size(batch, option, rng):
@@ -171,24 +218,48 @@ def test_batches_of_any_size(batch, option, rng):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("rows", [100, 193, 500])
-def test_batched_rows_over_caches_and_pages(rows, option, rng):
-    """Each sequence's last rows; caches of a capacity that no tile divides."""
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_batched_rows_over_caches_and_pages(head_dim, rows, option, rng):
+    """Each sequence's last rows; caches of a capacity that no tile divides. In caches and pages a
+    call has the same tiles."""
     options = OPTIONS[option]
     keys = rows + np.array([0, 1, 77, 300, 511])
-    prompts = Prompts(rng, np.full(5, rows), keys)
-    want = prompts.attend(**options)
-    prompts.check(want, **options)
-    q = cupy.asarray(prompts.q.reshape(5, rows, 4, 128))
+    prompts = Prompts(rng, np.full(5, rows), keys, (head_dim, head_dim))
+    q = cupy.asarray(prompts.q.reshape(5, rows, 4, head_dim))
     lens = cupy.asarray(keys.astype(np.int32))
     results = [
-        cuattn.flash_decode(q, *prompts.caches(1111), lens, **on_device(options), return_lse=True),
-        cuattn.paged_attention(q, *prompts.pages(), lens, **on_device(options), return_lse=True),
-    ]
-    for out, lse in results:
-        assert same_bits(
-            (out.reshape(-1, 4, 128), lse.transpose(1, 0, 2).reshape(4, -1)),
-            (want[0], cupy.ascontiguousarray(want[1])),
+        (
+            out.reshape(-1, 4, head_dim),
+            cupy.ascontiguousarray(lse.transpose(1, 0, 2)).reshape(4, -1),
         )
+        for out, lse in (
+            cuattn.flash_decode(
+                q, *prompts.caches(1111), lens, **on_device(options), return_lse=True
+            ),
+            cuattn.paged_attention(
+                q, *prompts.pages(), lens, **on_device(options), return_lse=True
+            ),
+        )
+    ]
+    prompts.check(results[0], **options)
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("rows", [64, 256, 700])
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+def test_batched_rows_give_what_contiguous_keys_give(page_size, rows, rng):
+    """Bit for bit, where both take the same tiles."""
+    keys = 900
+    prompts = Prompts(rng, np.full(3, rows), np.full(3, keys), page_size=page_size or 16)
+    q = cupy.asarray(prompts.q.reshape(3, rows, 4, 128))
+    k, v = (cupy.asarray(a.reshape(3, keys, 2, 128)) for a in (prompts.k, prompts.v))
+    want = cuattn.flash_attention(q, k, v, causal=True, return_lse=True)
+    lens = cupy.full(3, keys, np.int32)
+    if page_size is None:
+        result = cuattn.flash_decode(q, *prompts.caches(keys), lens, return_lse=True)
+    else:
+        result = cuattn.paged_attention(q, *prompts.pages(), lens, return_lse=True)
+    assert same_bits(result, want)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

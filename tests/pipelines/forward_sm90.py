@@ -59,13 +59,14 @@ class Protocol:
     keeps_turn: bool
     releases_late: bool
     first_turn: bool
+    takes_late: bool
     dropout_warps: int
     value_warps: int  # beside the warp that loads keys, or keys and values
     turn_threads: int
     arrivals: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        flags = ("elementwise", "skips_blocks", "keeps_turn", "releases_late")
+        flags = ("elementwise", "skips_blocks", "keeps_turn", "releases_late", "takes_late")
         names = [flag for flag in flags if getattr(self, flag)]
         counted = (
             (self.consumers, "consumers"),
@@ -102,6 +103,7 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
         keeps_turn=bool(constants["kKeepsTurn"]),
         releases_late=bool(constants["kReleasesLate"]),
         first_turn=bool(constants["kFirstTurn"]),
+        takes_late=bool(constants["kTakesLate"]),
         dropout_warps=constants["kDropoutWarps"],
         value_warps=constants["kValueWarps"],
         turn_threads=constants.value(re.search(r"bar_sync\(1 \+ consumer, (.*?)\)", text)[1]),
@@ -190,6 +192,8 @@ def load_one_of_both(what: str, p: Protocol, own, tile) -> Iterator[NamedTuple]:
 
 def schedule_tiles(p: Protocol, own, tile) -> Iterator[NamedTuple]:
     """Finds tiles, too: it is the one that takes the inputs."""
+    for consumer in range(p.consumers if p.takes_late else 0):
+        yield Wait(f"empty_q.{consumer}", before=True)
     yield Wait("queue.empty", before=True)
     yield Write("tiles")
     yield Arrive("queue.full")

@@ -119,7 +119,7 @@ def changed(model, process, function):
 @pytest.mark.parametrize("barrier", ["empty_k", "empty_v", "queue.empty"])
 def test_what_is_released_before_it_is_read_is_found(barrier):
     """A consumer that arrives for a stage as soon as it has waited for it."""
-    p = PROTOCOLS["3consumers-2q_stages-2filter_warps-releases_late"]
+    p = PROTOCOLS["3consumers-2q_stages-2filter_warps-releases_late-takes_late"]
     full = {"empty_k": "full_k", "empty_v": "filtered_v", "queue.empty": "queue.full"}[barrier]
 
     def early(operations):
@@ -137,7 +137,7 @@ def test_what_is_released_before_it_is_read_is_found(barrier):
 
 def test_flags_that_are_not_double_buffered_are_found():
     """`replaced` of a tile, which consumers read while filter warps are at the next."""
-    model = pipeline(PROTOCOLS["2consumers-2q_stages-2filter_warps-releases_late"])
+    model = pipeline(PROTOCOLS["2consumers-2q_stages-2filter_warps-releases_late-takes_late"])
     model = dataclasses.replace(model, rings={**model.rings, "number": 1})
     with pytest.raises(explorer.Fault, match="replaced"):
         explorer.explore(model)

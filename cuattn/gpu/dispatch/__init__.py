@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
@@ -45,7 +46,7 @@ from cuattn.gpu.dispatch.launch import (
 )
 from cuattn.gpu.dispatch.mla import mla_variants
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
-from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding
+from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding, queries_for_decoding
 from cuattn.gpu.dispatch.sampling import (
     MAX_TOP_K,
     filter_rows,
@@ -62,10 +63,10 @@ from cuattn.gpu.dispatch.sampling import (
 from cuattn.gpu.dispatch.sm90 import (
     Sm90Forward,
     Sm90ForwardConfig,
-    Sm90Prefix,
     products_of_tiles,
     sm90_section,
 )
+from cuattn.gpu.dispatch.split_sm90 import Sm90Prefix, Sm90Split
 
 __all__ = [
     "CACHE_UPDATE",
@@ -119,6 +120,7 @@ TIERS: tuple[Tier, ...] = (
     Sm90Decode(),
     Sm80Decode(),
     SimtDecode(),
+    Sm90Split(),
     Sm90Forward(),
     Sm80Forward(),
     SimtForward(),
@@ -153,13 +155,24 @@ def use_tiers(*names: str) -> Iterator[None]:
 
 def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
     """Choose the kernel of an attention call: of the tiers that decode or of those that do not,
-    whichever are faster for it, the first that serves it, else of the others.
+    whichever are faster for it, the first that serves it, else of the others. A batch of some
+    sequences for the one and some for the other has a launch of each.
 
     Raises
     ------
     LookupError
         None does, which all of them together never leave.
     """
+    if most := queries_for_decoding(call):
+        few = dataclasses.replace(call, max_queries=most)
+        many = dataclasses.replace(call, min_queries=most + 1)
+        decoding, forward = (
+            next(filter(None, (tier.serves(part) for tier in tiers if tier.name == name)), None)
+            for part, name in ((few, "decode_sm80"), (many, "forward_sm90"))
+        )
+        if decoding is not None and forward is not None:
+            beside = forward.with_scores(call.score_mod)
+            return dataclasses.replace(decoding.with_scores(call.score_mod), beside=beside)
     decoding = prefers_decoding(call)
     for tier in sorted(tiers, key=lambda tier: tier.decodes is not decoding):
         if call.spec.quantized and not tier.reads_codes:

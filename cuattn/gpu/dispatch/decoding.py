@@ -12,7 +12,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
-from cuattn.gpu.params import DECODE_MAPS, Scales, decode_arguments, score_arguments
+from cuattn.gpu.params import DECODE_MAPS, UNBOUNDED, Scales, decode_arguments, score_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -310,6 +310,8 @@ class Sm80Decode:
         # Ragged rows may be of prompts; where there is about one a sequence it is decoding, and a
         # small tile wastes least.
         rows = rows_of_sequence(spec)
+        if call.max_queries < UNBOUNDED:
+            rows = call.max_queries * (spec.heads_q // spec.heads_kv)
         tiles = DECODE_ROWS[head_dim]
         if spec.quantized:
             tiles = CODE_ROWS[head_dim] if groups == (1, 1) else CODE_ROWS[head_dim][:1]
@@ -436,6 +438,7 @@ def _arguments(
         num_splits=call.num_splits,
         head_lanes=head_lanes,
         single_tile=single_tile,
+        max_queries=call.max_queries,
         k_scales=call.k_scales,
         v_scales=call.v_scales,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import CONTRACT_SCORES, Variant
-from cuattn.gpu.params import Scales
+from cuattn.gpu.params import UNBOUNDED, Scales
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -114,6 +114,9 @@ class Call:
     score_mod: str = CONTRACT_SCORES  # the text of the score functor, as a Variant has it
     k_scales: Scales | None = None  # where the spec says that keys are codes
     v_scales: Scales | None = None
+    # Of a sequence whose rows are ragged: others are left to another launch.
+    min_queries: int = 0
+    max_queries: int = UNBOUNDED
 
     @classmethod
     def contiguous(
@@ -166,6 +169,7 @@ class Launch:
     tensor_maps: Mapping[str, TensorMap | None] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
     parts: int = 1  # of the keys, each with a result of its own
+    beside: Launch | None = None  # computes the sequences that this one leaves out
 
     def with_scores(self, score_mod: str) -> Launch:
         """The same launch of the kernel's variant with another score functor."""

@@ -17,6 +17,8 @@ For the same reason keys are then split every `UNIT_KEYS` (num_splits="fixed").
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
@@ -26,6 +28,8 @@ UNIT_KEYS = 1024  # of num_splits="fixed"
 LEAST_SPLITS = 2  # of the keys of plain arrays
 CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
+MIXED_ROWS = (8, 16, 32, 64)  # of a sequence that is for decoding, beside others that are not
+TWO_LAUNCHES_US = 60.0  # that a second launch is made for, if one alone may lose as much
 START_US = 6.0  # what decoding takes longer to begin, and to merge its splits
 BLOCK_BYTES = 90e3  # that one thread block reads in a microsecond, where memory has no other work
 
@@ -62,9 +66,14 @@ def prefers_decoding(call: Call) -> bool:
     spec, rates = call.spec, _rates(call)
     if call.partial is not None or call.num_splits is not None or spec.quantized:
         return True
+    many_rows = rows_of_sequence(spec) > PARTS_FOR_ROWS
+    in_parts = best_parts(call)[1] if many_rows and can_split(call) else math.inf
     if spec.keys in ("cached", "paged"):
+        if spec.rows == "ragged" and not many_rows:
+            return True  # a long prompt among them has a launch beside: `queries_for_decoding`
         forward = CLEARLY_FORWARD * forward_us(spec, rates, spec.batch, call.multiprocessors)
-        return decoding_us(spec, rates, spec.batch, call.multiprocessors) <= forward
+        decoding = decoding_us(spec, rates, spec.batch, call.multiprocessors)
+        return decoding <= forward and decoding + START_US <= CLEARLY_FORWARD * in_parts
     rows = rows_of_sequence(spec)
     if spec.seqlen_k < LEAST_SPLITS * UNIT_KEYS or rows > rates.decoding_rows[-1]:
         return False  # keys of several tiles of rows are not split at all
@@ -78,18 +87,63 @@ def prefers_decoding(call: Call) -> bool:
     )
     alone = START_US + max(split_us, decoding_us(spec, rates, 1, call.multiprocessors))
     many = 1 << 20  # sequences: no multiprocessor is idle
-    return CLEARLY * alone <= forward_us(spec, rates, 1, call.multiprocessors) and decoding_us(
-        spec, rates, many, call.multiprocessors
-    ) <= forward_us(spec, rates, many, call.multiprocessors)
+    return (
+        CLEARLY * alone <= forward_us(spec, rates, 1, call.multiprocessors)
+        and decoding_us(spec, rates, many, call.multiprocessors)
+        <= forward_us(spec, rates, many, call.multiprocessors)
+        and alone <= CLEARLY_FORWARD * in_parts
+    )
+
+
+def queries_for_decoding(call: Call) -> int:
+    """Up to how many queries of a sequence are for decoding, where a batch of ragged rows may have
+    sequences of more, which are for Hopper's forward kernel, in a launch beside; 0 where one launch
+    serves all.
+
+    How long the sequences are, only the device knows. Both launches are made where one of them
+    alone may take much longer: the forward kernel gives a sequence of one token a thread block for
+    each key head, which goes over all its keys; the decoding kernel computes a long prompt at a
+    fifth of the rate.
+    """
+    spec = call.spec
+    group = spec.heads_q // spec.heads_kv
+    longest = spec.seqlen_q - (spec.batch - 1)  # where the others have one query
+    if (
+        call.arch != "sm_90a"
+        or spec.rows != "ragged"
+        or spec.keys != "paged"
+        or spec.batch < 2
+        or call.partial is not None
+        or call.num_splits is not None
+        or call.elementwise
+        or spec.quantized
+        or spec.dtype.itemsize != 2
+        or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
+    ):
+        return 0
+    decoding = prefers_decoding(call)
+    rows = rows_of_sequence(spec) if decoding else group
+    most = next((n for n in MIXED_ROWS if rows <= n), 0) // group
+    if not 0 < most < longest:
+        return 0
+    if decoding:
+        prompt = dataclasses.replace(spec, rows="batched", batch=1, seqlen_q=longest)
+        lost_us = decoding_us(prompt, HOPPER, 1, call.multiprocessors)
+    else:
+        lost_us = _flops(spec, 192) / HOPPER.forward_flops
+    return most if lost_us >= TWO_LAUNCHES_US else 0
 
 
 def forward_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:
     """About what a forward kernel takes: tiles in waves over the device, or its bytes."""
     columns = spec.head_dim + spec.head_dim_v
     rows = rates.forward_rows
-    if not spec.rows == spec.keys == "batched" and rows == 128 and columns <= 256:
-        rows = 192  # lengths are unknown here, and get the largest tile
-    tiles = batch * spec.heads_q * -(-tokens_of_sequence(spec) // rows)
+    heads, queries = spec.heads_q, tokens_of_sequence(spec)
+    if spec.rows == "ragged" and rates is HOPPER:
+        # Lengths are unknown here: the largest tile, of all heads that share a key head.
+        rows = 192 if columns <= 256 else 128
+        heads, queries = spec.heads_kv, rows_of_sequence(spec)
+    tiles = batch * heads * -(-queries // rows)
     waves = -(-tiles // multiprocessors)
     rate = min(rates.forward_flops, rates.forward_flops_per_column * columns)
     return max(waves * _flops(spec, rows) / rate, _reading_us(spec, rates, batch, multiprocessors))
@@ -113,6 +167,85 @@ def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: 
     """What it takes to read all keys and values once."""
     nbytes = batch * spec.heads_kv * spec.seqlen_k * key_bytes(spec)
     return nbytes / rates.bytes / multiprocessors
+
+
+#: Keys of a tile of attention/forward_sm90.cu whose rows pack the query heads of a group and whose
+#: keys are cut into parts, by head_dim: whole pages, or part of one.
+SPLIT_TILE_KEYS = {64: 128, 128: 128, 256: 64}
+SPLIT_TILE_ROWS = 128
+MAX_PARTS = 128
+MIN_PAGE = 8  # rows that TMA's swizzle permutes together
+#: Beyond so many rows a key head, decoding has to be faster than that kernel: for 32768 keys, 32
+#: heads on 8, 16 rows take decoding 39.6 µs and that kernel 45.5, 64 rows 115 and 45.9.
+PARTS_FOR_ROWS = 32
+MERGE_US = 4.0  # what a second launch takes, which merges the parts
+MERGE_BYTES = 2.5e6  # of the parts that are written and read in a microsecond
+TILE_STEPS = 2  # blocks of keys, which a tile's beginning and end take as long as
+SLOWER_FOR_MANY = 1.06  # at most, than tiles that see all keys
+
+
+def can_split(call: Call) -> bool:
+    """Whether Hopper's forward kernel can cut the keys of a call into parts."""
+    spec = call.spec
+    return (
+        call.arch == "sm_90a"
+        and spec.rows == "batched"
+        and spec.keys in ("batched", "cached", "paged")
+        and spec.window_left is None
+        and spec.window_right in (0, None)
+        and spec.dropout == 0.0
+        and spec.scale > 0.0
+        and not call.has_score
+        and not spec.quantized
+        and spec.dtype.itemsize == 2
+        and spec.kv_dtype == spec.dtype
+        and call.aligned
+        and call.num_splits is None
+        and spec.head_dim_v % 8 == 0
+        and max(spec.head_dim, spec.head_dim_v) <= MAX_DIM
+        and spec.heads_q // spec.heads_kv <= 64
+        and 0 < spec.seqlen_k < 1 << 29
+        and not (spec.keys == "paged" and spec.page_size < MIN_PAGE)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_parts(spec: AttentionSpec, multiprocessors: int) -> tuple[int, float]:
+    group = spec.heads_q // spec.heads_kv
+    head_dim = next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
+    tile_n = SPLIT_TILE_KEYS[head_dim]
+    rate = min(HOPPER.forward_flops, HOPPER.forward_flops_per_column * 2 * head_dim)
+    block_us = 2.0 * SPLIT_TILE_ROWS * tile_n * 2 * head_dim / rate
+    tiles = spec.heads_kv * -(-spec.seqlen_q // (64 // group * (SPLIT_TILE_ROWS // 64)))
+    blocks = -(-spec.seqlen_k // tile_n)
+    part_us = spec.seqlen_q * spec.heads_q * (2 * 4 * spec.head_dim_v) / MERGE_BYTES
+
+    def us(parts: int, batch: int) -> float:
+        waves = -(-tiles * batch * parts // multiprocessors)
+        products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
+        reading = _reading_us(spec, HOPPER, batch, multiprocessors)
+        return max(products, reading) + MERGE_US + parts * batch * part_us
+
+    cached = spec.keys in ("cached", "paged")
+    batch = spec.batch if cached else 1
+    counts = range(2, min(blocks, MAX_PARTS) + 1)
+    if not cached:
+        many = 64 * multiprocessors
+        most = SLOWER_FOR_MANY * forward_us(spec, HOPPER, many, multiprocessors)
+        counts = [parts for parts in counts if us(parts, many) <= most]
+    parts = min(counts, key=lambda parts: us(parts, batch), default=1)
+    faster = CLEARLY_FORWARD if cached else CLEARLY
+    whole = forward_us(spec, HOPPER, batch, multiprocessors)
+    if parts == 1 or faster * us(parts, batch) > whole:
+        return 1, math.inf
+    return parts, us(parts, batch)
+
+
+def best_parts(call: Call) -> tuple[int, float]:
+    """Into how many parts the keys of a call that :func:`can_split` are best cut for Hopper's
+    forward kernel, and about how many microseconds that takes with the merging of the parts; 1 and
+    infinity where they are best left whole."""
+    return _best_parts(call.spec, call.multiprocessors)
 
 
 #: What a prefix that lies in the pages must be for it to be read once for all sequences: so many

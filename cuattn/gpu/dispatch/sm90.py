@@ -14,9 +14,11 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch, Layout
+from cuattn.gpu.dispatch.routing import MIN_PAGE
 from cuattn.gpu.params import (
     CONTIGUOUS_PAGE_SHIFT,
     SM90_PARAMS,
+    divisor,
     dropout_arguments,
     forward_arguments,
 )
@@ -28,7 +30,6 @@ FAR_ROWS = 1 << 30  # kFarRows of tile/ragged.cuh
 ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
-_MIN_PAGE = 8  # rows that TMA's swizzle permutes together
 _ANY_STRIDE = 16  # of an axis of length 1
 
 
@@ -63,6 +64,12 @@ class Sm90ForwardConfig(Config):
     def tile_m(self) -> int:
         """Rows of a tile: queries, or with pack_gqa queries and heads."""
         return 64 * self.warpgroups
+
+    def queries_of_tile(self, spec: AttentionSpec) -> int:
+        """How many queries a tile has, of one head or of all that share a key head."""
+        if self.pack_gqa:
+            return 64 // (spec.heads_q // spec.heads_kv) * self.warpgroups
+        return self.tile_m
 
     @property
     def bias_pitch(self) -> int:
@@ -170,7 +177,7 @@ class Sm90Forward:
             or (call.elementwise and (ragged or cached))
             or max(dims) > MAX_DIM
             or spec.kv_dtype != spec.dtype
-            or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
+            or (spec.keys == "paged" and spec.page_size < MIN_PAGE)
             or spec.dtype.itemsize != 2
             or (spec.dropout != 0.0 and (call.has_score or cached))
             or not call.addressable
@@ -192,28 +199,31 @@ class Sm90Forward:
                 call.elementwise and not call.has_own_scores,
                 varlen=ragged,
                 cached=cached,
+                pack_gqa=packs_gqa(call),
                 dropout=spec.dropout != 0.0,
             )
             if (config.bound_left, config.bound_right) >= bounded
         ]
         config = min(configs, key=functools.partial(_time, spec))
+        heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+        queries = config.queries_of_tile(spec)
         if ragged:
-            tiles = (spec.seqlen_q // config.tile_m + spec.batch) * spec.heads_q
+            tiles = (spec.seqlen_q // queries + spec.batch) * heads
         else:
-            tiles = -(-spec.seqlen_q // config.tile_m) * spec.batch * spec.heads_q
+            tiles = -(-spec.seqlen_q // queries) * spec.batch * heads
         if tiles >= 1 << 31:
             return None
         blocks = min(tiles, call.multiprocessors)
-        tensor_maps = _tensor_maps(call, config)
+        tensor_maps = maps_of(call, config)
         arguments = forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes)
         if config.dropout:
             arguments = arguments.followed_by(dropout_arguments(spec))
         return Launch(
-            _variant(config),
+            variant_of(config),
             (blocks,),
             (
                 arguments,
-                _arguments(
+                kernel_arguments(
                     spec,
                     config,
                     tensor_maps,
@@ -221,6 +231,7 @@ class Sm90Forward:
                     section=sm90_section(spec, config, blocks),
                     table_stride=call.table_stride,
                     num_pages=call.num_pages,
+                    min_queries=call.min_queries,
                 ),
             ),
             tensor_maps,
@@ -236,13 +247,27 @@ class Sm90Forward:
                 # Bias and mask come with batched rows and keys alone.
                 scores = ((False, False), (True, False), (True, True))
                 for score in scores[: 2 if varlen or cached else 3]:
-                    configs = _configs(dtype, dims, *score, varlen=varlen, cached=cached)
-                    yield from map(_variant, configs)
+                    for pack_gqa in (False, True)[: 2 if varlen and not score[0] else 1]:
+                        configs = _configs(
+                            dtype, dims, *score, varlen=varlen, cached=cached, pack_gqa=pack_gqa
+                        )
+                        yield from map(variant_of, configs)
                 if not cached and dims in SM90_DROPOUT_TILES:
                     configs = _configs(
                         dtype, dims, False, False, varlen=varlen, cached=False, dropout=True
                     )
-                    yield from map(_variant, configs)
+                    yield from map(variant_of, configs)
+
+
+def packs_gqa(call: Call) -> bool:
+    """Whether the rows of a tile are those of all query heads that share a key head: where lengths
+    of sequences are unknown, so that those of a few tokens fill tiles best."""
+    spec = call.spec
+    group = spec.heads_q // spec.heads_kv
+    idle = 64 % group if group <= 64 else 64  # of 64 rows
+    most = 1 if spec.keys == "ragged" else 4
+    plain = not call.has_score and spec.dropout == 0.0
+    return spec.rows == "ragged" and group > 1 and idle <= most and plain
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -255,18 +280,18 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
     most: the more tiles of a length there are, the less the last ones leave blocks idle.
     """
     dynamic = config.varlen or config.seq_lens
-    heads = spec.heads_q if dynamic else spec.heads_q * spec.batch
+    shared = 1 if config.pack_gqa else spec.heads_q // spec.heads_kv  # keys, by so many heads
+    heads = spec.heads_kv * shared * (1 if dynamic else spec.batch)
     seqlen_k = spec.seqlen_k
     if spec.keys == "ragged":
         seqlen_k = min(seqlen_k, LONG * -(-seqlen_k // max(1, spec.batch)))
-    group = spec.heads_q // spec.heads_kv
-    key_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / group
+    key_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / shared
     window = sum(
         seqlen_k if side is None else side for side in (spec.window_left, spec.window_right)
     )
 
     def seen_bytes(section: int) -> float:
-        rows = -(-blocks // section) * config.tile_m  # of a head, at the same time
+        rows = -(-blocks // section) * config.queries_of_tile(spec)  # of a head, at a time
         return section * min(seqlen_k, rows + window) * key_bytes
 
     if dynamic:
@@ -288,7 +313,13 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
         return load.max() / load.sum()
 
     most = min(heads, max(1, SECTION_TILES // len(cost)))
-    stay = [section for section in range(1, most + 1) if seen_bytes(section) <= SECTION_BYTES]
+    # Tiles that all blocks together have at the same time are read at the same time anyway: fewer
+    # would leave blocks idle.
+    stay = [
+        section
+        for section in range(1, most + 1)
+        if seen_bytes(section) <= SECTION_BYTES or section * len(cost) <= blocks
+    ]
     return min(stay or [1], key=busiest)
 
 
@@ -350,10 +381,11 @@ def _configs(
     *,
     varlen: bool,
     cached: bool,
+    pack_gqa: bool = False,
     dropout: bool = False,
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
-    tiles = SM90_TILES[dims][: 1 if varlen or cached else None]
+    tiles = SM90_TILES[dims][: 1 if varlen else None]
     if score:
         tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
     elif dropout:
@@ -372,6 +404,7 @@ def _configs(
                 varlen=varlen,
                 score=score,
                 elementwise=elementwise,
+                pack_gqa=pack_gqa,
                 paged_kv=cached,
                 seq_lens=cached,
                 dropout=dropout,
@@ -379,22 +412,25 @@ def _configs(
 
 
 def _time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
-    """What a head costs, in an unnamed unit: a choice that the batch has no say in."""
+    """What a head costs, in an unnamed unit: a choice that the batch has no say in, and the
+    capacity of a cache neither."""
     speed = {
         (tile.tile_n, tile.warpgroups): tile.speed
         for tile in SM90_TILES[config.head_dim, config.head_dim_v]
     }.get((config.tile_n, config.warpgroups), 1.0)
+    if config.seq_lens:
+        return -(-spec.seqlen_q // config.tile_m) * config.tile_m / speed
     return _costs(spec, config).sum() * config.tile_m * config.tile_n / speed
 
 
-def _variant(config: Sm90ForwardConfig) -> Variant:
+def variant_of(config: Sm90ForwardConfig) -> Variant:
     return Variant("attention/forward_sm90.cu", "forward_sm90", config)
 
 
 # ------------------------------------------------------------------- the kernel's second argument
 
 
-def _arguments(
+def kernel_arguments(
     spec: AttentionSpec,
     config: Sm90ForwardConfig,
     tensor_maps: dict[str, TensorMap | None],
@@ -404,6 +440,7 @@ def _arguments(
     table_stride: int = 0,
     num_pages: int = 0,
     num_splits: int = 1,
+    min_queries: int = 0,
 ) -> Arguments:
     """Pack SM90_PARAMS but for what each launch fills in."""
     cap_scale, score_scale, scale_log2 = scales
@@ -420,6 +457,8 @@ def _arguments(
         num_splits=num_splits,
         table_stride=table_stride,
         num_pages=num_pages,
+        min_queries=min_queries,
+        by_queries_of_tile=divisor(config.queries_of_tile(spec)),
     )
 
 
@@ -432,7 +471,7 @@ def score_scales(call: Call) -> tuple[float, float, float]:
     return cap_scale, score_scale, (1.0 if natural else score_scale) / math.log(2.0)
 
 
-def _tensor_maps(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
+def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
     """The maps of q, k, v, bias and mask; None for one that is not there, or out of TMA's reach."""
     spec, strides = call.spec, call.strides
     if config.pack_gqa:
@@ -537,123 +576,3 @@ def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
         return None
     box = (pitch, _WARPGROUP_ROWS, 1, 1)
     return TensorMap(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)
-
-
-# ------------------------------------------------------------------------ a prefix, shared by all
-
-#: Keys of a tile of attention/forward_sm90.cu for a shared prefix, by head_dim: whole pages, or
-#: part of one.
-PREFIX_TILE_KEYS = {64: 128, 128: 128, 256: 64}
-MIN_PREFIX_ROWS = 9  # packed
-MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
-
-
-class Sm90Prefix:
-    """Keys that all queries of a batch share, as of one sequence: rows pack the query heads of a
-    group, and the keys are cut into parts, each with a result of its own.
-
-    It is faster than the decoding kernel for many rows: on an H200, 32 query heads on 8, head_dim
-    128, 32768 keys, 55 µs beside 50 for 2 sequences, 52 beside 49 for 4, 52 beside 65 for 5, 92
-    beside 253 for 64.
-    """
-
-    name = "prefix_sm90"
-    decodes = True
-    reads_codes = False
-
-    def serves(self, call: Call) -> Launch | None:
-        """The launch for a call, or None."""
-        spec = call.spec
-        group = spec.heads_q // spec.heads_kv
-        if (
-            call.arch != "sm_90a"
-            or call.partial is None
-            or call.partial.first_key
-            or call.num_splits is not None
-            or spec.batch != 1
-            or spec.rows != "batched"
-            or spec.keys not in ("batched", "paged")
-            or (spec.window_left, spec.window_right) != (None, None)
-            or call.has_score
-            or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
-            or spec.dtype.itemsize != 2
-            or not call.aligned
-            or spec.head_dim_v % 8
-            or group > 64
-            or spec.seqlen_q * group < MIN_PREFIX_ROWS
-            or not 0 < spec.seqlen_k < 1 << 29
-            or (spec.keys == "paged" and spec.page_size < _MIN_PAGE)
-            or spec.scale <= 0.0
-        ):
-            return None
-        head_dim = next(n for n in PREFIX_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
-        config = _prefix_config(spec.dtype.name, head_dim)
-        tensor_maps = _tensor_maps(call, config)
-        if not all(m is None or addressable(m.strides) for m in tensor_maps.values()):
-            return None
-        tiles, parts = prefix_tiles(spec, config, call.multiprocessors)
-        row = spec.heads_q * spec.head_dim_v
-        out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
-        return Launch(
-            _variant(config),
-            (min(tiles * parts, call.multiprocessors),),
-            (
-                forward_arguments(spec, call.strides._replace(out=tuple(out))),
-                _arguments(
-                    spec,
-                    config,
-                    tensor_maps,
-                    scales=score_scales(call),
-                    table_stride=call.table_stride,
-                    num_pages=call.num_pages,
-                    num_splits=parts,
-                ),
-            ),
-            tensor_maps,
-            parts=parts,
-        )
-
-    def variants(self, arch: str) -> Iterator[Variant]:
-        """Every variant that `serves` can choose."""
-        if arch == "sm_90a":
-            for dtype in ("float16", "bfloat16"):
-                for head_dim in PREFIX_TILE_KEYS:
-                    yield _variant(_prefix_config(dtype, head_dim))
-
-
-def prefix_tiles(
-    spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int
-) -> tuple[int, int]:
-    """How many tiles of queries and key heads there are, and into how many parts the keys are
-    best cut."""
-    tokens = 64 // (spec.heads_q // spec.heads_kv) * config.warpgroups
-    tiles = spec.heads_kv * -(-spec.seqlen_q // tokens)
-    blocks = -(-spec.seqlen_k // config.tile_n)
-
-    def time(parts: int) -> float:
-        """In what a tile's block of keys takes: about two more for each tile, and what writing and
-        merging a part costs, at 5 TFLOP/s a multiprocessor and 3 TB/s."""
-        waves = -(-tiles * parts // multiprocessors)
-        return waves * (-(-blocks // parts) + 2) + 3.4 / config.tile_n * tiles * parts
-
-    return tiles, min(range(1, min(blocks, MAX_PREFIX_PARTS) + 1), key=time)
-
-
-def _prefix_config(dtype: str, head_dim: int) -> Sm90ForwardConfig:
-    return Sm90ForwardConfig(
-        dtype,
-        head_dim,
-        head_dim,
-        tile_n=PREFIX_TILE_KEYS[head_dim],
-        warpgroups=2,
-        q_stages=1 if head_dim == 256 else 2,
-        bound_left=False,
-        bound_right=False,
-        varlen=False,
-        score=False,
-        elementwise=False,
-        pack_gqa=True,
-        paged_kv=True,
-        split_kv=True,
-        out_dtype="float32",
-    )

@@ -1,0 +1,177 @@
+"""Calls of attention/forward_sm90.cu whose rows pack the query heads of a group, and whose keys are
+cut into parts, with a result each: few queries over many keys, and a prefix that a batch shares."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Variant
+from cuattn.gpu.dispatch.launch import Call, Launch
+from cuattn.gpu.dispatch.routing import SPLIT_TILE_KEYS, best_parts, can_split
+from cuattn.gpu.dispatch.sm90 import (
+    SCHEDULER_BYTES,
+    Sm90ForwardConfig,
+    kernel_arguments,
+    maps_of,
+    score_scales,
+    variant_of,
+)
+from cuattn.gpu.params import forward_arguments
+from cuattn.gpu.tensormap import TensorMap, addressable
+
+MIN_PREFIX_ROWS = 9  # packed
+MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
+
+
+class Sm90Split:
+    """Few queries over many keys, whose tiles would leave multiprocessors idle: the results of the
+    parts are merged.
+
+    For keys in plain arrays the number of parts does not depend on the batch, nor does a sequence's
+    result, bit for bit.
+    """
+
+    name = "split_sm90"
+    decodes = False
+    reads_codes = False
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None."""
+        if call.partial is not None or not can_split(call) or not call.addressable:
+            return None
+        parts = best_parts(call)[0]
+        if parts == 1:
+            return None
+        return _launch(call, split_config(call.spec, bounded=True), parts)
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if arch == "sm_90a":
+            for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
+                for cached in (False, True):
+                    config = _config(dtype, head_dim, bounded=True, paged=cached, lens=cached)
+                    yield variant_of(config)
+
+
+class Sm90Prefix:
+    """Keys that all queries of a batch share, as of one sequence.
+
+    It is faster than the decoding kernel for many rows: on an H200, 32 query heads on 8, head_dim
+    128, 32768 keys, 55 µs beside 50 for 2 sequences, 52 beside 49 for 4, 52 beside 65 for 5, 92
+    beside 253 for 64.
+    """
+
+    name = "prefix_sm90"
+    decodes = True
+    reads_codes = False
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None."""
+        spec, partial = call.spec, call.partial
+        if (
+            partial is None
+            or partial.first_key
+            or not can_split(call)
+            or spec.batch != 1
+            or spec.keys not in ("batched", "paged")
+            or spec.window_right is not None
+            or spec.seqlen_q * (spec.heads_q // spec.heads_kv) < MIN_PREFIX_ROWS
+        ):
+            return None
+        config = split_config(spec, bounded=False)
+        return _launch(call, config, prefix_tiles(spec, config, call.multiprocessors)[1])
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if arch == "sm_90a":
+            for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
+                yield variant_of(_config(dtype, head_dim, bounded=False, paged=True, lens=False))
+
+
+def prefix_tiles(
+    spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int
+) -> tuple[int, int]:
+    """How many tiles of queries and key heads there are, and into how many parts the keys are
+    best cut."""
+    tiles = spec.heads_kv * -(-spec.seqlen_q // config.queries_of_tile(spec))
+    blocks = -(-spec.seqlen_k // config.tile_n)
+
+    def time(parts: int) -> float:
+        """In what a tile's block of keys takes: about two more for each tile, and what writing and
+        merging a part costs, at 5 TFLOP/s a multiprocessor and 3 TB/s."""
+        waves = -(-tiles * parts // multiprocessors)
+        return waves * (-(-blocks // parts) + 2) + 3.4 / config.tile_n * tiles * parts
+
+    return tiles, min(range(1, min(blocks, MAX_PREFIX_PARTS) + 1), key=time)
+
+
+def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
+    """The launch for `parts` parts, of which out is (parts, batch, seqlen_q, heads_q, head_dim_v),
+    contiguous; None where TMA cannot address q with its heads packed."""
+    spec = call.spec
+    tensor_maps: dict[str, TensorMap | None] = maps_of(call, config)
+    if not all(m is None or addressable(m.strides) for m in tensor_maps.values()):
+        return None
+    tiles = spec.heads_kv * -(-spec.seqlen_q // config.queries_of_tile(spec)) * spec.batch * parts
+    if tiles >= 1 << 31:
+        return None
+    row = spec.heads_q * spec.head_dim_v
+    out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
+    return Launch(
+        variant_of(config),
+        (min(tiles, call.multiprocessors),),
+        (
+            forward_arguments(spec, call.strides._replace(out=tuple(out))),
+            kernel_arguments(
+                spec,
+                config,
+                tensor_maps,
+                scales=score_scales(call),
+                section=spec.heads_kv * parts if config.seq_lens else 0,
+                table_stride=call.table_stride,
+                num_pages=call.num_pages,
+                num_splits=parts,
+            ),
+        ),
+        tensor_maps,
+        workspace_bytes=SCHEDULER_BYTES if config.seq_lens else 0,
+        parts=parts,
+    )
+
+
+def split_config(spec: AttentionSpec, *, bounded: bool) -> Sm90ForwardConfig:
+    """The Config for a call, of which `bounded` says whether some queries may not see some keys."""
+    head_dim = next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
+    cached = spec.keys in ("cached", "paged")
+    return _config(
+        spec.dtype.name,
+        head_dim,
+        bounded=bounded,
+        paged=cached or not bounded,
+        lens=cached and bounded,
+    )
+
+
+def _config(
+    dtype: str, head_dim: int, *, bounded: bool, paged: bool, lens: bool
+) -> Sm90ForwardConfig:
+    return Sm90ForwardConfig(
+        dtype,
+        head_dim,
+        head_dim,
+        tile_n=SPLIT_TILE_KEYS[head_dim],
+        warpgroups=2,
+        q_stages=1 if head_dim == 256 else 2,
+        bound_left=False,
+        bound_right=bounded,
+        varlen=False,
+        score=False,
+        elementwise=False,
+        pack_gqa=True,
+        paged_kv=paged,
+        seq_lens=lens,
+        split_kv=True,
+        out_dtype="float32",
+    )

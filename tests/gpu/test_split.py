@@ -1,0 +1,185 @@
+"""Keys cut into parts on the forward kernel of Hopper, whose results are merged: against the
+definition in float64."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from tests import formulas
+
+cupy = pytest.importorskip("cupy")
+
+from cuattn._repeat import forget  # noqa: E402
+from cuattn.gpu import compiler, decoding, dispatch, plan  # noqa: E402
+from cuattn.gpu.dispatch import split_sm90  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """A function that fixes the number of parts."""
+    if compiler.device_arch(0) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+    scratch_array = decoding.scratch_array
+
+    def dirty(shape, dtype):
+        array = scratch_array(shape, dtype)
+        array[...] = np.nan
+        return array
+
+    def fix(count):
+        plan.attention_plan.cache_clear()
+        forget()
+        monkeypatch.setattr(split_sm90, "best_parts", lambda call: (count, 1.0))
+
+    monkeypatch.setattr(decoding, "scratch_array", dirty)
+    with dispatch.use_tiers("split_sm90"):
+        yield fix
+    plan.attention_plan.cache_clear()
+
+
+def arrays(rng, batch, tokens, keys, heads, dims, dtype=BFLOAT16):
+    shapes = (
+        (batch, tokens, heads[0], dims[0]),
+        (batch, keys, heads[1], dims[0]),
+        (batch, keys, heads[1], dims[1]),
+    )
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def check(result, q, k, v, **options):
+    """Out and lse against the definition."""
+    exact = formulas.attention(q, k, v, **options)
+    plain = formulas.attention(q, k, v, **options, precision=q.dtype.type)
+    for got, want, usual in zip(result, exact, plain, strict=True):
+        formulas.assert_accurate(got.get(), want, usual)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 80), (128, 64), (72, 200)])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1), (6, 2)])
+@pytest.mark.parametrize("count", [2, 7])
+def test_parts_are_the_whole(rng, parts, dims, heads, count):
+    parts(count)
+    for number, (tokens, keys) in enumerate([(1, 700), (65, 515), (150, 300), (40, 20)]):
+        dtype = (BFLOAT16, np.dtype(np.float16))[number % 2]
+        q, k, v = arrays(rng, 2, tokens, keys, heads, dims, dtype)
+        for causal in (False, True):
+            sinks = rng.standard_normal(heads[0]).astype(np.float32) if number < 2 else None
+            result = cuattn.flash_attention(
+                *map(cupy.asarray, (q, k, v)),
+                causal=causal,
+                sinks=None if sinks is None else cupy.asarray(sinks),
+                return_lse=True,
+            )
+            check(result, q, k, v, causal=causal, sinks=sinks)
+
+
+@pytest.mark.parametrize("page_size", [None, 8, 16, 64, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_caches_and_pages(rng, parts, page_size, dim, causal):
+    """Lengths that the device knows; what is not to be read is NaN."""
+    parts(3)
+    tokens, capacity, heads = 33, 1024, (8, 2)
+    lens = np.int32([1024, 33, 100, 700, 5])
+    q, k, v = arrays(rng, len(lens), tokens, capacity, heads, (dim, dim))
+    k_cache, v_cache = k.copy(), v.copy()
+    for b, n in enumerate(lens):
+        k_cache[b, n:] = v_cache[b, n:] = np.nan
+    on_device = cupy.asarray(lens)
+    if page_size is None:
+        out, lse = cuattn.flash_decode(
+            *map(cupy.asarray, (q, k_cache, v_cache)), on_device, causal=causal, return_lse=True
+        )
+    else:
+        order = rng.permutation(len(lens) * capacity // page_size)
+        table = order.reshape(len(lens), -1).astype(np.int32)
+        pages = [
+            cache.reshape(-1, page_size, heads[1], dim)[np.argsort(order)]
+            for cache in (k_cache, v_cache)
+        ]
+        for b, n in enumerate(lens):
+            table[b, -(-n // page_size) :] = 1 << 30
+        out, lse = cuattn.paged_attention(
+            *map(cupy.asarray, (q, *pages, table)), on_device, causal=causal, return_lse=True
+        )
+    for b, n in enumerate(lens):
+        one = (slice(b, b + 1), slice(0, n))
+        check((out[b : b + 1], lse[b : b + 1]), q[b : b + 1], k[one], v[one], causal=causal)
+
+
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(rng, parts):
+    parts(4)
+    q, k, v = arrays(rng, 1, 60, 900, (4, 2), (128, 128))
+    clean = cuattn.flash_attention(*map(cupy.asarray, (q, k, v)), causal=True).get()
+    v[0, 870] = np.inf  # rows from 30 on see it
+    out = cuattn.flash_attention(*map(cupy.asarray, (q, k, v)), causal=True).get()
+    assert np.array_equal(out[:, :30], clean[:, :30])
+    assert not np.isfinite(out[:, 30:].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("kind", ["batched", "cached", "paged"])
+def test_sequences_take_turns_where_partial_results_are_large(rng, parts, kind, monkeypatch):
+    parts(3)
+    q, k, v = map(cupy.asarray, arrays(rng, 5, 40, 512, (4, 2), (64, 64)))
+    lens, table = cupy.full(5, 500, np.int32), cupy.arange(40, dtype=np.int32).reshape(5, 8)
+    pages = [array.reshape(40, 64, 2, 64) for array in (k, v)]
+
+    def call():
+        if kind == "batched":
+            return cuattn.flash_attention(q, k, v, return_lse=True)
+        if kind == "cached":
+            return cuattn.flash_decode(q, k, v, lens, return_lse=True)
+        return cuattn.paged_attention(q, *pages, table, lens, return_lse=True)
+
+    together = call()
+    monkeypatch.setattr(decoding, "MOST_PART_BYTES", 2 * 3 * 40 * 4 * 64 * 4)  # two sequences
+    forget()
+    for want, result in zip(together, call(), strict=True):
+        assert bool((want == result).all())
+
+
+def test_into_an_array_of_any_strides(rng, parts):
+    parts(3)
+    q, k, v = map(cupy.asarray, arrays(rng, 2, 40, 500, (4, 2), (64, 64)))
+    want = cuattn.flash_attention(q, k, v)
+    whole = cupy.full((2, 40, 8, 64), 7, BFLOAT16)
+    out = whole[:, :, ::2]
+    assert cuattn.flash_attention(q, k, v, out=out) is out
+    assert bool((out == want).all())
+    assert bool((whole[:, :, 1::2] == 7).all())
+
+
+def test_a_captured_call_reads_what_the_arrays_hold_by_then(rng, parts):
+    parts(5)
+    q, k, v = map(cupy.asarray, arrays(rng, 1, 70, 1500, (8, 2), (128, 128)))
+    cuattn.flash_attention(q, k, v, causal=True)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        out = cuattn.flash_attention(q, k, v, causal=True)
+        graph = stream.end_capture()
+    for _ in range(3):
+        for array in (q, k, v):
+            array[...] = cupy.asarray(rng.standard_normal(array.shape).astype(BFLOAT16))
+        want = cuattn.flash_attention(q, k, v, causal=True)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert bool((out == want).all())
+
+
+def test_short_queries_over_long_keys_are_split_for_any_batch(rng):
+    """The number of parts does not depend on the batch, so that no bit does."""
+    q, k, v = map(cupy.asarray, arrays(rng, 3, 64, 16384, (8, 2), (128, 128)))
+    together = cuattn.flash_attention(q, k, v, causal=True)
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone = cuattn.flash_attention(q[one], k[one], v[one], causal=True)
+        assert bool((alone[0] == together[b]).all())
