@@ -8,8 +8,8 @@ back to tell it right: who lost what, where it was, and who helped.
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 
 PEOPLE = {
     "he": ["Anselm", "Bruno", "Corin", "Dorn", "Edwin", "Falk", "Gorm", "Hugo"],
@@ -83,4 +83,6 @@ def tales(count: int, seed: int = 0) -> str:
 
 
 if __name__ == "__main__":
-    print(tales(int(sys.argv[1]) if len(sys.argv) > 1 else 1, seed=1), end="")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int, nargs="?", default=1, help="how many tales (default: 1)")
+    print(tales(parser.parse_args().count, seed=1), end="")

@@ -22,6 +22,8 @@ import numpy as np
 
 import cuattn
 from cuattn.gpu import compiler, decoding, dispatch
+from tests import appending
+from tests.scores import check_decode, check_paged, check_varlen
 
 
 def arrays(rng: np.random.Generator, dtype: np.dtype, *shapes: tuple[int, ...]) -> list:
@@ -179,6 +181,26 @@ def kvcache(rng: np.random.Generator, dtype: np.dtype) -> None:
         cache.write(0, [fork], k[:1], v[:1])
 
 
+def scores(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Bias and masks with room for as many queries and keys as there are, and large heads; rotary
+    embeddings in place, whole vectors and not."""
+    for name, dims in (("all", (64, 64)), ("both masks", (40, 72)), ("bias of keys", (300, 270))):
+        for check in (check_varlen, check_decode, check_paged):
+            check(rng, dtype, name, dims, cupy.asarray)
+    for dim, rotary_dim in ((64, 64), (72, 24), (33, 10)):
+        (x,) = arrays(rng, dtype, (2, 9, 3, dim))
+        for interleaved in (False, True):
+            positions = cupy.arange(9)
+            cuattn.rope(x, positions, rotary_dim=rotary_dim, interleaved=interleaved, out=x)
+
+
+def append(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """New tokens into every kind of cache."""
+    for kind, dims in itertools.product(appending.KINDS, ((64, 40), (33, 7))):
+        rope = None if kind == "slots alone" else "halves"
+        appending.check(rng, dtype, kind, cupy.asarray, dims=dims, padded=True, rope=rope)
+
+
 def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Rows of whole quads and not, aligned and not, with penalties; shared by eight blocks, by two
     and by none.
@@ -266,6 +288,8 @@ def main() -> None:
         (gradients, ["float16", "float32", "float64"]),
         (shared_prefix, ["float16"]),
         (kvcache, ["float16", "float32", "float64"]),
+        (scores, ["float16", "float64"]),
+        (append, ["float16", "float64"]),
     )
     for call, names in of_any_tier:
         for name in names if call.__name__ in named or not named else []:
