@@ -221,18 +221,22 @@ def _attend(
     k, v = sequence.k[tile.heads_kv], sequence.v[tile.heads_kv]
     heads_q, num_rows = size_of(tile.heads_q), size_of(rows)
     stacked = (len(k), sequence.group * num_rows)
-    q = np.zeros((heads_q, num_rows, k.shape[1]), dtype)
     given = sequence.q[rows, tile.heads_q].swapaxes(0, 1)
-    np.multiply(given, spec.scale, dtype=dtype, out=q[..., : spec.head_dim])
-    subtrahend = q[..., spec.head_dim :]
     # Where more than q·k makes a score, the difference would be rounded at another size.
     terms = sequence.terms
     in_product = k.shape[1] > spec.head_dim and not (
         spec.softcap or terms.bias is not None or terms.alibi_slopes is not None
     )
+    if k.shape[1] == spec.head_dim:
+        q = np.multiply(given, spec.scale, dtype=dtype, order="C")
+    else:
+        q = np.zeros((heads_q, num_rows, k.shape[1]), dtype)
+        np.multiply(given, spec.scale, dtype=dtype, out=q[..., : spec.head_dim])
+    subtrahend = q[..., spec.head_dim :]
     q = q.reshape(*stacked, -1)
 
-    if sequence.sinks is None:
+    first = sequence.sinks is None  # no row has seen anything
+    if first:
         shift = np.zeros((heads_q, num_rows, 1), dtype)
         row_sum = np.zeros_like(shift)
     else:  # the score of a key that comes before all others and has no value
@@ -240,11 +244,12 @@ def _attend(
         row_sum = (sinks > -np.inf).astype(dtype)
         shift = np.where(sinks == -np.inf, 0, sinks)
     out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
-    product = np.empty_like(out)
+    product = out if first else np.empty_like(out)
     ones = np.ones(min(tiles.TILE_SCORES, size_of(tile.keys)), dtype)
 
     def weights(keys: slice, look: bool) -> tuple[np.ndarray, np.ndarray]:
         """Exponentials of scores, and their sums; `look` for maxima first."""
+        nonlocal shift, row_sum
         num_keys = size_of(keys)
         s = buffer[: heads_q * num_rows * num_keys].reshape(*stacked, num_keys)
         if in_product:
@@ -256,13 +261,15 @@ def _attend(
         tiles.modify_scores(s, terms, tile.heads_q, rows, keys, spec)
         if look:
             row_max = s.max(axis=-1, keepdims=True)
-            seen = row_sum != 0
-            row_max = np.where(seen, np.maximum(row_max, shift), row_max)
-            row_max[row_max == -np.inf] = 0  # exp(-inf - 0) is 0
-            rescale = np.where(seen, np.exp(shift - row_max), 0)
-            np.multiply(row_sum, rescale, out=row_sum)
-            np.multiply(out, rescale, out=out)
-            shift[...] = row_max
+            if not first:
+                seen = row_sum != 0
+                row_max = np.where(seen, np.maximum(row_max, shift), row_max)
+            row_max = np.where(row_max == -np.inf, 0, row_max)  # exp(-inf - 0) is 0
+            if not first:
+                rescale = np.where(seen, np.exp(shift - row_max), 0)
+                row_sum = row_sum * rescale
+                np.multiply(out, rescale, out=out)
+            shift = row_max
         if look or not in_product:
             np.subtract(s, shift, out=s)
         np.exp(s, out=s)
@@ -273,14 +280,18 @@ def _attend(
         s, added = weights(keys, look=not settled)
         if settled and not (added <= MOST_SUM).all():
             s, added = weights(keys, look=True)
-        row_sum += added
-        settled = settled or bool((row_sum > 0).all())
+        row_sum = added if first else row_sum + added
+        if not settled and keys.stop < tile.keys.stop:
+            settled = bool((row_sum > 0).all())
         if spec.dropout:
             s *= dropout.factors(spec, seed, sequence.index, tile.heads_q, rows, keys)
         multiply = matmul if finite else matmul_of_nonfinite
         s = s.reshape(*stacked, -1)
         multiply(s, widened(v[:, keys], dtype), out=product.reshape(*stacked, -1))
-        out += product
+        if first:
+            first, product = False, np.empty_like(out) if keys.stop < tile.keys.stop else out
+        else:
+            out += product
 
     out /= np.where(row_sum == 0, 1, row_sum)
     if finite and not np.isfinite(out).all():

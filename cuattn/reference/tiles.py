@@ -57,12 +57,12 @@ def score_terms(
 ) -> list[ScoreTerms]:
     """The terms of every sequence of a call, from its arrays and the lengths (seqlen_q, seqlen_k)
     of its sequences."""
-    queries, keys = map(max, zip(*lengths, strict=True)) if lengths else (0, 0)
 
     def of_scores(array: np.ndarray | None) -> np.ndarray | None:
         """(batch, heads_q, queries, keys), without what is beyond the longest sequences."""
         if array is None:
             return None
+        queries, keys = map(max, zip(*lengths, strict=True)) if lengths else (0, 0)
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)[:, :, :queries, :keys]
         return np.broadcast_to(array, (spec.batch, spec.heads_q, queries, keys))
 
@@ -155,8 +155,10 @@ def widened(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     A float16's bits, three places up from the top of a float32, are a number 2**112 times too
     small, subnormal ones included, unless it is infinite or NaN.
     """
-    if array.dtype != np.float16 or dtype != np.float32 or not array.size:
-        return array.astype(dtype, copy=False)
+    if array.dtype == dtype:
+        return array
+    if array.dtype != np.float16 or not array.size:
+        return array.astype(dtype)
     if array.view(np.int16).max() >= _HALF_INFINITY or (
         array.view(np.uint16).max() >= _HALF_INFINITY + (1 << 15)
     ):
@@ -178,8 +180,9 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """``a @ b`` of stacks of matrices, in blocks that BLAS multiplies on this thread."""
     stack, num_rows, inner = a.shape
     num_columns = b.shape[-1]
-    columns = block_columns(inner)
-    if num_rows >= BLOCK_ROWS and columns < num_columns and inner <= num_columns:
+    if num_rows < BLOCK_ROWS and max(inner, num_columns) <= BLOCK_LENGTH:
+        np.matmul(a, b, out=out)
+    elif num_rows >= BLOCK_ROWS and (columns := block_columns(inner)) < num_columns >= inner:
         across, wide = _pieces(num_columns, columns)
         down, long = _pieces(num_rows, BLOCK_ROWS)
         left = a[:, :long].reshape(stack, down, 1, BLOCK_ROWS, inner)
@@ -198,8 +201,6 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         np.matmul(blocks, b[:, None], out=target)
         if done < num_rows:
             np.matmul(a[:, done:], b, out=out[:, done:])
-    elif max(inner, num_columns) <= BLOCK_LENGTH:
-        np.matmul(a, b, out=out)
     elif num_columns > inner:
         count, done = _pieces(num_columns, BLOCK_LENGTH)
         blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_LENGTH).transpose(2, 0, 1, 3)
