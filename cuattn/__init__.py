@@ -15,7 +15,7 @@ from cuattn.gradients import (
     flash_attention_varlen_backward,
     flash_attention_vjp,
 )
-from cuattn.kvcache import PagedKVCache, append_kv
+from cuattn.kvcache import KVQuantization, PagedKVCache, append_kv
 from cuattn.mla import mla_decode, mla_prefill
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "KVQuantization",
     "PagedKVCache",
     "QuantizedArray",
     "append_kv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -101,6 +102,7 @@ class QuantizedArray:
 
     __slots__ = (
         *("data", "dtype", "like", "minimum", "offset", "rotation", "scale", "shape", "xp"),
+        "on_device",
     )
 
     data: Any
@@ -112,6 +114,7 @@ class QuantizedArray:
     like: np.dtype
     shape: tuple[int, ...]
     xp: ModuleType
+    on_device: Any  # what cuattn.gpu.quantization.operand has made of it, for later calls
 
     def __init__(
         self,
@@ -162,12 +165,13 @@ class QuantizedArray:
             "data": data,
             "scale": scale[missing] if missing else scale,
             "minimum": minimum[missing] if missing and minimum is not None else minimum,
-            "offset": offset,
+            "offset": None if offset is None else xp.ascontiguousarray(offset),
             "rotation": rotation,
             "dtype": dtype,
             "like": like,
             "shape": shape,
             "xp": xp,
+            "on_device": None,
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
@@ -197,6 +201,11 @@ class QuantizedArray:
     def group_size(self) -> int:
         """How many neighbouring features share a scale."""
         return self.shape[-1] // self.scale.shape[-1]
+
+    @property
+    def has_scale_of_tokens(self) -> bool:
+        """Whether each token has scales of its own."""
+        return self.scale.strides[-3] != 0
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -244,9 +253,8 @@ class QuantizedArray:
             raise ValueError(
                 "QuantizedArray: its values are computed, so that copy=False cannot be"
             )
-        from cuattn._backend import backend
-
-        values = backend(np, "quantization").dequantize(self, self.like)
+        reference = importlib.import_module("cuattn.reference.quantization")  # of a layer above
+        values = reference.dequantize(self, self.like)
         return values if dtype is None else values.astype(dtype)
 
     def __repr__(self) -> str:

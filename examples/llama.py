@@ -202,7 +202,12 @@ class Llama:
 
         self.sum_of_squares, self.scale, self.swiglu = sum_of_squares, scale, swiglu
 
-    def cache(self, num_tokens: int, dtype: Any = np.float32) -> cuattn.PagedKVCache:
+    def cache(
+        self,
+        num_tokens: int,
+        dtype: Any = np.float32,
+        quantization: str | cuattn.KVQuantization | None = None,
+    ) -> cuattn.PagedKVCache:
         """A cache for so many tokens, of all texts together."""
         return cuattn.PagedKVCache(
             -(-num_tokens // PAGE_SIZE),
@@ -211,6 +216,7 @@ class Llama:
             self.head_dim,
             num_layers=len(self.layers),
             dtype=dtype,
+            quantization=quantization,
             xp=self.xp,
         )
 

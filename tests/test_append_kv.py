@@ -140,12 +140,6 @@ def test_errors(changes, error, message):
         append(**changes)
 
 
-def test_a_quantized_cache_is_refused():
-    cache = cuattn.quantize(zeros(2, 8, 3, 16), "int8")
-    with pytest.raises(TypeError, match="k_cache is a QuantizedArray, must be an array"):
-        append(k_cache=cache)
-
-
 def test_a_refused_call_writes_nothing():
     cache = zeros(2, 8, 3, 16)
     with pytest.raises(IndexError):

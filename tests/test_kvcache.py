@@ -197,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cache = copy.deepcopy(self.cache)
         self.holds_what_the_dict_holds()
-        for array in (before._store.k, before._store.v):
+        for array in before._store.arrays.values():
             array[...] = -1
         for id in list(before):
             before.remove(id)
@@ -275,7 +275,7 @@ def bookkeeping(cache):
         nodes += [((*path, key), child) for key, child in node.children.items()]
     state["index"] = sorted(tree)
     state["paths"] = {row: [node.page for node in path] for row, path in manager.paths.items()}
-    state["pages"] = to_numpy(cache._store.k), to_numpy(cache._store.v)
+    state["pages"] = [to_numpy(array) for array in cache._store.arrays.values()]
     return frozen(state)
 
 
@@ -1085,7 +1085,7 @@ def test_reset_leaves_tables_where_they_are():
 def test_a_cache_is_freed_with_its_pages():
     cache = new_cache()
     filled(cache, [*range(9)])
-    freed = weakref.ref(cache._store.k)
+    freed = weakref.ref(cache._store.arrays["k"])
     del cache
     gc.collect()
     assert freed() is None

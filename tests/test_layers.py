@@ -16,6 +16,7 @@ MODULES = {
 LAYERS = (
     ("cuattn._dlpack",),
     ("cuattn._arrays", "cuattn._keywords", "cuattn._philox", "cuattn._typing"),
+    ("cuattn._quantized",),
     ("cuattn._spec", "cuattn._sampling_types"),
     ("cuattn.reference", "cuattn.gpu"),
     ("cuattn._backend", "cuattn._repeat"),

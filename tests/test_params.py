@@ -175,7 +175,7 @@ def test_cache_write_arguments():
         (50, 3, 40, 24),
         ((480, 160, 4), (960, 320, 4), (8000, 500, 100, 4), (4800, 300, 60, 4)),
         (7, 11),
-        itemsize=4,
+        itemsizes=(4,) * 4,
         page_slots=16,
         num_pages=90,
         uniform=5,

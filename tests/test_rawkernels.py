@@ -17,6 +17,7 @@ FLOORS = {
     "tile": {"ptx", "variant"},
     "kvcache": {"tile", "ptx"},
     "positions": {"tile", "ptx"},
+    "quantization": {"kvcache", "tile", "ptx"},
     "attention": {"kvcache", "tile", "ptx"},
     "decoding": {"attention", "kvcache", "tile", "ptx"},
     "mla": {"decoding", "attention", "kvcache", "tile", "ptx"},

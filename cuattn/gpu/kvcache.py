@@ -5,15 +5,17 @@ nothing synchronises.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
+from cuattn._quantized import QuantizedArray
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
-from cuattn.gpu.params import cache_write_arguments
+from cuattn.gpu.params import Scales, cache_write_arguments, quantized_write_arguments
 from cuattn.gpu.plan import Plan
+from cuattn.gpu.quantization import format_of, operand, scale_addresses
 
 MOST_PLANS = 256  # that a batch remembers
 
@@ -85,18 +87,15 @@ def _refuse_capture(what: str) -> None:
         )
 
 
-def copy_pages(
-    k_pages: cupy.ndarray, v_pages: cupy.ndarray, source: list[int], target: list[int]
-) -> None:
-    """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
+def copy_pages(array: cupy.ndarray, source: list[int], target: list[int]) -> None:
+    """Copy pages of every layer: (num_layers, num_pages, ...)."""
     _refuse_capture("pages")
-    with use_device(k_pages):
-        for pages in (k_pages, v_pages):
-            pages[:, target] = pages[:, source]
+    with use_device(array):
+        array[:, target] = array[:, source]
 
 
 def read_pages(array: cupy.ndarray, pages: np.ndarray) -> np.ndarray:
-    """Copy pages of every layer, of keys or of values, to the host, when what came before on the
+    """Copy pages of every layer to the host, when what came before on the
     current stream has been done."""
     _refuse_capture("pages")
     with use_device(array):
@@ -104,7 +103,7 @@ def read_pages(array: cupy.ndarray, pages: np.ndarray) -> np.ndarray:
 
 
 def write_pages(array: cupy.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
-    """Overwrite pages of every layer, of keys or of values, with what the host has."""
+    """Overwrite pages of every layer, with what the host has."""
     _refuse_capture("pages")
     with use_device(array):
         array[:, cupy.asarray(pages)] = cupy.asarray(content)
@@ -113,8 +112,8 @@ def write_pages(array: cupy.ndarray, pages: np.ndarray, content: np.ndarray) -> 
 def write(
     k: cupy.ndarray,
     v: cupy.ndarray,
-    k_pages: cupy.ndarray,
-    v_pages: cupy.ndarray,
+    k_pages: cupy.ndarray | QuantizedArray,
+    v_pages: cupy.ndarray | QuantizedArray,
     batch: Batch,
     *,
     rope: tuple[cupy.ndarray, cupy.ndarray] | None = None,
@@ -124,8 +123,31 @@ def write(
 
     Parameters as of :func:`cuattn.reference.kvcache.write`.
     """
-    pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
+    if isinstance(k_pages, QuantizedArray) or isinstance(v_pages, QuantizedArray):
+        page_table, seq_lens, cu_new = batch.pointers
+        _launch_quantized(
+            k,
+            v,
+            k_pages,
+            v_pages,
+            batch.page_table.shape,
+            batch.uniform,
+            AnyCache(batch.page_table.shape[1], 0 if cos is None else cos.shape[0]),
+            0 if cos is None else cos.shape[1],
+            interleaved,
+            {
+                "page_table": page_table,
+                "seq_lens": seq_lens,
+                "cu_new": cu_new,
+                "cos": pointer(cos),
+                "sin": pointer(sin),
+                "slots": 0,
+                "left_padding": 0,
+            },
+        )
+        return
+    pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
     pairs = 0 if cos is None else cos.shape[1]
     shape, strides, strides_v = k.shape, k.strides, v.strides
@@ -169,8 +191,8 @@ def write(
 def append(
     k: cupy.ndarray,
     v: cupy.ndarray,
-    k_cache: cupy.ndarray,
-    v_cache: cupy.ndarray,
+    k_cache: cupy.ndarray | QuantizedArray,
+    v_cache: cupy.ndarray | QuantizedArray,
     batch: int,
     *,
     seq_lens: cupy.ndarray | None,
@@ -188,11 +210,13 @@ def append(
     """
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
     num_pages, page_slots = k_cache.shape[:2]
+    table_shape = (batch, 1) if page_table is None else page_table.shape
+    uniform = len(k) // batch if cu_seqlens is None and batch else 0
+    any_cache = AnyCache(
+        0 if page_table is None else page_table.strides[0] // page_table.itemsize,
+        0 if cos is None else cos.shape[0],
+    )
     addresses = {
-        "k": k.data.ptr,
-        "v": v.data.ptr,
-        "k_pages": k_cache.data.ptr,
-        "v_pages": v_cache.data.ptr,
         "page_table": pointer(page_table),
         "seq_lens": pointer(seq_lens),
         "cu_new": pointer(cu_seqlens),
@@ -201,6 +225,27 @@ def append(
         "slots": pointer(slots),
         "left_padding": pointer(left_padding),
     }
+    pairs = 0 if cos is None else cos.shape[1]
+    if isinstance(k_cache, QuantizedArray) or isinstance(v_cache, QuantizedArray):
+        _launch_quantized(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            table_shape,
+            uniform,
+            any_cache,
+            pairs,
+            interleaved,
+            addresses,
+        )
+        return
+    addresses |= {
+        "k": k.data.ptr,
+        "v": v.data.ptr,
+        "k_pages": k_cache.data.ptr,
+        "v_pages": v_cache.data.ptr,
+    }
     whole = addresses["k"] | addresses["v"] | addresses["k_pages"] | addresses["v_pages"]
     with use_device(k):
         _plan(
@@ -208,17 +253,14 @@ def append(
             k.dtype,
             (*k.shape, v.shape[2]),
             (k.strides, v.strides, k_cache.strides, v_cache.strides),
-            (batch, 1) if page_table is None else page_table.shape,
-            len(k) // batch if cu_seqlens is None and batch else 0,
+            table_shape,
+            uniform,
             page_slots,
             num_pages,
-            0 if cos is None else cos.shape[1],
+            pairs,
             interleaved,
             whole % 16 == 0,
-            AnyCache(
-                0 if page_table is None else page_table.strides[0] // page_table.itemsize,
-                0 if cos is None else cos.shape[0],
-            ),
+            any_cache,
         ).launch(addresses)
 
 
@@ -264,7 +306,7 @@ def _plan(
         shape,
         strides,
         table_shape,
-        itemsize=itemsize,
+        itemsizes=(itemsize,) * 4,
         page_slots=page_slots,
         num_pages=num_pages,
         uniform=uniform,
@@ -277,6 +319,118 @@ def _plan(
     )
     grid = (-(-total // tokens), -(-vectors >> lanes_shift))
     return Plan(dispatch.Launch(variant, grid, (arguments,)), device)
+
+
+def _launch_quantized(
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    k_pages: cupy.ndarray | QuantizedArray,
+    v_pages: cupy.ndarray | QuantizedArray,
+    table_shape: tuple[int, int],
+    uniform: int,
+    any_cache: AnyCache,
+    pairs: int,
+    interleaved: bool,
+    addresses: dict[str, Any],
+) -> None:
+    """Quantise new keys and values into their slots; `addresses` has those of all arrays but k, v
+    and the cache."""
+    k_stored, v_stored = operand(k_pages), operand(v_pages)
+    k_codes, v_codes = k_stored.codes, v_stored.codes
+    addresses |= {
+        "k": k.data.ptr,
+        "v": v.data.ptr,
+        "k_pages": k_codes.data.ptr,
+        "v_pages": v_codes.data.ptr,
+        **scale_addresses(k_stored, v_stored),
+    }
+    with use_device(k):
+        _quantized_plan(
+            k.device.id,
+            k.dtype,
+            (*k.shape, v.shape[2]),
+            (k.strides, v.strides, k_codes.strides, v_codes.strides),
+            (format_of(k_pages), format_of(v_pages)),
+            (k_stored.scales, v_stored.scales),
+            (_has_given_scales(k_pages), _has_given_scales(v_pages)),
+            table_shape,
+            uniform,
+            k_pages.shape[1],
+            k_pages.shape[0],
+            pairs,
+            interleaved,
+            (addresses["k"] | addresses["v"]) % 16 == 0
+            and (addresses["k_pages"] | addresses["v_pages"]) % 8 == 0,
+            any_cache,
+        ).launch(addresses)
+
+
+def _has_given_scales(pages: cupy.ndarray | QuantizedArray) -> bool:
+    return isinstance(pages, QuantizedArray) and not pages.has_scale_of_tokens
+
+
+@functools.lru_cache(maxsize=4096)
+def _quantized_plan(
+    device: int,
+    dtype: np.dtype,
+    shape: tuple[int, int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    formats: tuple[str, str],
+    scales: tuple[Scales | None, Scales | None],
+    is_static: tuple[bool, bool],
+    table_shape: tuple[int, int],
+    uniform: int,
+    page_slots: int,
+    num_pages: int,
+    pairs: int,
+    interleaved: bool,
+    aligned: bool,
+    any_cache: AnyCache,
+) -> Plan:
+    """As `_plan`, of a cache that holds codes."""
+    total, heads, *dims = shape
+    aligned = aligned and all(
+        stride % (16 if array < 2 else 8) == 0
+        for array, of in enumerate(strides)
+        for stride in of[:-1]
+    )
+    lanes = {
+        dispatch.row_lanes(
+            dtype.name,
+            dim,
+            dim if of is None else dim // of.groups,
+            aligned=aligned,
+        )
+        for dim, of in zip(dims, scales, strict=True)
+    }
+    usual = not any(is_static) and all(
+        of is not None and of.has_minimum == (format == "int4")
+        for of, format in zip(scales, formats, strict=True)
+    )
+    variant = dispatch.quantized_cache_write(
+        dtype.name, lanes.pop() if len(lanes) == 1 else 0, formats if usual else ("", "")
+    )
+    arguments = cache_write_arguments(
+        shape,
+        strides,
+        table_shape,
+        itemsizes=(
+            *(dtype.itemsize, dtype.itemsize),
+            *(1 if format else dtype.itemsize for format in formats),
+        ),
+        page_slots=page_slots,
+        num_pages=num_pages,
+        uniform=uniform,
+        vec_bytes=dtype.itemsize,
+        lanes_shift=0,
+        pairs=pairs,
+        interleaved=interleaved,
+        **any_cache._asdict(),
+    )
+    k_dim, v_dim = dims
+    codes = quantized_write_arguments(formats, (k_dim, v_dim), scales, is_static, heads)
+    grid = (-(-total * heads // variant.config.rows), 2)
+    return Plan(dispatch.Launch(variant, grid, (arguments, codes)), device)
 
 
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:

@@ -151,6 +151,29 @@ CACHE_WRITE_PARAMS = Struct(
     ("int", "page_slots max_position"),
 )
 
+QUANTIZED_WRITE_PARAMS = Struct(
+    "QuantizedWriteParams",
+    ("void*", "k_scale k_minimum v_scale v_minimum"),
+    ("const float*", "k_offset v_offset"),
+    ("ScaleStrides", "k_scale_stride k_minimum_stride v_scale_stride v_minimum_stride"),
+    ("int", "k_format v_format k_group v_group k_group_shift v_group_shift"),
+    ("int", "k_scale_is_float v_scale_is_float k_rotated v_rotated k_is_static v_is_static"),
+    ("tile::Divisor", "by_heads"),
+)
+
+QUANTIZE_PARAMS = Struct(
+    "QuantizeParams",
+    ("void*", "x codes scale minimum"),
+    ("const float*", "offset"),
+    ("const int*", "page_table"),
+    ("PageStrides", "x_stride codes_stride"),
+    ("ScaleStrides", "scale_stride minimum_stride"),
+    ("long long", "table_stride"),
+    ("int", "rows tokens heads head_dim first_token page_shift num_pages"),
+    ("int", "format group group_shift scale_is_float rotated is_static"),
+    ("tile::Divisor", "by_heads by_tokens"),
+)
+
 MAX_PAIRS = 256  # kMaxPairs of rawkernels/positions/rope.cu
 ROPE_PARAMS = Struct(
     "RopeParams",
@@ -258,6 +281,8 @@ STRUCTS = {
     MLA_MAPS: "mla/decode_sm90.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
+    QUANTIZED_WRITE_PARAMS: "kvcache/write_quantized.cu",
+    QUANTIZE_PARAMS: "quantization/quantize.cu",
     ROPE_PARAMS: "positions/rope.cu",
     SAMPLE_PARAMS: "sampling/sample_unfiltered.cu",
     SOFTMAX_PARAMS: "sampling/softmax.cu",
@@ -370,6 +395,32 @@ def jvp_arguments(spec: AttentionSpec, tangents: tuple[tuple[int, ...], ...]) ->
     return JVP_PARAMS.arguments(tangent_q_stride=q, tangent_k_stride=k, tangent_v_stride=v)
 
 
+def quantized_write_arguments(
+    formats: tuple[str, str],
+    head_dims: tuple[int, int],
+    scales: tuple[Scales | None, Scales | None],
+    is_static: tuple[bool, bool],
+    heads: int,
+) -> Arguments:
+    """Pack QUANTIZED_WRITE_PARAMS but for what each launch fills in.
+
+    Parameters
+    ----------
+    formats, head_dims, scales, is_static : tuple
+        Of keys and of values; scales that are given are static.
+    heads : int
+        Key heads.
+    """
+    fields: dict[str, Any] = {"by_heads": divisor(heads)}
+    for each in zip("kv", formats, head_dims, scales, is_static, strict=True):
+        operand, format, head_dim, of, static = each
+        fields |= _scale_fields(operand, format, head_dim, of)
+        group = fields[f"{operand}_group"]
+        fields[f"{operand}_group_shift"] = group.bit_length() - 1
+        fields[f"{operand}_is_static"] = static
+    return QUANTIZED_WRITE_PARAMS.arguments(**fields)
+
+
 def divisor(d: int) -> tuple[int, int]:
     """(magic, shift) with ``n // d == n * magic >> shift`` for all n < 2**31 (Granlund &
     Montgomery, 1994)."""
@@ -382,7 +433,7 @@ def cache_write_arguments(
     strides: tuple[tuple[int, ...], ...],
     table_shape: tuple[int, int],
     *,
-    itemsize: int,
+    itemsizes: tuple[int, ...],
     page_slots: int,
     num_pages: int,
     uniform: int,
@@ -403,8 +454,10 @@ def cache_write_arguments(
         Of k, v (token, head, feature) and their pages (page, slot, head, feature), in bytes.
     table_shape : (int, int)
         Sequences, and pages of each.
-    itemsize, vec_bytes : int
-        Bytes of an element, and of a vector that a thread copies.
+    itemsizes : tuple of int
+        Bytes of an element of each of them; 1 for codes.
+    vec_bytes : int
+        Bytes of a vector that a thread copies.
     page_slots, num_pages : int
         Tokens of a page, a power of two; of a contiguous cache a sequence's.
     uniform, lanes_shift, pairs, interleaved, table_stride, max_position
@@ -412,7 +465,10 @@ def cache_write_arguments(
     """
     total, heads, head_dim, head_dim_v = shape
     batch, width = table_shape
-    (k, v, k_pages, v_pages) = ([n // itemsize for n in array[:-1]] for array in strides)
+    k, v, k_pages, v_pages = (
+        [n // itemsize for n in array[:-1]]
+        for array, itemsize in zip(strides, itemsizes, strict=True)
+    )
     return CACHE_WRITE_PARAMS.arguments(
         k_token=k[0],
         k_head=k[1],
@@ -434,8 +490,8 @@ def cache_write_arguments(
         pairs=pairs,
         interleaved=interleaved,
         by_uniform=divisor(max(uniform, 1)),
-        by_k_vecs=divisor(head_dim * itemsize // vec_bytes),
-        by_v_vecs=divisor(head_dim_v * itemsize // vec_bytes),
+        by_k_vecs=divisor(head_dim * itemsizes[0] // vec_bytes),
+        by_v_vecs=divisor(head_dim_v * itemsizes[1] // vec_bytes),
         page_slots=page_slots,
         max_position=max_position,
     )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
-from cuattn._quantized import FLOAT32, QuantizedArray
-from cuattn.gpu.memory import contiguous_last_axis, pointer
-from cuattn.gpu.params import Scales
+from cuattn._quantized import BFLOAT16, FLOAT32, FORMATS, QuantizedArray, code_columns
+from cuattn.gpu import compiler, dispatch
+from cuattn.gpu.compiler import Variant
+from cuattn.gpu.memory import contiguous_last_axis, pointer, scratch_array, use_device
+from cuattn.gpu.params import QUANTIZE_PARAMS, Scales, divisor
+from cuattn.gpu.plan import as_kernel_argument
 
 
 class Operand(NamedTuple):
@@ -40,9 +46,9 @@ def operand(array: Any) -> Operand:
     """Keys or values, plain or quantised, of four axes."""
     if not isinstance(array, QuantizedArray):
         return Operand(contiguous_last_axis(array), None, (0, 0, 0))
+    if array.on_device is not None:
+        return array.on_device
     scale, minimum, offset = array.scale, array.minimum, array.offset
-    if offset is not None and not offset.flags.c_contiguous:
-        offset = cupy.ascontiguousarray(offset)
     addresses = pointer(scale), pointer(minimum), pointer(offset)
     strides = _strides(scale)
     minimum_strides = (0, 0, 0, 0) if minimum is None else _strides(minimum)
@@ -61,7 +67,10 @@ def operand(array: Any) -> Operand:
         rotated=array.rotation is not None,
         aligned=addresses[0] % 16 == 0,
     )
-    return Operand(contiguous_last_axis(array.data), scales, addresses)
+    made = Operand(contiguous_last_axis(array.data), scales, addresses)
+    if made.codes is array.data:  # else it is a copy of this call's
+        object.__setattr__(array, "on_device", made)
+    return made
 
 
 def scale_addresses(k: Operand, v: Operand) -> dict[str, int]:
@@ -80,3 +89,158 @@ def _strides(scale: cupy.ndarray) -> tuple[int, ...]:
         0 if n == 1 else stride // scale.itemsize
         for n, stride in zip(scale.shape, scale.strides, strict=True)
     )
+
+
+class Codes(NamedTuple):
+    """Codes of some rows, and what gives their values."""
+
+    data: cupy.ndarray
+    scale: cupy.ndarray
+    minimum: cupy.ndarray | None
+
+
+def quantize(
+    x: cupy.ndarray,
+    format: str,
+    axes: tuple[int, ...],
+    group_size: int,
+    *,
+    symmetric: bool,
+    offset: cupy.ndarray | None,
+    rotate: bool,
+    scale: cupy.ndarray | None,
+    minimum: cupy.ndarray | None,
+) -> Codes:
+    """Quantise an array; parameters and result as of
+    :func:`cuattn.reference.quantization.quantize`."""
+    with use_device(x):
+        is_static = bool(axes) or scale is not None
+        finds_first = scale is None and is_static  # a scale of many rows, before any has codes
+        if scale is None:
+            shape = [1 if axis in axes else n for axis, n in enumerate(x.shape[:-1])]
+            groups = x.shape[-1] // group_size
+            scale, minimum = _empty_scales((*shape, groups), pair=not symmetric)
+        columns = code_columns(format, x.shape[-1])
+        array = QuantizedArray(
+            cupy.empty((*x.shape[:-1], columns), FORMATS[format].storage),
+            scale,
+            dtype=format,
+            minimum=minimum,
+            offset=offset,
+            rotation="hadamard" if rotate else None,
+        )
+        if x.size:
+            x = contiguous_last_axis(x)
+            if finds_first:
+                _find_scales(x, array)
+            _convert(dispatch.quantize, x, array, is_static=is_static)
+        return Codes(array.data, scale, minimum)
+
+
+def dequantize(array: QuantizedArray, dtype: np.dtype) -> cupy.ndarray:
+    """The values of codes; `dtype` is what float32 is rounded to."""
+    with use_device(array.data):
+        x = cupy.empty(array.shape, dtype)
+        if x.size:
+            _convert(dispatch.dequantize, x, array, is_static=True)
+        return x
+
+
+def _empty_scales(
+    shape: tuple[int, ...], *, pair: bool
+) -> tuple[cupy.ndarray, cupy.ndarray | None]:
+    """Room for scales, and minima, as kernels read them: a head's of all tokens one after the
+    other, a minimum beside its scale."""
+    parts = 2 if pair else 1
+    *before, tokens, heads, groups = (1, *shape) if len(shape) == 2 else shape
+    memory = cupy.empty((*before, heads, tokens, groups, parts), BFLOAT16)
+    seen = memory.swapaxes(-4, -3)
+    seen = seen.reshape(*shape, parts) if len(shape) == 2 else seen
+    return seen[..., 0], seen[..., 1] if pair else None
+
+
+def _convert(
+    choose: Callable[..., Variant],
+    x: cupy.ndarray,
+    array: QuantizedArray,
+    *,
+    is_static: bool,
+) -> None:
+    """Launch a kernel that makes codes of x, or x of codes."""
+    x, codes = (_four_axes(part) for part in (x, contiguous_last_axis(array.data)))
+    aligned = (
+        x.data.ptr % 16 == 0
+        and codes.data.ptr % 8 == 0
+        and all(stride % 16 == 0 for stride in x.strides[:-1])
+        and all(stride % 8 == 0 for stride in codes.strides[:-1])
+    )
+    dtype = x.dtype.name
+    lanes = dispatch.row_lanes(dtype, x.shape[-1], array.group_size, aligned=aligned)
+    variant = choose(dtype, lanes, array, is_static=is_static)
+    params = _params(x, codes, array, is_static=is_static)
+    kernel = compiler.kernel(variant, x.device.id)
+    blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
+    kernel((blocks,), (variant.config.threads,), (params,))
+
+
+def _find_scales(x: cupy.ndarray, array: QuantizedArray) -> None:
+    """Fill in scales, and minima, that many rows share."""
+    x = _four_axes(x)
+    found = scratch_array((2, *x.shape[-2:]), np.dtype(np.uint32))
+    found[0], found[1] = 0xFFFFFFFF, 0
+    params = _params(x, _four_axes(array.data), array, is_static=True)
+    extents, scales = (
+        compiler.kernel(variant, x.device.id)
+        for variant in dispatch.extent(x.dtype.name, x.shape[-1])
+    )
+    rows, heads = x.shape[0] * x.shape[1], x.shape[2]
+    blocks = max(1, min(-(-rows // 8), 16 * compiler.multiprocessors(x.device.id) // heads))
+    extents((blocks, heads), (256,), (params, found))
+    scales((-(-array.scale.size // 256),), (256,), (params, found))
+
+
+def _params(
+    x: cupy.ndarray, codes: cupy.ndarray, array: QuantizedArray, *, is_static: bool
+) -> np.void:
+    """QuantizeParams of four axes."""
+    scale = _four_axes(array.scale)
+    minimum = None if array.minimum is None else _four_axes(array.minimum)
+    pages, tokens, heads, head_dim = x.shape
+    group = array.group_size
+    packed = QUANTIZE_PARAMS.pack(
+        x.data.ptr,
+        codes.data.ptr,
+        scale.data.ptr,
+        pointer(minimum),
+        pointer(array.offset),
+        0,
+        *(stride // x.itemsize for stride in x.strides[:-1]),
+        *codes.strides[:-1],
+        *_strides(scale),
+        *((0, 0, 0, 0) if minimum is None else _strides(minimum)),
+        0,
+        pages * tokens * heads,
+        tokens,
+        heads,
+        head_dim,
+        0,
+        0,
+        0,
+        FORMATS[array.dtype].number,
+        group,
+        group.bit_length() - 1,
+        scale.dtype == FLOAT32,
+        array.rotation is not None,
+        is_static,
+        *divisor(heads),
+        *divisor(tokens),
+    )
+    return as_kernel_argument(packed)
+
+
+def _four_axes(array: cupy.ndarray) -> cupy.ndarray:
+    """A view (pages, tokens, heads, features); a copy where the axes before tokens do not follow
+    each other."""
+    if array.ndim > 4:
+        return array.reshape(-1, *array.shape[-3:])
+    return array[(None,) * (4 - array.ndim)]

@@ -37,10 +37,11 @@ from cuattn._typing import Array, Integers
 from cuattn.decoding import MAX_PAGE_SIZE
 from cuattn.kvcache import snapshot
 from cuattn.kvcache.append import append_kv, check_rope, flat, pair
+from cuattn.kvcache.layout import KVQuantization, as_quantization, sides
 from cuattn.kvcache.pages import MAX_TOKENS, PageManager
 from cuattn.kvcache.store import PageStore
 
-__all__ = ["PagedKVCache", "append_kv"]
+__all__ = ["KVQuantization", "PagedKVCache", "append_kv"]
 
 SAVED_VERSION = 1
 
@@ -84,14 +85,20 @@ class SwappedSequence:
     num_written : int
         Leading tokens that have been written in every layer.
     k, v : array (num_layers, pages, page_size, num_kv_heads, head_dim), (..., head_dim_v)
-        Its pages.
+        Its pages, where the cache is not quantised.
+    pages : uint8 array (num_layers, pages, page_bytes), optional
+        Its pages with codes and scales, where the cache is.
+    quantization : KVQuantization, optional
+        The cache's.
     """
 
     tokens: np.ndarray
     num_tokens: int
     num_written: int
-    k: np.ndarray
-    v: np.ndarray
+    k: np.ndarray | None = None
+    v: np.ndarray | None = None
+    pages: np.ndarray | None = None
+    quantization: KVQuantization | None = None
 
 
 class PagedKVCache:
@@ -117,9 +124,13 @@ class PagedKVCache:
     head_dim_v : int, optional
         Of the values; default `head_dim`.
     dtype : dtype
-        float16, bfloat16, float32 or float64.
-    quantization : None
-        Must be None for now.
+        float16, bfloat16, float32 or float64: of what is written, and of queries.
+    quantization : str or KVQuantization, optional
+        Store codes of 8 or 4 bits: ``"int8"``, ``"float8_e4m3"``, ``"float8_e5m2"`` or ``"int4"``,
+        each with a scale for each token and head (``"int4"`` with a minimum), or ``"k8v4"``, int8
+        keys and int4 values; keys of int8 and int4 are rotated. ``pages`` then gives two
+        :class:`cuattn.QuantizedArray`. A token is quantised once, when it is written: pages are
+        copied, shared, saved and swapped as the bytes that they are.
     max_seqlen : int, optional
         The most tokens a sequence may have: the page table then has its full width from the start,
         as a captured CUDA graph needs. Default: it is widened as sequences grow.
@@ -132,6 +143,10 @@ class PagedKVCache:
 
     Attributes
     ----------
+    quantization : KVQuantization or None
+        How keys and values are stored.
+    nbytes : int
+        Bytes of all pages.
     hit_pages, missed_pages : int
         Of the full pages that ``add_sequence`` looked for, how many it found, and how many not.
 
@@ -185,7 +200,7 @@ class PagedKVCache:
         num_layers: int = 1,
         head_dim_v: int | None = None,
         dtype: DTypeLike,
-        quantization: None = None,
+        quantization: str | KVQuantization | None = None,
         max_seqlen: int | None = None,
         joined: bool = False,
         xp: ModuleType | None = None,
@@ -215,19 +230,22 @@ class PagedKVCache:
         if self.dtype not in FLOAT_DTYPES:
             allowed = ", ".join(FLOAT_DTYPES.values())
             raise TypeError(f"{name}: dtype is {self.dtype}, must be one of {allowed}")
-        if quantization is not None:
-            raise NotImplementedError(
-                f"{name}: quantization={quantization!r} is not implemented yet; use None"
-            )
+        self.quantization = as_quantization(name, quantization)
         xp = np if xp is None else xp
         if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
             raise TypeError(f"{name}: xp is {xp!r}, must be numpy or cupy")
+        if check_bool(name, "joined", joined) and self.quantization is not None:
+            raise ValueError(f"{name}: joined is True, must be False with quantization")
+        heads, head_dims = sizes["num_kv_heads"], (sizes["head_dim"], sizes["head_dim_v"])
         self._store = PageStore(
             xp,
-            (self.num_layers, self.num_pages, self.page_size, sizes["num_kv_heads"]),
-            (sizes["head_dim"], sizes["head_dim_v"]),
+            (self.num_layers, self.num_pages, self.page_size, heads),
+            head_dims,
             self.dtype,
-            check_bool(name, "joined", joined),
+            None
+            if self.quantization is None
+            else sides(name, xp, self.quantization, self.dtype, self.num_layers, heads, head_dims),
+            joined=joined,
         )
         self._manager = PageManager(
             self.num_pages, self.page_size, self.num_layers, self.max_seqlen
@@ -463,13 +481,13 @@ class PagedKVCache:
         manager = self._manager
         row = manager.row("swap_out", id)
         manager.settle()
-        k, v = self._store.read_pages(manager.table[row, : manager.held[row]].copy())
+        content = self._store.read_pages(manager.table[row, : manager.held[row]].copy())
         swapped = SwappedSequence(
             tokens=manager.tokens[row, : manager.known[row]].copy(),
             num_tokens=int(manager.length[row]),
             num_written=int(manager.written[row]),
-            k=k,
-            v=v,
+            quantization=self.quantization,
+            **content,
         )
         manager.remove(id, row)
         return swapped
@@ -501,13 +519,19 @@ class PagedKVCache:
             )
         manager, length = self._manager, swapped.num_tokens
         num_pages = -(-length // self.page_size)
-        both = (("k", swapped.k, self._store.k), ("v", swapped.v, self._store.v))
-        for label, array, pages in both:
+        ours, theirs = self.quantization, swapped.quantization
+        if ours is not theirs and (ours is None or not ours.is_like(theirs)):
+            raise ValueError(
+                f"{name}: swapped.quantization is {theirs}, must be this cache's {ours}"
+            )
+        content = {}
+        for label, pages in self._store.arrays.items():
+            array = content[label] = getattr(swapped, label)
             shape = (self.num_layers, num_pages, *pages.shape[2:])
-            if array.shape != shape or array.dtype != self.dtype:
+            if array.shape != shape or array.dtype != pages.dtype:
                 raise ValueError(
                     f"{name}: swapped.{label} has shape {array.shape} and dtype {array.dtype}, "
-                    f"must have this cache's {shape} and {self.dtype}"
+                    f"must have this cache's {shape} and {pages.dtype}"
                 )
         tokens = swapped.tokens[: swapped.num_written]
         manager.check_room("swap_in", tokens, length)
@@ -517,7 +541,8 @@ class PagedKVCache:
         manager.extend(manager.plan_extend(rows, length - manager.length[rows], None))
         try:
             new = manager.table[row, found : manager.held[row]].copy()
-            self._store.write_pages(new, swapped.k[:, found:], swapped.v[:, found:])
+            rest = {label: array[:, found:] for label, array in content.items()}
+            self._store.write_pages(new, rest)
         except BaseException:
             manager.remove(id, row)
             raise
@@ -544,12 +569,16 @@ class PagedKVCache:
                     os.remove(partial)
                 raise
             return
-        state, pages, k, v = self._snapshot()
+        state, pages, content = self._snapshot()
         config = {**self._config(), "dtype": self.dtype.name, "version": SAVED_VERSION}
-        bits = f"u{self.dtype.itemsize}"  # bfloat16 is no dtype that a file could name
         arrays: dict[str, Any] = {f"state_{key}": array for key, array in state.items()}
+        if self.quantization is not None:
+            config["quantization"], given = self.quantization.as_saved()
+            arrays |= {f"quantization_{key}": array for key, array in given.items()}
         arrays["config"] = np.frombuffer(json.dumps(config).encode(), np.uint8)
-        np.savez(file, in_use=pages, k=k.view(bits), v=v.view(bits), **arrays)
+        # bfloat16 is no dtype that a file could name.
+        arrays |= {name: array.view(f"u{array.itemsize}") for name, array in content.items()}
+        np.savez(file, in_use=pages, **arrays)
 
     @classmethod
     def load(
@@ -575,11 +604,18 @@ class PagedKVCache:
                 if config.pop("version") != SAVED_VERSION:
                     raise ValueError("another version")
                 state = {key[6:]: saved[key] for key in saved if key.startswith("state_")}
-                dtype = np.dtype(getattr(ml_dtypes, config["dtype"], config["dtype"]))
-                content = saved["in_use"], saved["k"].view(dtype), saved["v"].view(dtype)
-            cache = cls(**{**config, "dtype": dtype}, xp=xp)
-            snapshot.restore(cache._manager, state)
-            cache._store.write_pages(*content)
+                config["dtype"] = np.dtype(getattr(ml_dtypes, config["dtype"], config["dtype"]))
+                if config.get("quantization") is not None:
+                    prefix = "quantization_"
+                    given = {key[len(prefix) :]: saved[key] for key in saved if prefix in key}
+                    config["quantization"] = KVQuantization(**config["quantization"], **given)
+                cache = cls(**config, xp=xp)
+                content = {
+                    name: saved[name].view(array.dtype)
+                    for name, array in cache._store.arrays.items()
+                }
+                snapshot.restore(cache._manager, state)
+                cache._store.write_pages(saved["in_use"], content)
         except OSError:
             raise
         except Exception as error:
@@ -589,25 +625,26 @@ class PagedKVCache:
         return cache
 
     @_exclusive
-    def _snapshot(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
-        """The books, the pages that hold something, and their keys and values."""
+    def _snapshot(self) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray]]:
+        """The books, the pages that hold something, and what they hold."""
         manager = self._manager
         state = snapshot.take(manager)
         pages = np.flatnonzero((manager.references > 0) | manager.index.contains)
-        return state, pages, *self._store.read_pages(pages)
+        return state, pages, self._store.read_pages(pages)
 
     def _config(self) -> dict[str, Any]:
         """The arguments that make such a cache, but xp."""
         return {
             "num_pages": self.num_pages,
             "page_size": self.page_size,
-            "num_kv_heads": self._store.k.shape[3],
-            "head_dim": self._store.k.shape[4],
-            "head_dim_v": self._store.v.shape[4],
+            "num_kv_heads": self._store.tokens[0][0],
+            "head_dim": self._store.tokens[0][1],
+            "head_dim_v": self._store.tokens[1][1],
             "num_layers": self.num_layers,
             "max_seqlen": self.max_seqlen,
             "joined": self._store.joined,
             "dtype": self.dtype,
+            "quantization": self.quantization,
         }
 
     def __copy__(self) -> PagedKVCache:
@@ -618,11 +655,12 @@ class PagedKVCache:
 
     @_exclusive
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        xp, k = self._store.xp, self._store.k
-        with contextlib.nullcontext() if xp is np else k.device:
+        xp = self._store.xp
+        with contextlib.nullcontext() if xp is np else self._store.memory_device:
             cache = PagedKVCache(**self._config(), xp=xp)
             snapshot.restore(cache._manager, snapshot.take(self._manager))
-            cache._store.k[...], cache._store.v[...] = k, self._store.v
+            for name, array in self._store.arrays.items():
+                cache._store.arrays[name][...] = array
         return cache
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -712,9 +750,14 @@ class PagedKVCache:
 
     def pages(self, layer: int) -> tuple[Any, Any]:
         """One layer's pages of keys and of values: (num_pages, page_size, num_kv_heads, head_dim),
-        views.
+        views; two QuantizedArrays where they are quantised.
         """
         return self._store.layers[self._layer("PagedKVCache.pages", layer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, in all layers."""
+        return self._store.nbytes
 
     @property
     def hit_pages(self) -> int:
@@ -758,18 +801,15 @@ class PagedKVCache:
             raise ValueError(
                 f"{name}: k is an array of {xp.__name__}, must be {self._store.xp.__name__}"
             )
-        if xp is not np and keys.device != self._store.k.device:
+        if xp is not np and keys.device != self._store.memory_device:
             raise ValueError(
                 f"{name}: k is on GPU {keys.device.id}, must be on the cache's "
-                f"{self._store.k.device.id}"
+                f"{self._store.memory_device.id}"
             )
         counts = self._manager.new[rows].tolist()
         total = sum(counts)
-        for label, array, pages in (
-            ("k", keys, self._store.k),
-            ("v", values, self._store.v),
-        ):
-            shape, token = array.shape, pages.shape[3:]
+        for label, array, token in zip("kv", (keys, values), self._store.tokens, strict=True):
+            shape = array.shape
             if shape != (total, *token) and not (
                 shape[2:] == token and [shape[1]] * shape[0] == counts
             ):
@@ -780,7 +820,7 @@ class PagedKVCache:
             if array.dtype != self.dtype:
                 raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")
         if rope is not None:
-            check_rope(name, cos, sin, self._store.k.shape[-1], self.dtype)
+            check_rope(name, cos, sin, self._store.tokens[0][1], self.dtype)
             longest = int(self._manager.length[rows].max(initial=0))
             if longest > cos.shape[0]:
                 raise ValueError(

@@ -18,10 +18,10 @@ from cuattn._arrays import (
 )
 from cuattn._backend import backend, contiguous, contiguous_last_axis, indices, reshaped
 from cuattn._keywords import explain_keywords
+from cuattn._quantized import QuantizedArray, codes_of
 from cuattn._spec import check_cu_seqlens, check_rising
 from cuattn._typing import Array
 from cuattn.decoding import check_pages, check_seq_lens
-from cuattn.quantization import QuantizedArray
 
 
 @explain_keywords
@@ -49,7 +49,9 @@ def append_kv(
     ----------
     k_cache : array (batch, capacity, heads_kv, head_dim) or (num_pages, page_size, heads_kv, \
 head_dim)
-        Keys, written to: of sequences one by one, or with `page_table` or `slots` of pages.
+        Keys, written to: of sequences one by one, or with `page_table` or `slots` of pages. A
+        :class:`cuattn.QuantizedArray` gets codes, and where each token has scales of its own,
+        those; its `like` is then the dtype of `k`.
     v_cache : array (batch, capacity, heads_kv, head_dim_v) or (num_pages, page_size, heads_kv, \
 head_dim_v)
         Values, likewise.
@@ -101,14 +103,11 @@ head_dim_v)
     """
     name = "append_kv"
     check_given(name, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    for label, given in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if isinstance(given, QuantizedArray):
-            raise TypeError(f"{name}: {label} is a QuantizedArray, must be an array")
     cos, sin = pair(name, rope)
     xp, arrays = as_arrays(
         name,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=codes_of(k_cache),
+        v_cache=codes_of(v_cache),
         k=k,
         v=v,
         seq_lens=seq_lens,
@@ -121,6 +120,8 @@ head_dim_v)
     )
     keys, values, new_k, new_v, *numbers, cos, sin = arrays
     lens, table, places, bounds, padding = numbers
+    keys = k_cache if isinstance(k_cache, QuantizedArray) else keys
+    values = v_cache if isinstance(v_cache, QuantizedArray) else values
     _check_caches(name, keys, values, table, places)
     if lens is None and (places is None or rope is not None or padding is not None):
         raise ValueError(
@@ -141,7 +142,7 @@ head_dim_v)
         check_index_dtype(name, "left_padding", padding)
     interleaved = check_bool(name, "interleaved", interleaved)
     if rope is not None:
-        check_rope(name, cos, sin, keys.shape[-1], keys.dtype)
+        check_rope(name, cos, sin, keys.shape[-1], _dtype(keys))
         rope = contiguous(xp, cos), contiguous(xp, sin)
     if not total or (lens is not None and not batch):
         return
@@ -201,20 +202,22 @@ def _check_caches(function: str, keys: Any, values: Any, table: Any, places: Any
                 f"{function}: {label} has shape {cache.shape}, must be (batch, capacity, heads_kv, "
                 "head_dim) or (num_pages, page_size, heads_kv, head_dim)"
             )
-        if cache.dtype not in FLOAT_DTYPES:
+        if _dtype(cache) not in FLOAT_DTYPES:
             allowed = ", ".join(FLOAT_DTYPES.values())
             raise TypeError(
                 f"{function}: {label} has dtype {cache.dtype}, must be one of {allowed}"
             )
-        if cache.size and not is_contiguous_last_axis(cache):
+        stored = codes_of(cache)
+        if cache.size and not is_contiguous_last_axis(stored):
             raise ValueError(
-                f"{function}: {label} has strides {cache.strides}, must have a contiguous last axis"
+                f"{function}: {label} has strides {stored.strides}, must have a contiguous last "
+                "axis"
             )
-        if isinstance(cache, np.ndarray) and not cache.flags.writeable:
+        if isinstance(stored, np.ndarray) and not stored.flags.writeable:
             raise ValueError(f"{function}: {label} is read-only, must be writable")
-    if values.dtype != keys.dtype:
+    if _dtype(values) != _dtype(keys):
         raise TypeError(
-            f"{function}: v_cache has dtype {values.dtype}, must be k_cache's {keys.dtype}"
+            f"{function}: v_cache has dtype {_dtype(values)}, must be k_cache's {_dtype(keys)}"
         )
     if values.shape[:3] != keys.shape[:3]:
         raise ValueError(
@@ -250,9 +253,9 @@ def _check_new(
                 f"{function}: {label} has shape {array.shape}, must be "
                 f"{lead}{', '.join(map(str, token))})"
             )
-        if array.dtype != cache.dtype:
+        if array.dtype != _dtype(cache):
             raise TypeError(
-                f"{function}: {label} has dtype {array.dtype}, must be the cache's {cache.dtype}"
+                f"{function}: {label} has dtype {array.dtype}, must be the cache's {_dtype(cache)}"
             )
     if new_v.shape[:-1] != new_k.shape[:-1]:
         raise ValueError(
@@ -277,6 +280,11 @@ def _check_new(
             "sequences, or be pages with page_table or slots"
         )
     return batch
+
+
+def _dtype(cache: Any) -> np.dtype:
+    """The dtype of what is written into a cache."""
+    return cache.like if isinstance(cache, QuantizedArray) else cache.dtype
 
 
 def flat(xp: Any, array: Any, total: int) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuattn._backend import backend
+from cuattn.kvcache.layout import PageLayout, Side
 from cuattn.kvcache.pages import PageManager
 
 MAX_TABLE_BYTES = 64 << 20  # of page tables that nobody but the cache holds
@@ -49,12 +50,16 @@ class PageStore:
 
     Attributes
     ----------
-    k : array (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-    v : array (num_layers, num_pages, page_size, num_kv_heads, head_dim_v)
+    arrays : dict
+        What is stored, with a page's part in each layer: ``"k"`` (num_layers, num_pages, page_size,
+        num_kv_heads, head_dim) and ``"v"`` (..., head_dim_v), or where they are quantised
+        ``"pages"``, bytes (num_layers, num_pages, page_bytes).
     joined : bool
-        Whether `k` and `v` are views of one array, whose rows are a value and a key.
+        Whether keys and values are views of one array, whose rows are a value and a key.
     layers : list of (array, array)
-        Each layer's views of `k` and `v`.
+        Each layer's keys and values: views.
+    tokens : ((int, int), (int, int))
+        Shapes of a token's keys and values.
     """
 
     def __init__(
@@ -63,18 +68,31 @@ class PageStore:
         layout: tuple[int, int, int, int],
         head_dims: tuple[int, int],
         dtype: np.dtype,
+        quantized: tuple[Side, Side] | None,
+        *,
         joined: bool,
     ) -> None:
         self.xp = xp
         self.device = backend(xp, "kvcache")
         self.joined = joined
-        head_dim, head_dim_v = head_dims
-        if joined:
-            rows = xp.empty((*layout, head_dim_v + head_dim), dtype)
-            self.k, self.v = rows[..., head_dim_v:], rows[..., :head_dim_v]
+        *pages, page_size, heads = layout
+        self.tokens = (heads, head_dims[0]), (heads, head_dims[1])
+        self.layers: list[tuple[Any, Any]]
+        if quantized is None:
+            if joined:
+                head_dim, head_dim_v = head_dims
+                rows = xp.empty((*layout, head_dim_v + head_dim), dtype)
+                k, v = rows[..., head_dim_v:], rows[..., :head_dim_v]
+            else:
+                k, v = (xp.empty((*layout, head_dim), dtype) for head_dim in head_dims)
+            self.arrays = {"k": k, "v": v}
+            self.layers = list(zip(k, v, strict=True))
         else:
-            self.k, self.v = (xp.empty((*layout, dim), dtype) for dim in head_dims)
-        self.layers = list(zip(self.k, self.v, strict=True))
+            of_page = PageLayout(*quantized, page_size)
+            memory = xp.empty((*pages, of_page.page_bytes), np.uint8)
+            self.arrays = {"pages": memory}
+            self.layers = of_page.layers(xp, memory)
+        self._any = next(iter(self.arrays.values()))
         self._tables: collections.OrderedDict[tuple[int | None, int], _Table] = (
             collections.OrderedDict()
         )
@@ -82,17 +100,28 @@ class PageStore:
 
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy pages of every layer."""
-        self.device.copy_pages(self.k, self.v, source.tolist(), target.tolist())
+        for array in self.arrays.values():
+            self.device.copy_pages(array, source.tolist(), target.tolist())
 
-    def read_pages(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies on the host of some pages of every layer: (num_layers, pages, page_size,
-        num_kv_heads, head_dim) and (..., head_dim_v). Waits for the device."""
-        return self.device.read_pages(self.k, pages), self.device.read_pages(self.v, pages)
+    def read_pages(self, pages: np.ndarray) -> dict[str, np.ndarray]:
+        """Copies on the host of some pages of every layer, by the names of `arrays`. Waits for the
+        device."""
+        return {name: self.device.read_pages(array, pages) for name, array in self.arrays.items()}
 
-    def write_pages(self, pages: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    def write_pages(self, pages: np.ndarray, content: dict[str, np.ndarray]) -> None:
         """Overwrite some pages of every layer with such copies."""
-        self.device.write_pages(self.k, pages, k)
-        self.device.write_pages(self.v, pages, v)
+        for name, array in self.arrays.items():
+            self.device.write_pages(array, pages, content[name])
+
+    @property
+    def memory_device(self) -> Any:
+        """The device that the pages are on."""
+        return self._any.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(array.nbytes for array in self.arrays.values())
 
     def page_table(self, manager: PageManager, rows: np.ndarray) -> Any:
         """The page table of some sequences, up to date."""
@@ -145,7 +174,7 @@ class PageStore:
         key = keys[keys[0] not in self._tables]
         table = self._tables.get(key)
         if table is None or table.batch.page_table.shape[1] != width:
-            table = _Table(self.device.Batch(self.k, rows.size, width))
+            table = _Table(self.device.Batch(self._any, rows.size, width))
             self._tables[key] = table
             self._tables.move_to_end(key)
             self._drop_tables(key)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuattn._quantized import QuantizedArray
 from cuattn.reference.positions import rotate
+from cuattn.reference.quantization import quantize_into
 
 
 class Batch:
@@ -57,19 +59,18 @@ def capturing() -> bool:
     return False
 
 
-def copy_pages(k_pages: np.ndarray, v_pages: np.ndarray, source: list[int], target: list[int]):
-    """Copy pages of every layer: (num_layers, num_pages, page_size, heads, head_dim)."""
-    k_pages[:, target] = k_pages[:, source]
-    v_pages[:, target] = v_pages[:, source]
+def copy_pages(array: np.ndarray, source: list[int], target: list[int]) -> None:
+    """Copy pages of every layer: (num_layers, num_pages, ...)."""
+    array[:, target] = array[:, source]
 
 
 def read_pages(array: np.ndarray, pages: np.ndarray) -> np.ndarray:
-    """Copy pages of every layer, of keys or of values, to a new array."""
+    """Copy pages of every layer to a new array."""
     return array[:, pages]
 
 
 def write_pages(array: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
-    """Overwrite pages of every layer, of keys or of values."""
+    """Overwrite pages of every layer."""
     array[:, pages] = content
 
 
@@ -137,7 +138,18 @@ def append(
     if rope is not None:
         _check_places(name, "rope", "position", positions, len(rope[0]))
         keys = rotate(keys, *(table[positions][:, None] for table in rope), interleaved)
-    k_cache[page, slot], v_cache[page, slot] = keys, v[tokens]
+    _store(k_cache, (page, slot), keys)
+    _store(v_cache, (page, slot), v[tokens])
+
+
+def _store(
+    cache: np.ndarray | QuantizedArray, slots: tuple[np.ndarray, np.ndarray], new: np.ndarray
+) -> None:
+    """Put rows (tokens, heads, head_dim) into pages, at a page and a place there for each."""
+    if isinstance(cache, QuantizedArray):
+        quantize_into(cache, slots, new)
+    else:
+        cache[slots] = new
 
 
 def _check_places(function: str, name: str, what: str, places: np.ndarray, end: int) -> None:
@@ -153,8 +165,8 @@ def _check_places(function: str, name: str, what: str, places: np.ndarray, end: 
 def write(
     k: np.ndarray,
     v: np.ndarray,
-    k_pages: np.ndarray,
-    v_pages: np.ndarray,
+    k_pages: np.ndarray | QuantizedArray,
+    v_pages: np.ndarray | QuantizedArray,
     batch: Batch,
     *,
     rope: tuple[np.ndarray, np.ndarray] | None = None,
@@ -166,7 +178,7 @@ def write(
     ----------
     k, v : numpy.ndarray (total, heads, head_dim), (total, heads, head_dim_v)
         Of the batch's new tokens, sequence by sequence.
-    k_pages, v_pages : numpy.ndarray (num_pages, page_size, heads, head_dim)
+    k_pages, v_pages : numpy.ndarray or QuantizedArray (num_pages, page_size, heads, head_dim)
         One layer's pages.
     batch : Batch
         Where they go: the last ``cu_new[b + 1] - cu_new[b]`` positions of sequence b.
@@ -176,4 +188,5 @@ def write(
     if rope is not None:
         k = rotate(k, *(table[batch.new_position][:, None] for table in rope), interleaved)
     slots = batch.slots(k_pages.shape[1])
-    k_pages[slots], v_pages[slots] = k, v
+    _store(k_pages, slots, k)
+    _store(v_pages, slots, v)

@@ -208,6 +208,30 @@ def unrotated(x: np.ndarray) -> np.ndarray:
     return hadamard(x) * rotation_signs(x.shape[-1])
 
 
+def quantize_into(
+    pages: QuantizedArray, slots: tuple[np.ndarray, np.ndarray], x: np.ndarray
+) -> None:
+    """Quantise rows (tokens, heads, head_dim) into pages, at a page and a place there for each;
+    scales that the tokens of a page do not share are found and written too."""
+    given = None if pages.has_scale_of_tokens else pages.scale[0]
+    new = quantize(
+        x,
+        pages.dtype,
+        (),
+        pages.group_size,
+        symmetric=pages.minimum is None,
+        offset=pages.offset,
+        rotate=pages.rotation is not None,
+        scale=given,
+        minimum=None,
+    )
+    pages.data[slots] = new.data
+    if given is None:
+        pages.scale[slots] = new.scale
+        if pages.minimum is not None:
+            pages.minimum[slots] = new.minimum
+
+
 def dequantize(array: QuantizedArray, dtype: np.dtype) -> np.ndarray:
     """The values of codes; `dtype` is what float32 is rounded to."""
     x = values(array.data, array.dtype, array.scale, array.minimum)

@@ -11,8 +11,8 @@
 //   warp keeps the running maximum, sum and O of every row (online softmax), and the block merges
 //   its warps' results at the end of a split (schedule.cuh).
 #include "decoding/combine.cuh"
+#include "kvcache/stored.cuh"
 #include "tile/operands.cuh"
-#include "tile/quantized.cuh"
 
 using T = Config::dtype;
 using Acc = tile::Accumulator<T>;
@@ -127,14 +127,14 @@ __device__ __forceinline__ void load_row(Acc (&row)[kLaneDims],
                                          int head, int dims) {
   load_row(row, pages.row(page, slot, head), dims);
 }
-__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const tile::Stored<T>& stored,
+__device__ __forceinline__ void load_row(Acc (&row)[kLaneDims], const kvcache::Stored<T>& stored,
                                          int page, int slot, int head, int) {
   stored.load(row, page, slot, head);
 }
 
 __device__ __forceinline__ auto pages_of_k(const DecodeParams& params) {
   if constexpr (Config::quantized)
-    return tile::Stored<T>{
+    return kvcache::Stored<T>{
         params.k,        params.k_stride,         params.k_scale,          params.k_minimum,
         params.k_offset, params.k_scale_stride,   params.k_minimum_stride, params.k_format,
         params.k_group,  params.k_scale_is_float, params.k_rotated,        params.head_dim};
@@ -144,7 +144,7 @@ __device__ __forceinline__ auto pages_of_k(const DecodeParams& params) {
 
 __device__ __forceinline__ auto pages_of_v(const DecodeParams& params) {
   if constexpr (Config::quantized)
-    return tile::Stored<T>{
+    return kvcache::Stored<T>{
         params.v,        params.v_stride,         params.v_scale,          params.v_minimum,
         params.v_offset, params.v_scale_stride,   params.v_minimum_stride, params.v_format,
         params.v_group,  params.v_scale_is_float, params.v_rotated,        params.head_dim_v};

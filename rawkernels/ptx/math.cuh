@@ -31,6 +31,13 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return y;
 }
 
+// The smaller, or NaN if either is.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // tanh(x), relative error 2^-11.
 __device__ __forceinline__ float tanh(float x) {
   float y;

@@ -2,6 +2,11 @@
 // rounding an operation, so that the bits are those of cuattn/reference/quantization.py.
 #pragma once
 
+#include "ptx/cvt.cuh"
+#include "ptx/ieee.cuh"
+#include "ptx/math.cuh"
+#include "tile/accumulator.cuh"
+
 namespace tile {
 
 // As FORMATS in cuattn/_quantized.py.
@@ -12,33 +17,157 @@ enum Format : int { kPlain, kInt8, kInt4, kE4m3, kE5m2 };
 constexpr unsigned kRotationSigns[8] = {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344,
                                         0xa4093822, 0x299f31d0, 0x082efa98, 0xec4e6c89};
 
-// `x` with the sign of a channel of the rotation.
-__device__ __forceinline__ float with_rotation_sign(float x, int channel) {
-  const unsigned sign = kRotationSigns[channel / 32 % 8] >> channel % 32 << 31;
-  return __uint_as_float(__float_as_uint(x) ^ sign);
+// The signs of channels `channel`, `channel` + 1, … up to the next multiple of 32, lowest first.
+__device__ __forceinline__ unsigned rotation_signs(int channel) {
+  return kRotationSigns[channel / 32 % 8] >> channel % 32;
 }
 
-// The code of a row's column as a number. Packed codes of 4 bits are 0 to 15 with a minimum, the
-// number plus 8 without one.
-__device__ __forceinline__ float code_value(int format, const unsigned char* row, int column,
-                                            bool has_minimum) {
-  if (format == kInt4) {
-    const int nibble = row[column / 2] >> column % 2 * 4 & 15;
-    return static_cast<float>(has_minimum ? nibble : nibble - 8);
-  }
-  const unsigned code = row[column];
+// `x` with the sign of a channel.
+__device__ __forceinline__ float with_rotation_sign(float x, int channel) {
+  return __uint_as_float(__float_as_uint(x) ^ rotation_signs(channel) << 31);
+}
+
+// The number that a code stands for. Codes of 4 bits are 0 to 15 with a minimum, the number plus 8
+// without one.
+__device__ __forceinline__ float number_of_code(int format, unsigned code, bool has_minimum) {
+  if (format == kInt4) return static_cast<float>(static_cast<int>(code) - (has_minimum ? 0 : 8));
   if (format == kInt8) return static_cast<float>(static_cast<signed char>(code));
   if (format == kE5m2) return __half2float(__ushort_as_half(code << 8));  // the upper half of one
-  // Exponents of 4 bits, biased by 7, go where float's of 8 bits, biased by 127, are.
-  const float magnitude = __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
-  const unsigned bits = (code & 0x7f) == 0x7f ? 0x7fc00000 : __float_as_uint(magnitude);
-  return __uint_as_float(bits | (code & 0x80) << 24);
+  // Exponents of 4 bits, biased by 7, become those of a half, which are biased by 15.
+  const unsigned bits = (code & 0x80) << 8 | (code & 0x7f) << 7;
+  const float value = __half2float(__ushort_as_half(bits)) * 256.0f;
+  return (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000) : value;
+}
+
+// The number in a column of a row of codes.
+__device__ __forceinline__ float code_value(int format, const unsigned char* row, int column,
+                                            bool has_minimum) {
+  const unsigned code = format == kInt4 ? row[column / 2] >> column % 2 * 4 & 15 : row[column];
+  return number_of_code(format, code, has_minimum);
 }
 
 // A scale or a minimum.
 __device__ __forceinline__ float scale_value(const void* scales, long long at, bool is_float) {
   return is_float ? static_cast<const float*>(scales)[at]
                   : __bfloat162float(static_cast<const __nv_bfloat16*>(scales)[at]);
+}
+
+// Positive x to the nearest bfloat16 that is not less; infinity and NaN to NaN.
+__device__ __forceinline__ float rounded_up(float x) {
+  const unsigned bits = __float_as_uint(x) + 0xffff & 0xffff0000;
+  return __float_as_uint(x) < 0x7f800000 ? __uint_as_float(bits) : __uint_as_float(0x7fc00000);
+}
+
+// x to the nearest bfloat16 that is not more; never -0.
+__device__ __forceinline__ float rounded_down(float x) {
+  const unsigned bits = __float_as_uint(ptx::add_rn(x, 0.0f));
+  return __uint_as_float(bits + (bits >> 31 ? 0xffff : 0) & 0xffff0000);
+}
+
+// The largest code without a minimum.
+__device__ __forceinline__ float largest_code(int format) {
+  return format == kInt8 ? 127.0f : format == kInt4 ? 7.0f : format == kE4m3 ? 448.0f : 57344.0f;
+}
+
+// The scale of numbers whose largest magnitude, or distance from the least to the largest, is
+// `extent`: in units of the largest code, `codes`, rounded up, so that no code saturates, with a
+// finite inverse; 1 for 0, NaN for what is not finite.
+__device__ __forceinline__ float scale_of(float extent, float codes) {
+  // extent / codes, correctly rounded: the second correction of a quotient is (Markstein, 1990).
+  // The instruction sequence of CUDA's own division calls a function where operands are extreme,
+  // which costs registers; here such quotients are raised to the least scale.
+  const float inverse = codes == 127.0f   ? 1.0f / 127.0f
+                        : codes == 15.0f  ? 1.0f / 15.0f
+                        : codes == 7.0f   ? 1.0f / 7.0f
+                        : codes == 448.0f ? 1.0f / 448.0f
+                                          : 1.0f / 57344.0f;
+  float quotient = ptx::mul_rn(extent, inverse);
+  quotient = ptx::fma_rn(ptx::fma_rn(-quotient, codes, extent), inverse, quotient);
+  quotient = ptx::fma_rn(ptx::fma_rn(-quotient, codes, extent), inverse, quotient);
+  const float scale = rounded_up(quotient);
+  return __float_as_uint(extent) == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale;
+}
+
+// 1 / scale, correctly rounded, of scales that are found.
+__device__ __forceinline__ float inverse_of(float scale) {
+  const float inverse = ptx::rcp(scale);
+  return ptx::fma_rn(inverse, ptx::fma_rn(-scale, inverse, 1.0f), inverse);
+}
+
+// Of scales that are given, which may be of any size, 0, or no number.
+__device__ __forceinline__ float inverse_of_any(float scale) {
+  const float factor = fabsf(scale) < 0x1p-100f ? 0x1p24f : fabsf(scale) > 0x1p100f ? 0x1p-24f : 1;
+  const float scaled = ptx::mul_rn(scale, factor), approximate = ptx::rcp(scaled);
+  const bool extreme = scaled == 0 || fabsf(scaled) == infinity();
+  return ptx::mul_rn(extreme ? approximate : inverse_of(scaled), factor);
+}
+
+// The bits of a bfloat16 that a float holds; those of NumPy's NaN for any NaN.
+__device__ __forceinline__ unsigned short bfloat16_bits(float x) {
+  return x == x ? __float_as_uint(x) >> 16 : 0x7fc0;
+}
+
+// x / scale within the range of a format's codes; NaN gives 0.
+__device__ __forceinline__ float clipped(float x, float inverse_scale, float least, float largest) {
+  const float scaled = ptx::mul_rn(x, inverse_scale);
+  return scaled == scaled ? fminf(fmaxf(scaled, least), largest) : 0.0f;
+}
+
+// Integers of |x| < 2^22, rounded to even, as the low bits of what is returned, with `offset`
+// added.
+__device__ __forceinline__ unsigned rounded_bits(float x, float offset) {
+  return __float_as_uint(ptx::add_rn(x, 0x1.8p23f + offset));
+}
+
+// A number to a float of 8 bits: kMantissa explicit bits, exponents from kLeastExponent.
+template <int kMantissa, int kLeastExponent>
+__device__ __forceinline__ unsigned float8_bits(float x) {
+  const unsigned sign = __float_as_uint(x) >> 24 & 0x80;
+  const float magnitude = fabsf(x);
+  // Below the least normal number codes count multiples of the least subnormal one.
+  constexpr float kSteps = kMantissa == 3 ? 0x1p9f : 0x1p16f;
+  static_assert(kLeastExponent == (kMantissa == 3 ? -6 : -14), "steps are for these formats");
+  if (magnitude < (kMantissa == 3 ? 0x1p-6f : 0x1p-14f))
+    return sign | rounded_bits(magnitude * kSteps, 0) & 0xff;
+  constexpr int kShift = 23 - kMantissa;
+  const unsigned bits = __float_as_uint(magnitude);
+  const unsigned even = bits + (1u << (kShift - 1)) - 1 + (bits >> kShift & 1);
+  return sign | (even >> kShift) - (127 + kLeastExponent - 1 << kMantissa);
+}
+
+// Four codes of 8 bits, the first lowest, of numbers within the format's range.
+__device__ __forceinline__ unsigned four_codes(int format, const float (&x)[4]) {
+  unsigned codes[4];
+  if (format == kInt8) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = rounded_bits(x[i], 0);
+  } else if (format == kE4m3) {
+#if __CUDA_ARCH__ >= 890
+    return ptx::cvt_e4m3x2(x[0], x[1]) | ptx::cvt_e4m3x2(x[2], x[3]) << 16;
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = float8_bits<3, -6>(x[i]);
+#endif
+  } else {
+#if __CUDA_ARCH__ >= 890
+    return ptx::cvt_e5m2x2(x[0], x[1]) | ptx::cvt_e5m2x2(x[2], x[3]) << 16;
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = float8_bits<2, -14>(x[i]);
+#endif
+  }
+  return __byte_perm(__byte_perm(codes[0], codes[1], 0x0040),
+                     __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+}
+
+// Eight codes of 4 bits, the first lowest, of integers from 0 to 15 with a minimum, else of -7
+// to 7.
+__device__ __forceinline__ unsigned eight_nibbles(const float (&x)[8], bool has_minimum) {
+  // Each is what it is above the bits of 1.5 * 2^23, whose multiples are taken off at the end.
+  unsigned word = 0;
+#pragma unroll
+  for (int i = 7; i >= 0; --i) word = word * 16 + rounded_bits(x[i], has_minimum ? 0 : 8);
+  return word - 0x4b400000u * 0x11111111u;
 }
 
 // The largest power of two that divides `head_dim`: how many channels are rotated together.
@@ -58,7 +187,7 @@ __device__ __forceinline__ void hadamard(float (&x)[n], int block) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const float other = __shfl_xor_sync(~0u, x[i], distance);
-      x[i] = threadIdx.x & distance ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
+      x[i] = threadIdx.x & distance ? ptx::sub_rn(other, x[i]) : ptx::add_rn(x[i], other);
     }
   }
 #pragma unroll
@@ -68,69 +197,13 @@ __device__ __forceinline__ void hadamard(float (&x)[n], int block) {
     for (int i = 0; i < n; ++i) {
       if (i & distance || i + distance >= n) continue;
       const float a = x[i], b = x[i + distance];
-      x[i] = __fadd_rn(a, b);
-      x[i + distance] = __fsub_rn(a, b);
+      x[i] = ptx::add_rn(a, b);
+      x[i + distance] = ptx::sub_rn(a, b);
     }
   }
   const float scale = hadamard_scale(block);
 #pragma unroll
-  for (int i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], scale);
+  for (int i = 0; i < n; ++i) x[i] = ptx::mul_rn(x[i], scale);
 }
-
-// Keys or values that are codes, or plain ones of type T where `format` is kPlain.
-template <class T>
-struct Stored {
-  const void* data;
-  PageStrides stride;  // in bytes of codes, or in elements
-  const void* scale;
-  const void* minimum;
-  const float* offset;
-  ScaleStrides scale_stride, minimum_stride;
-  int format, group, scale_is_float, rotated, head_dim;
-
-  // A row, spread over the warp: column 32 i + lane to x[i]; 0 past the last.
-  template <class Acc, int n>
-  __device__ __forceinline__ void load(Acc (&x)[n], int page, int slot, int head) const {
-    const long long at = page * stride.page + slot * stride.seq + head * stride.head;
-    const int lane = threadIdx.x % 32;
-    if (format == kPlain) {
-      const T* const row = static_cast<const T*>(data) + at;
-#pragma unroll
-      for (int i = 0; i < n; ++i)
-        x[i] = lane + 32 * i < head_dim ? static_cast<Acc>(row[lane + 32 * i]) : 0;
-      return;
-    }
-    const unsigned char* const row = static_cast<const unsigned char*>(data) + at;
-    const long long scales =
-        page * scale_stride.page + slot * scale_stride.seq + head * scale_stride.head;
-    const long long minima =
-        page * minimum_stride.page + slot * minimum_stride.seq + head * minimum_stride.head;
-    float value[n];
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const int column = lane + 32 * i;
-      value[i] = 0;
-      if (column >= head_dim) continue;
-      const int place = column / group;
-      value[i] = __fmul_rn(scale_value(scale, scales + place * scale_stride.group, scale_is_float),
-                           code_value(format, row, column, minimum != nullptr));
-      if (minimum != nullptr)
-        value[i] = __fadd_rn(
-            value[i], scale_value(minimum, minima + place * minimum_stride.group, scale_is_float));
-    }
-    if (rotated) {
-      hadamard(value, rotation_block(head_dim));
-#pragma unroll
-      for (int i = 0; i < n; ++i) value[i] = with_rotation_sign(value[i], lane + 32 * i);
-    }
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const int column = lane + 32 * i;
-      if (offset != nullptr && column < head_dim)
-        value[i] = __fadd_rn(value[i], offset[head * head_dim + column]);
-      x[i] = static_cast<Acc>(value[i]);
-    }
-  }
-};
 
 }  // namespace tile

@@ -24,6 +24,7 @@ from cuattn.gpu.dispatch.decoding import (
     cache_write,
     decode_head_lanes,
     merge,
+    quantized_cache_write,
 )
 from cuattn.gpu.dispatch.gradients import (
     JVP,
@@ -46,6 +47,13 @@ from cuattn.gpu.dispatch.launch import (
 )
 from cuattn.gpu.dispatch.mla import mla_variants
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
+from cuattn.gpu.dispatch.quantization import (
+    dequantize,
+    extent,
+    quantization_variants,
+    quantize,
+    row_lanes,
+)
 from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding, queries_for_decoding
 from cuattn.gpu.dispatch.sampling import (
     MAX_TOP_K,
@@ -91,6 +99,8 @@ __all__ = [
     "choose_backward",
     "current_tiers",
     "decode_head_lanes",
+    "dequantize",
+    "extent",
     "filter_rows",
     "gradient_variants",
     "merge",
@@ -100,8 +110,11 @@ __all__ = [
     "penalty_table",
     "prefers_decoding",
     "products_of_tiles",
+    "quantize",
+    "quantized_cache_write",
     "rope",
     "rope_heads",
+    "row_lanes",
     "sample_filtered",
     "sample_unfiltered",
     "sampling_variants",
@@ -192,4 +205,5 @@ def variants(arch: str) -> Iterator[Variant]:
     yield from mla_variants(arch)
     yield from cache_variants()
     yield from position_variants()
+    yield from quantization_variants()
     yield from sampling_variants(arch)

@@ -11,6 +11,12 @@ from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.quantization import (
+    ANY_FORMAT,
+    FORMAT_PAIRS,
+    has_formats,
+    lanes_of,
+)
 from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS, UNBOUNDED, Scales, decode_arguments, score_arguments
 from cuattn.gpu.structs import Arguments
@@ -645,6 +651,8 @@ def _simt_variant(dtype: str, head_dim: int, *, elementwise: bool, quantized: bo
     rows = 2 if dtype == "float64" else 4
     if head_dim == 512 or (elementwise and head_dim == 256):
         rows //= 2  # registers are for a row's features
+    if head_dim == 512 and elementwise and quantized:
+        rows = 1
     config = SimtDecodeConfig(
         dtype,
         head_dim,
@@ -697,6 +705,37 @@ def cache_write(dtype: str, itemsize: int, *, aligned: bool, any_cache: bool = F
 
 
 @dataclasses.dataclass(frozen=True)
+class QuantizedWriteConfig(Config):
+    """kvcache/write_quantized.cu."""
+
+    dtype: str
+    lanes: int  # of a row, as in `QuantizeConfig`
+    k_format: int  # likewise; both are known, or none
+    v_format: int
+    any_cache: bool  # as in `CacheWriteConfig`
+
+    @property
+    def threads(self) -> int:
+        """Several rows' lanes."""
+        return 256
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.threads // (self.lanes or 32)
+
+
+def quantized_cache_write(dtype: str, lanes: int, formats: tuple[str, str]) -> Variant:
+    """Choose a variant of kvcache/write_quantized.cu; `formats` are those of scales that are
+    found."""
+    k_format = v_format = ANY_FORMAT
+    if formats in FORMAT_PAIRS and has_formats(dtype, lanes):
+        k_format, v_format = (FORMATS[format].number for format in formats)
+    config = QuantizedWriteConfig(dtype, lanes, k_format, v_format, any_cache=True)
+    return Variant("kvcache/write_quantized.cu", "write_quantized", config)
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheUpdateConfig(Config):
     """kvcache/update.cu."""
 
@@ -718,4 +757,7 @@ def cache_variants() -> Iterator[Variant]:
         for any_cache in (False, True):
             for aligned in (False, True) if dtype.itemsize < 8 else (False,):
                 yield cache_write(name, dtype.itemsize, aligned=aligned, any_cache=any_cache)
+        for lanes in lanes_of(name):
+            for formats in (("", ""), *(FORMAT_PAIRS if has_formats(name, lanes) else ())):
+                yield quantized_cache_write(name, lanes, formats)
     yield CACHE_UPDATE

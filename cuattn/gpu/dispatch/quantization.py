@@ -1,0 +1,124 @@
+"""Which variants of the kernels that make codes of numbers, and numbers of codes, serve a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from cuattn._arrays import FLOAT_DTYPES
+from cuattn._quantized import FORMATS, QuantizedArray
+from cuattn.gpu.compiler import Config, Variant
+
+#: Lanes of a row in kernels that read and write 8 features at a time, by head_dim.
+ROW_LANES = {64: 2, 128: 4, 256: 8}
+ANY_FORMAT = -1  # kAnyFormat of rawkernels/tile/code_row.cuh
+#: Formats of keys and of values with variants of their own, in 16-bit calls of the first two
+#: head_dims whose scales are found; "int4" then has minima.
+FORMAT_PAIRS = (
+    ("int8", "int8"),
+    ("float8_e4m3", "float8_e4m3"),
+    ("int4", "int4"),
+    ("int8", "int4"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeConfig(Config):
+    """quantization/quantize.cu and dequantize.cu."""
+
+    dtype: str
+    lanes: int  # of a row; 0: a warp, one feature at a time
+    format: int  # tile::Format, of scales that are found; ANY_FORMAT: whatever the call says
+
+    @property
+    def threads(self) -> int:
+        """Several rows' lanes."""
+        return 256
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.threads // (self.lanes or 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtentConfig(Config):
+    """quantization/extent.cu."""
+
+    dtype: str
+    columns: int  # of a lane: a 32nd of head_dim, rounded up
+
+    @property
+    def threads(self) -> int:
+        """A warp a row."""
+        return 256
+
+
+def extent(dtype: str, head_dim: int) -> tuple[Variant, Variant]:
+    """Choose variants of both kernels of quantization/extent.cu."""
+    config = ExtentConfig(dtype, 8 if head_dim <= 256 else 16)
+    source = "quantization/extent.cu"
+    return Variant(source, "extents", config), Variant(source, "scales", config)
+
+
+def row_lanes(dtype: str, head_dim: int, group: int, *, aligned: bool) -> int:
+    """How many lanes share a row; 0 where features must be read one at a time.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the numbers.
+    head_dim : int
+    group : int
+        Features that share a scale.
+    aligned : bool
+        Whether all addresses and strides let 8 features be read or written at once.
+    """
+    power_of_two = group & (group - 1) == 0
+    if not aligned or not power_of_two or group < 8:
+        return 0
+    lanes = ROW_LANES.get(head_dim, 0)
+    return lanes if lanes in lanes_of(dtype) else 0
+
+
+def quantize(dtype: str, lanes: int, array: QuantizedArray, *, is_static: bool) -> Variant:
+    """Choose a variant of quantization/quantize.cu."""
+    usual = (array.dtype, array.dtype) in FORMAT_PAIRS and not is_static
+    usual &= (array.minimum is not None) == (array.dtype == "int4")
+    number = ANY_FORMAT
+    if usual and has_formats(dtype, lanes):
+        number = FORMATS[array.dtype].number
+    config = QuantizeConfig(dtype, lanes, number)
+    return Variant("quantization/quantize.cu", "quantize_rows", config)
+
+
+def dequantize(dtype: str, lanes: int, array: QuantizedArray, *, is_static: bool) -> Variant:
+    """Choose a variant of quantization/dequantize.cu."""
+    config = QuantizeConfig(dtype, lanes, ANY_FORMAT)
+    return Variant("quantization/dequantize.cu", "dequantize_rows", config)
+
+
+def has_formats(dtype: str, lanes: int) -> bool:
+    """Whether there are variants for `FORMAT_PAIRS`."""
+    return dtype in ("float16", "bfloat16") and lanes in (2, 4)
+
+
+def lanes_of(dtype: str) -> tuple[int, ...]:
+    """Lanes of a row that there are variants for."""
+    return (0,) if dtype == "float64" else (0, *ROW_LANES.values())
+
+
+def quantization_variants() -> Iterator[Variant]:
+    """Every variant of the kernels in quantization/."""
+    for name in FLOAT_DTYPES.values():
+        for lanes in lanes_of(name):
+            formats = [ANY_FORMAT]
+            if has_formats(name, lanes):
+                formats += [FORMATS[k].number for k, v in FORMAT_PAIRS if k == v]
+            for number in formats:
+                config = QuantizeConfig(name, lanes, number)
+                yield Variant("quantization/quantize.cu", "quantize_rows", config)
+            config = QuantizeConfig(name, lanes, ANY_FORMAT)
+            yield Variant("quantization/dequantize.cu", "dequantize_rows", config)
+        for head_dim in (256, 512):
+            yield from extent(name, head_dim)

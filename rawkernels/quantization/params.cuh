@@ -1,0 +1,77 @@
+// What the kernels that make codes of numbers, or numbers of codes, are told. Declared as
+// QUANTIZE_PARAMS in cuattn/gpu/params.py too.
+//
+// x is (pages, tokens, heads, head_dim), of any strides with contiguous features; codes likewise,
+// with strides in bytes, and scales (pages, tokens, heads, groups).
+#pragma once
+
+#include "kvcache/pages.cuh"
+#include "tile/code_row.cuh"
+#include "tile/divisor.cuh"
+#include "tile/rows.cuh"
+
+struct QuantizeParams {
+  void* x;
+  void* codes;
+  void* scale;
+  void* minimum;          // null: none
+  const float* offset;    // (heads, head_dim); null: none
+  const int* page_table;  // of the codes; null: a page has the page's number
+  PageStrides x_stride, codes_stride;
+  ScaleStrides scale_stride, minimum_stride;
+  long long table_stride;
+  int rows, tokens, heads, head_dim;
+  int first_token;  // with a page table: the sequence's token that is x's first
+  int page_shift, num_pages;
+  int format, group, group_shift, scale_is_float, rotated, is_static;
+  tile::Divisor by_heads, by_tokens;
+};
+
+namespace quantization {
+
+// The row that this thread works on, with others.
+struct Place {
+  int page, token, head;
+  bool exists;  // else it is the last row, which another has
+};
+
+template <class Row>
+__device__ __forceinline__ Place place_of(const QuantizeParams& params) {
+  const int index = (blockIdx.x * blockDim.x + threadIdx.x) / Row::kRowLanes;
+  const int row = min(index, params.rows - 1);
+  const int token = tile::divided(row, params.by_heads),
+            page = tile::divided(token, params.by_tokens);
+  return {page, token - page * params.tokens, row - token * params.heads, index < params.rows};
+}
+
+template <int kFormat = tile::kAnyFormat>
+__device__ __forceinline__ tile::CodeRow<kFormat> codes_of(const QuantizeParams& params, Place at) {
+  int page = at.page, slot = at.token;
+  if (params.page_table != nullptr) {
+    const kvcache::PageTable table = {params.page_table, params.table_stride, params.page_shift,
+                                      params.num_pages};
+    page = table.page(at.page, params.first_token + at.token);
+    slot = table.slot(params.first_token + at.token);
+  }
+  const auto scale_at = [&](void* scales, const ScaleStrides& stride) -> void* {
+    if (scales == nullptr) return nullptr;
+    const long long element = page * stride.page + slot * stride.seq + at.head * stride.head;
+    return static_cast<char*>(scales) + element * (params.scale_is_float ? 4 : 2);
+  };
+  const PageStrides& stride = params.codes_stride;
+  return {static_cast<unsigned char*>(params.codes) + page * stride.page + slot * stride.seq +
+              at.head * stride.head,
+          scale_at(params.scale, params.scale_stride),
+          scale_at(params.minimum, params.minimum_stride),
+          params.scale_stride.group,
+          params.minimum_stride.group,
+          params.offset == nullptr ? nullptr : params.offset + at.head * params.head_dim,
+          params.format,
+          params.group,
+          params.group_shift,
+          params.scale_is_float,
+          params.rotated,
+          params.is_static};
+}
+
+}  // namespace quantization

@@ -1,0 +1,129 @@
+// A row of numbers that becomes codes, or is made of them: where it is, its extent, its RoPE. Every
+// operation is one of cuattn/reference/quantization.py, with the same rounding. tile/lane_row.cuh
+// and tile/warp_row.cuh have rows that lanes of a warp share in one way or another.
+#pragma once
+
+#include "tile/accumulator.cuh"
+#include "tile/quantized.cuh"
+
+namespace tile {
+
+// Instead of a format: it is known when the kernel runs. Rows of a format that is known before have
+// scales that are found, and minima where they are kInt4.
+constexpr int kAnyFormat = -1;
+
+// Where a row's codes and scales are.
+template <int kFormat = kAnyFormat>
+struct CodeRow {
+  unsigned char* codes;
+  void* scale;    // of the first group of features; bfloat16, or float where scale_is_float
+  void* minimum;  // likewise; null: none
+  long long scale_stride, minimum_stride;  // from group to group, in elements
+  const float* offset;                     // of the row's head; null: none
+  int any_format, group;                   // features that share a scale
+  int group_shift;                         // log2 of `group` where it is a power of two
+  int scale_is_float, rotated;
+  int scales_are_given;
+
+  __device__ __forceinline__ int format() const {
+    return kFormat == kAnyFormat ? any_format : kFormat;
+  }
+  __device__ __forceinline__ bool has_minimum() const {
+    return kFormat == kAnyFormat ? minimum != nullptr : kFormat == kInt4;
+  }
+  __device__ __forceinline__ bool is_static() const {
+    return kFormat == kAnyFormat && scales_are_given;
+  }
+  __device__ __forceinline__ float scale_at(int place) const {
+    return scale_value(scale, place * scale_stride, scale_is_float);
+  }
+  __device__ __forceinline__ float minimum_at(int place) const {
+    return has_minimum() ? scale_value(minimum, place * minimum_stride, scale_is_float) : 0.0f;
+  }
+  // Only scales that are found are written: they are bfloat16. NaN has more than one pattern.
+  __device__ __forceinline__ void put_scale(int place, float found, float least) const {
+    static_cast<unsigned short*>(scale)[place * scale_stride] = bfloat16_bits(found);
+    if (has_minimum())
+      static_cast<unsigned short*>(minimum)[place * minimum_stride] = bfloat16_bits(least);
+  }
+  __device__ __forceinline__ float least_code() const {
+    return format() == kInt4 && has_minimum() ? 0.0f : -largest_code(format());
+  }
+  __device__ __forceinline__ float most_code() const {
+    return format() == kInt4 && has_minimum() ? 15.0f : largest_code(format());
+  }
+};
+
+// What of a group decides about its scale: the largest magnitude, or with a minimum both ends. NaN
+// makes them NaN.
+template <bool kHasMinimum>
+struct Extent {
+  float least, most = kHasMinimum ? negative_infinity() : 0.0f;
+
+  __device__ __forceinline__ Extent() : least(infinity()) {}
+  __device__ __forceinline__ void add(float x) {
+    if (kHasMinimum) least = ptx::min_nan(least, x);
+    most = ptx::max_nan(most, kHasMinimum ? x : fabsf(x));
+  }
+  __device__ __forceinline__ void add(const Extent& other) {
+    if (kHasMinimum) least = ptx::min_nan(least, other.least);
+    most = ptx::max_nan(most, other.most);
+  }
+  // With that of the lane whose number differs in one bit.
+  __device__ __forceinline__ void add_lane(int distance) {
+    Extent other;
+    if (kHasMinimum) other.least = __shfl_xor_sync(~0u, least, distance);
+    other.most = __shfl_xor_sync(~0u, most, distance);
+    add(other);
+  }
+  // Gives the scale, and the minimum where codes have one, else 0.
+  __device__ __forceinline__ float scale(int format, float& minimum) const {
+    minimum = 0;
+    if (!kHasMinimum) return scale_of(most, largest_code(format));
+    const float low = rounded_down(least);
+    const float scale = scale_of(ptx::sub_rn(most, low), 15.0f);
+    minimum = scale == scale ? low : 0.0f;
+    return scale;
+  }
+};
+
+__device__ __forceinline__ float mul_rn(float a, float b) { return ptx::mul_rn(a, b); }
+__device__ __forceinline__ double mul_rn(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float add_rn(float a, float b) { return ptx::add_rn(a, b); }
+__device__ __forceinline__ double add_rn(double a, double b) { return __dadd_rn(a, b); }
+
+template <class T>
+__device__ __forceinline__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+__device__ __forceinline__ float to_float(double x) { return ptx::cvt_rn(x); }
+
+// RoPE of one row: what rotates it, or nothing where `cos` is null.
+template <class T>
+struct RowRope {
+  using Acc = Accumulator<T>;
+
+  const Acc* cos;  // of the row's position
+  const Acc* sin;
+  int pairs, interleaved;
+
+  __device__ __forceinline__ static T first(Acc a, Acc b, Acc cos, Acc sin) {
+    return static_cast<T>(add_rn(mul_rn(a, cos), -mul_rn(b, sin)));
+  }
+  __device__ __forceinline__ static T second(Acc a, Acc b, Acc cos, Acc sin) {
+    return static_cast<T>(add_rn(mul_rn(b, cos), mul_rn(a, sin)));
+  }
+  // A column of `row` after the rotation.
+  __device__ __forceinline__ T column(const T* row, int column) const {
+    if (cos == nullptr || column >= 2 * pairs) return row[column];
+    const bool is_second = interleaved ? column % 2 : column >= pairs;
+    const int distance = interleaved ? 1 : pairs;
+    const int pair = interleaved ? column / 2 : column - (is_second ? pairs : 0);
+    const Acc own = static_cast<Acc>(row[column]);
+    const Acc other = static_cast<Acc>(row[is_second ? column - distance : column + distance]);
+    return is_second ? second(other, own, cos[pair], sin[pair])
+                     : first(own, other, cos[pair], sin[pair]);
+  }
+};
+
+}  // namespace tile

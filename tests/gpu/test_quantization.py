@@ -1,0 +1,201 @@
+"""Codes and scales on a GPU: the bits of NumPy's, and attention over them."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn._quantized import FORMATS
+from cuattn.gpu import dispatch
+from tests import formulas
+
+cupy = pytest.importorskip("cupy")
+
+pytestmark = pytest.mark.gpu
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in formulas.DTYPES}
+
+
+def on_gpu(array):
+    """A QuantizedArray with the same strides on the GPU."""
+    scale, minimum = array.scale, array.minimum
+    if minimum is not None and minimum.ctypes.data == scale.ctypes.data + scale.itemsize:
+        words = cupy.asarray(np.ascontiguousarray(scale.swapaxes(-3, -2)))
+        words = cupy.stack([words, cupy.asarray(minimum.swapaxes(-3, -2))], axis=-1)
+        scale, minimum = (words[..., i].swapaxes(-3, -2) for i in range(2))
+    else:
+        scale = cupy.asarray(scale.swapaxes(-3, -2)).swapaxes(-3, -2)
+        minimum = None if minimum is None else cupy.asarray(minimum)
+    return cuattn.QuantizedArray(
+        cupy.asarray(array.data),
+        scale,
+        dtype=array.dtype,
+        minimum=minimum,
+        offset=None if array.offset is None else cupy.asarray(array.offset),
+        rotation=array.rotation,
+        like=array.like,
+    )
+
+
+def assert_same_bits(got, want):
+    np.testing.assert_array_equal(got.data.get(), want.data)
+    for a, b in ((got.scale, want.scale), (got.minimum, want.minimum)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            np.testing.assert_array_equal(a.get().astype(np.float32), b.astype(np.float32))
+
+
+def awkward(rng, shape, dtype):
+    """Numbers of many sizes, with zeros of both signs, subnormals, infinities and NaN."""
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, (*shape[:-1], 1))
+    flat = x.reshape(-1, shape[-1])
+    for row, value in enumerate((0.0, -0.0, 1e-40, 3e38, np.nan, np.inf, -np.inf, 1e-7, 6e-8)):
+        flat[row, :: row + 1] = value
+    flat[10] = np.arange(shape[-1]) - 3.5  # ties
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 34])
+def test_the_bits_of_numpy(rng, head_dim, dtype):
+    given = awkward(rng, (3, 37, 3, head_dim), dtype)
+    offset = rng.standard_normal((3, head_dim)).astype(np.float32)
+    group = {"granularity": "group", "group_size": 2 if head_dim % 32 else 32}
+    shared = [{"granularity": each} for each in ("tensor", "head", "channel")]
+    for format, scales, rotate, symmetric in itertools.product(
+        FORMATS, ({}, group, *shared), (False, True), (True, False)
+    ):
+        x = given if scales not in shared else np.nan_to_num(given, posinf=1, neginf=1)
+        if not symmetric and format != "int4":
+            continue
+        options = {**scales, "rotate": rotate, "symmetric": symmetric}
+        want = cuattn.quantize(x, format, offset=offset if rotate else None, **options)
+        got = cuattn.quantize(
+            cupy.asarray(x), format, offset=cupy.asarray(offset) if rotate else None, **options
+        )
+        assert_same_bits(got, want)
+        values = cuattn.dequantize(got).get().astype(np.float64)
+        wanted = cuattn.dequantize(want).astype(np.float64)
+        # Conversions may take subnormal numbers for 0.
+        np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
+
+
+@pytest.mark.parametrize("formats", list(itertools.product(("", *FORMATS), repeat=2)), ids="-".join)
+def test_decode_simt(rng, formats):
+    """Any format, at any granularity, in any dtype; what is past a sequence's length is NaN."""
+    if formats == ("", ""):
+        pytest.skip("no codes")
+    scales = [
+        {},
+        {"granularity": "group", "group_size": 16},
+        {"granularity": "channel"},
+        {"granularity": "head", "rotate": True},
+        {"granularity": "tensor", "offset": rng.standard_normal((2, 80)).astype(np.float32)},
+    ]
+    seq_lens = np.array([37, 150, 0, 1], np.int32)
+    for options, dtype in zip(scales, itertools.cycle(DTYPES.values()), strict=False):
+        q = rng.standard_normal((4, 3, 8, 80)).astype(dtype)
+        cache = []
+        for format in formats:
+            x = rng.standard_normal((4, 150, 2, 80)).astype(dtype)
+            more = {"symmetric": False} if format == "int4" and not options else {}
+            cache.append(cuattn.quantize(x, format, **options, **more) if format else x)
+        values = [
+            cuattn.dequantize(x, np.float64) if isinstance(x, cuattn.QuantizedArray) else x
+            for x in cache
+        ]
+        want = cuattn.flash_decode(
+            q.astype(np.float64), *(x.astype(np.float64) for x in values), seq_lens
+        )
+        with dispatch.use_tiers("decode_simt"):
+            arrays = [
+                on_gpu(x) if isinstance(x, cuattn.QuantizedArray) else cupy.asarray(x)
+                for x in cache
+            ]
+            got = cuattn.flash_decode(cupy.asarray(q), *arrays, cupy.asarray(seq_lens)).get()
+        plain = cuattn.flash_decode(q, *cache, seq_lens)
+        formulas.assert_accurate(got, want, plain)
+
+
+WAYS = {
+    "int8": "int8",
+    "float8_e4m3": "float8_e4m3",
+    "float8_e5m2": "float8_e5m2",
+    "int4": "int4",
+    "k8v4": "k8v4",
+    "groups": cuattn.KVQuantization("int4", "int4", group_size=32),
+    "values": cuattn.KVQuantization(None, "int4"),
+    "static": cuattn.KVQuantization(
+        "int8",
+        "float8_e4m3",
+        k_scale=np.full((2, 128), 0.03, np.float32),
+        v_scale=np.full((2, 1), 0.01, BFLOAT16),
+        k_offset=np.linspace(-1, 1, 256, dtype=np.float32).reshape(2, 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("rotary", [None, "halves", "some", "neighbours"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("way", WAYS)
+def test_the_writer_s_bytes(rng, way, dtype, rotary):
+    """Pages written on the GPU hold the bytes that NumPy writes, rotated or not."""
+    caches = [
+        cuattn.PagedKVCache(
+            40, 16, 2, 128, dtype=dtype, quantization=WAYS[way], num_layers=2, xp=xp
+        )
+        for xp in (np, cupy)
+    ]
+    k, v = awkward(rng, (57, 2, 128), dtype), awkward(rng, (57, 2, 128), dtype)
+    acc = np.float64 if dtype == np.float64 else np.float32
+    pairs = 64 if rotary != "some" else 20
+    if rotary:  # products with subnormal numbers may be 0
+        k = np.where(np.abs(k) < 1e-30, 0, k).astype(dtype)
+    angles = rng.standard_normal((2, 64, pairs)).astype(acc)
+    options = {} if rotary is None else {"interleaved": rotary == "neighbours"}
+    for cache, to in zip(caches, (np.asarray, cupy.asarray), strict=True):
+        cache._store.arrays["pages"][...] = 0
+        ids = [cache.add_sequence() for _ in range(3)]
+        cache.extend(ids, [30, 1, 26])
+        rope = None if rotary is None else tuple(to(a) for a in angles)
+        cache.write(1, ids, to(k), to(v), rope=rope, **options)
+    host, device = (cache._store.arrays["pages"] for cache in caches)
+    for pages, other in zip(caches[0].pages(1), caches[1].pages(1), strict=True):
+        if isinstance(pages, np.ndarray):
+            np.testing.assert_array_equal(other.get().astype(float), pages.astype(float))
+        else:
+            assert_same_bits(other, pages)
+    if way != "values":  # plain keys may be NaN of any pattern
+        np.testing.assert_array_equal(device.get(), host)
+
+
+def test_a_cache_goes_on_where_another_was(rng):
+    """Written on the GPU, loaded on the host, attended to on both."""
+    import io
+
+    cache = cuattn.PagedKVCache(20, 16, 2, 64, dtype=np.float16, quantization="k8v4", xp=cupy)
+    a = cache.add_sequence()
+    cache.extend([a], 100)
+    k, v = rng.standard_normal((2, 100, 2, 64)).astype(np.float16)
+    cache.write(0, [a], cupy.asarray(k), cupy.asarray(v))
+    b = cache.fork(a)
+    cache.extend([b], 1)
+    cache.write(0, [b], cupy.asarray(k[:1]), cupy.asarray(v[:1]))
+    file = io.BytesIO()
+    cache.save(file)
+    file.seek(0)
+    other = cuattn.PagedKVCache.load(file)
+    q = rng.standard_normal((2, 1, 4, 64)).astype(np.float16)
+    got, want = (
+        cuattn.paged_attention(
+            to(q), *each.pages(0), each.page_table([a, b]), each.seq_lens([a, b])
+        )
+        for each, to in ((cache, cupy.asarray), (other, np.asarray))
+    )
+    np.testing.assert_allclose(got.get().astype(float), want.astype(float), atol=2e-3)
