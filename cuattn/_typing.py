@@ -88,7 +88,7 @@ class PagedOptions(DecodeOptions, total=False):
     """Keywords of :func:`cuattn.paged_attention`, beside return_lse."""
 
     cu_seqlens_q: Array | None
-    prefix: int | tuple[Array, Array] | None
+    prefix: int | tuple[Any, Any] | None  # arrays, or QuantizedArrays
 
 
 class LatentOptions(TypedDict, total=False):

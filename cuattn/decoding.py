@@ -19,7 +19,7 @@ from cuattn._arrays import (
 )
 from cuattn._backend import backend, folded_mask, indices
 from cuattn._keywords import explain_keywords
-from cuattn._quantized import as_stored, codes_of
+from cuattn._quantized import QuantizedArray, as_stored, codes_of
 from cuattn._repeat import repeated
 from cuattn._spec import (
     attention_spec,
@@ -44,8 +44,8 @@ MAX_CAPACITY = (1 << 30) - 1  # positions of kernels, and their limits without a
 @overload
 def flash_decode(
     q: NumPyArray,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedArray,
+    v_cache: Array | QuantizedArray,
     seq_lens: Array,
     *,
     return_lse: Literal[False] = False,
@@ -56,8 +56,8 @@ def flash_decode(
 @overload
 def flash_decode(
     q: NumPyArray,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedArray,
+    v_cache: Array | QuantizedArray,
     seq_lens: Array,
     *,
     return_lse: Literal[True],
@@ -68,8 +68,8 @@ def flash_decode(
 @overload
 def flash_decode(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedArray,
+    v_cache: Array | QuantizedArray,
     seq_lens: Array,
     *,
     return_lse: Literal[True],
@@ -80,8 +80,8 @@ def flash_decode(
 @overload
 def flash_decode(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedArray,
+    v_cache: Array | QuantizedArray,
     seq_lens: Array,
     *,
     return_lse: bool = False,
@@ -122,11 +122,11 @@ def flash_decode(
     q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim)
         Queries of the newest tokens: query ``i`` sits at position ``seq_lens[b] - seqlen_q + i``.
         float16, bfloat16, float32 or float64; NumPy or CuPy. head_dim from 1 to 512.
-    k_cache : array (batch, capacity, heads_kv, head_dim)
-        Keys, of q's dtype, the new tokens' included. heads_kv must divide heads_q. What lies past a
-        sequence's length may be anything, NaN included, and is not read.
-    v_cache : array (batch, capacity, heads_kv, head_dim_v)
-        Values, of q's dtype.
+    k_cache : array or QuantizedArray (batch, capacity, heads_kv, head_dim)
+        Keys, of q's dtype or quantised, the new tokens' included. heads_kv must divide heads_q.
+        What lies past a sequence's length may be anything, NaN included, and is not read.
+    v_cache : array or QuantizedArray (batch, capacity, heads_kv, head_dim_v)
+        Values, likewise; their format may be another.
     seq_lens : int32 array (batch,)
         How many keys of each sequence are valid; values beyond the capacity mean the capacity.
         int64 is taken too: on a GPU values beyond int32 mean the capacity likewise, and on the
@@ -247,8 +247,8 @@ def flash_decode(
 @overload
 def paged_attention(
     q: NumPyArray,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedArray,
+    v_pages: Array | QuantizedArray,
     page_table: Array,
     seq_lens: Array,
     *,
@@ -260,8 +260,8 @@ def paged_attention(
 @overload
 def paged_attention(
     q: NumPyArray,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedArray,
+    v_pages: Array | QuantizedArray,
     page_table: Array,
     seq_lens: Array,
     *,
@@ -273,8 +273,8 @@ def paged_attention(
 @overload
 def paged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedArray,
+    v_pages: Array | QuantizedArray,
     page_table: Array,
     seq_lens: Array,
     *,
@@ -286,8 +286,8 @@ def paged_attention(
 @overload
 def paged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedArray,
+    v_pages: Array | QuantizedArray,
     page_table: Array,
     seq_lens: Array,
     *,
@@ -330,10 +330,10 @@ def paged_attention(
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim) or (batch, heads_q, head_dim)
         Queries of the newest tokens; with `cu_seqlens_q` (total, heads_q, head_dim).
-    k_pages : array (num_pages, page_size, heads_kv, head_dim)
-        Keys, of q's dtype. page_size is a power of two up to 256.
-    v_pages : array (num_pages, page_size, heads_kv, head_dim_v)
-        Values, of q's dtype.
+    k_pages : array or QuantizedArray (num_pages, page_size, heads_kv, head_dim)
+        Keys, of q's dtype or quantised. page_size is a power of two up to 256.
+    v_pages : array or QuantizedArray (num_pages, page_size, heads_kv, head_dim_v)
+        Values, likewise.
     page_table : int32 array (batch, max_pages)
         Entries past a sequence's last page may be anything. One before it that names no page is an
         error on the CPU; on a GPU the sequence's results are undefined.

@@ -210,7 +210,7 @@ def plot(file: Path, rows: list[Row]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row.divergence > 1e-7]
+    rows = [row for row in rows if PLAIN not in row.name and row.divergence > 0]
     if not rows:
         return
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -222,9 +222,9 @@ def plot(file: Path, rows: list[Row]) -> None:
     axis.set(
         xlabel="bytes of a token's keys and values in a layer",
         ylabel="KL divergence from float32, nats a token",
-        xscale="log",
         yscale="log",
     )
+    axis.margins(x=0.2, y=0.1)
     figure.savefig(file, dpi=150)
     print(f"\n{file}")
 

@@ -640,3 +640,38 @@ def test_real_model_answers():
     text, (reply,) = generate_text("--chat", "--prompt", "What is the capital of France?")
     assert text == "The capital of France is Paris.\n"
     assert reply == [504, 3575, 282, 4649, 314, 7042, 30, 2]
+
+
+def test_an_int8_cache_writes_what_a_16_bit_cache_writes(smollm2):
+    """Greedily, on the README's prompts."""
+    tokenizer, network = llama.Tokenizer(smollm2[0]), llama.Llama(*smollm2)
+    short = {"role": "system", "content": "Answer in one sentence."}
+    chats = [[{"role": "user", "content": "Why is the sky blue?"}]] + [
+        [short, {"role": "user", "content": question}]
+        for question in ("What is a tide?", "Why is the sky blue?", "What is a prime number?")
+    ]
+    replies = []
+    for kv in (None, "int8"):
+        cache = network.cache(1024, "float16", generate.FORMATS.get(kv))
+        writer = Engine(network, cache, -1, temperature=0)
+        texts = [writer.add(Text(tokenizer.encode_chat(chat), 32)) for chat in chats]
+        run(writer)
+        replies.append([text.reply for text in texts])
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_kv_quantization(tmp_path):
+    """The table of a few tokens: a quantised cache is near float32's, whatever is added to keys."""
+    plot = tmp_path / "plot.png"
+    options = "--tokens", 24, "--only", "k8v4", "--plot", plot, "--device", "cpu"
+    lines = run_example("examples/kv_quantization.py", *options).stdout.splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| k8v4")]
+    assert [row[0] for row in rows] == [
+        "k8v4",
+        "k8v4, groups of 32",
+        "k8v4",
+        "k8v4 with its offset",
+    ]
+    assert all(float(row[3]) < 0.05 for row in rows[:2] + rows[3:])
+    assert plot.stat().st_size > 1000

@@ -39,7 +39,7 @@ CASES = [
         cuattn.flash_attention,
         (Q, Q, Q),
         {"key_value_seq_lengths": LENGTHS},
-        "JAX; flash_decode, paged_attention, append_kv and mla_decode have seq_lens",
+        "JAX; flash_decode, paged_attention, append_kv, mla_decode and mla_prefill have seq_lens",
     ),
     (cuattn.flash_attention, (), {"query": Q, "key": Q, "value": Q}, "torch; use q: with the"),
     (
@@ -54,7 +54,7 @@ CASES = [
         cuattn.flash_decode,
         (Q, Q, Q, LENGTHS),
         {"block_table": LENGTHS},
-        "flash-attn; paged_attention, append_kv and mla_decode have page_table",
+        "flash-attn; paged_attention, append_kv, mla_decode and mla_prefill have page_table",
     ),
     (cuattn.paged_attention, (Q, Q, Q), {"block_table": LENGTHS}, "flash-attn; use page_table"),
     (cuattn.paged_attention, (Q, Q, Q), {"logits_soft_cap": 0}, "FlashInfer; use softcap: None"),

@@ -26,8 +26,8 @@ from cuattn.decoding import check_pages, check_seq_lens
 
 @explain_keywords
 def append_kv(
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedArray,
+    v_cache: Array | QuantizedArray,
     k: Array,
     v: Array,
     seq_lens: Array | None,

@@ -200,12 +200,14 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 def rotated(x: np.ndarray) -> np.ndarray:
     """R x: signs, then the Hadamard transform; float32."""
-    return hadamard(x * rotation_signs(x.shape[-1]))
+    with np.errstate(invalid="ignore"):
+        return hadamard(x * rotation_signs(x.shape[-1]))
 
 
 def unrotated(x: np.ndarray) -> np.ndarray:
     """Rᵀ x."""
-    return hadamard(x) * rotation_signs(x.shape[-1])
+    with np.errstate(invalid="ignore"):
+        return hadamard(x) * rotation_signs(x.shape[-1])
 
 
 def quantize_into(

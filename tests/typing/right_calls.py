@@ -76,6 +76,14 @@ def latents(q: Floats) -> None:
     assert_type(both[0], Floats)
 
 
+def quantized(k: Floats) -> None:
+    codes = cuattn.quantize(k, "int8", granularity="group", group_size=4)
+    assert_type(codes, cuattn.QuantizedArray)
+    q, lens = k[:, -1], np.full(k.shape[0], k.shape[1], np.int32)
+    assert_type(cuattn.flash_decode(q, codes, k, lens), Floats)
+    cuattn.PagedKVCache(4, 4, 2, 8, dtype=np.float32, quantization=cuattn.KVQuantization("int8"))
+
+
 def sampling(logits: Floats) -> None:
     assert_type(cuattn.sampling.softmax(logits, temperature=[0.5, 1]), Floats)
     assert_type(cuattn.sampling.greedy(logits), NDArray[np.int32])
@@ -97,6 +105,7 @@ def main() -> None:
     rng = np.random.default_rng()
     attention(rng.standard_normal((1, 5, 2, 8), dtype=np.float32))
     decoding(rng.standard_normal((1, 5, 2, 8), dtype=np.float32))
+    quantized(rng.standard_normal((1, 5, 2, 8), dtype=np.float32))
     latents(rng.standard_normal((1, 2, 2, 8), dtype=np.float32))
     sampling(rng.standard_normal((2, 4), dtype=np.float32))
 
