@@ -94,8 +94,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (task.call_id != mla_params.call_id || row >= task.rows) return;
   // A replay of a CUDA graph may have other tiles than the one before, whose task this then is.
-  const decoding::CachedSequence now = decoding::sequence_at(params, task.sequence);
-  if (now.begin_q != task.begin_q || task.row_tile * kRows >= now.seqlen_q * params.group) return;
+  if (params.cu_seqlens_q != nullptr) {
+    const decoding::CachedSequence now = decoding::sequence_at(params, task.sequence);
+    if (now.begin_q != task.begin_q || task.row_tile * kRows >= now.seqlen_q * params.group) return;
+  }
   const Sum share = sum_share(static_cast<const Tile*>(mla_params.parts), task, row);
 #pragma unroll
   for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];

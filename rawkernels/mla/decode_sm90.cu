@@ -14,8 +14,8 @@
 // the other through shared memory, after FlashMLA. One's softmax runs beside the other's products.
 // Row maxima lag (tile/softmax.cuh): what the two tell each other about them moves O in few rounds.
 // Probabilities take the place of the keys' rotated panel, which is dead by then, so that two
-// blocks of keys and Q fill shared memory. A third warpgroup, of one busy warp, finds splits and
-// loads keys (mla/produce_sm90.cuh).
+// blocks of keys and Q fill shared memory. A third warpgroup finds splits and loads keys, each
+// warp half of a buffer (mla/produce_sm90.cuh).
 #include "mla/gather_sm90.cuh"
 #include "mla/operands_sm90.cuh"
 #include "ptx/bar.cuh"
@@ -145,11 +145,9 @@ struct Consumer {
     for (int pair = 0; pair < pairs; ++pair) {
       float s[kBlockKeys / 2];  // nothing of one round is kept for the next
       unsigned p[kBlockKeys / 4];
-      multiply_keys<false>(s);  // behind the odd values of the pair before
+      multiply_keys<false>(s);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
-      ptx::wgmma_keep(o);
-      if (pair > 0) tile::arrive_warp(smem.empty_second[1]);
       hide_keys(s, first);
       float block_max[2], correction[2];
       if (__any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max))) {
@@ -172,14 +170,16 @@ struct Consumer {
       ptx::bar_sync(kProbabilitiesOdd, kConsumers);
       clear_values(1, first + kBlockKeys);
       multiply_other_values();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_keep(o);
+      tile::arrive_warp(smem.empty_first[1]);
       first += 2 * kBlockKeys;
       parity ^= 1;
     }
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_keep(o);
-    tile::arrive_warp(smem.empty_second[1]);
   }
 
+  // Its softmax comes before the even block's values, which the even consumer has to itself till
+  // then: so that half of the buffer is loaded again as early as possible.
   __device__ __forceinline__ void odd_rounds(int pairs) {
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
@@ -195,13 +195,13 @@ struct Consumer {
       const bool raises = __any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max));
       if (raises) raise(block_max, correction);
       ptx::bar_arrive(kMaxOdd, kConsumers);
-      ptx::bar_sync(kProbabilitiesEven, kConsumers);
-      clear_values(0, first);
-      multiply_other_values();
       softmax.exponentiate(s, scale_log2);
       tile::pack_fragment<T>(p, s);
       put_probabilities(p);
       ptx::bar_arrive(kProbabilitiesOdd, kConsumers);
+      ptx::bar_sync(kProbabilitiesEven, kConsumers);
+      clear_values(0, first);
+      multiply_other_values();
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(o);
       tile::arrive_warp(smem.empty_second[0]);
@@ -210,7 +210,7 @@ struct Consumer {
       multiply_own_values(p);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(o);
-      tile::arrive_warp(smem.empty_first[1]);
+      tile::arrive_warp(smem.empty_second[1]);
       first += 2 * kBlockKeys;
       parity ^= 1;
     }
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (Config::gather)
       mla::gather(smem, params, mla_params);
-    else if (threadIdx.x / 32 == mla::kConsumers / 32)
+    else
       mla::produce(smem, params, maps);
   }
 }

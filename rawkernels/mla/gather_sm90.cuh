@@ -61,7 +61,8 @@ struct Gatherer {
     ptx::fence_proxy_async();
     __syncwarp();
     const int buffer = pending / 2, half = pending % 2;
-    for (int i = half * 4; i < (half == 0 ? 4 : kPanels); ++i)
+    const int split = first_panels(buffer);
+    for (int i = half * split; i < (half == 0 ? split : kPanels); ++i)
       if (lane == 0) ptx::mbarrier_arrive(smem.full_k[buffer][panel_in_order(buffer, i)]);
     pending = -1;
   }
@@ -70,6 +71,7 @@ struct Gatherer {
   // the half before may still be under way.
   template <int kBuffer, int kHalf>
   __device__ __forceinline__ void copy(long long own_latent, long long own_rope, unsigned exist) {
+    constexpr int kSplit = first_panels(kBuffer);
     const int rope_dim = params.head_dim - params.head_dim_v;
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
@@ -80,7 +82,7 @@ struct Gatherer {
           static_cast<const T*>(mla.rope) + __shfl_sync(~0u, own_rope, row) + lane % 8 * 8;
       const bool copied = exist >> row & 1;
 #pragma unroll
-      for (int i = kHalf * 4; i < (kHalf == 0 ? 4 : kPanels); ++i) {
+      for (int i = kHalf * kSplit; i < (kHalf == 0 ? kSplit : kPanels); ++i) {
         const int panel = panel_in_order(kBuffer, i);
         const bool rotated = panel == kRopePanel;
         const int columns = rotated ? rope_dim - lane % 8 * 8 : params.head_dim_v - panel * 64;

@@ -45,17 +45,19 @@ struct Smem {
   unsigned exist[2][4];        // which keys of a buffer exist, where they are gathered: 16 each
   Work queue[kQueue];
   ptx::Mbarrier full_k[2][kPanels];
-  // The first half of a buffer that is free: values of the left half of O, of even blocks, and of
-  // the right half, of odd ones. Then the other half, with the probabilities.
+  // The halves of a buffer are free: the left values, which the even consumer reads last, and the
+  // right ones, which the odd one does.
   ptx::Mbarrier empty_first[2], empty_second[2];
   ptx::Mbarrier full_work[kQueue], empty_work[kQueue];
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 
-// Panel i of a buffer in the order in which they become free and are loaded.
+// Panel i of a buffer in the order in which they become free and are loaded, and how many of them
+// the first half has: the left values, with the probabilities where the even consumer reads them.
 __device__ __forceinline__ constexpr int panel_in_order(int buffer, int i) {
-  return buffer == 0 || i == kRopePanel ? i : i ^ 4;
+  return buffer == 0 || i < 4 ? i : i == 4 ? kRopePanel : i - 1;
 }
+__device__ __forceinline__ constexpr int first_panels(int buffer) { return buffer == 0 ? 4 : 5; }
 
 // Named barriers. Of a pair of a consumer that arrives and one that waits: 256 threads.
 enum Barrier {

@@ -1,4 +1,5 @@
-// The producing warp of mla/decode_sm90.cu: finds the block's splits, and loads their keys.
+// The producing warps of mla/decode_sm90.cu: each finds the block's splits, and loads one half of
+// the blocks of one buffer, as soon as it is free.
 #pragma once
 
 #include "mla/layout_sm90.cuh"
@@ -84,11 +85,15 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
   return pairs;
 }
 
+// By each of four warps.
 __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, const Maps& maps) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  const int buffer = warp / 2, half = warp % 2, split_panel = first_panels(buffer);
+  ptx::Mbarrier& empty = (half == 0 ? smem.empty_first : smem.empty_second)[buffer];
   Schedule schedule;
   Loader loader = {params, maps};
   tile::PipelineState<kQueue> queue;
-  unsigned parity = 0;  // of both buffers' present use
+  unsigned parity = 0;  // of the buffer's present use
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   bool exists = schedule.start(params);
@@ -99,20 +104,16 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, 
     __syncwarp();
     if (!exists) return;
     loader.begin(split);
-    int first = split.origin, next_page = pairs > 0 ? loader.page_of_lane(first) : 0;
+    int first = split.origin + buffer * kBlockKeys;
+    int next_page = pairs > 0 ? loader.page_of_lane(first) : 0;
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, parity ^= 1) {
-#pragma unroll
-      for (int buffer = 0; buffer < 2; ++buffer, first += kBlockKeys) {
-        const int page = next_page;
-        next_page = loader.page_of_lane(first + kBlockKeys);
-        ptx::mbarrier_wait(smem.empty_first[buffer], parity ^ 1);
-#pragma unroll
-        for (int i = 0; i < kPanels; ++i) {
-          if (i == 4) ptx::mbarrier_wait(smem.empty_second[buffer], parity ^ 1);
-          loader.load(smem, buffer, panel_in_order(buffer, i), first, page, hint);
-        }
-      }
+    for (int pair = 0; pair < pairs; ++pair, parity ^= 1, first += 2 * kBlockKeys) {
+      const int page = next_page;
+      next_page = loader.page_of_lane(first + 2 * kBlockKeys);
+      ptx::mbarrier_wait(empty, parity ^ 1);
+#pragma unroll 1
+      for (int i = half * split_panel; i < (half == 0 ? split_panel : kPanels); ++i)
+        loader.load(smem, buffer, panel_in_order(buffer, i), first, page, hint);
     }
   }
 }

@@ -32,8 +32,9 @@ WARPS = 2  # of a consumer, that are modelled; each stands for so many
 EACH = 2
 #: The panels of both buffers, in the halves in which they become free: left and right values, and
 #: what is rotated or, later, the probabilities.
-FIRST = ("left", "right")
 PARTS = ("left", "right", "rotated")
+FIRST = (("left",), ("left", "rotated"))
+SIDE = ("left", "right")  # of O, that each consumer has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +66,17 @@ def protocols() -> set[Protocol]:
 
 def second(buffer: int) -> tuple[str, ...]:
     """The parts of a buffer that become free after its first half."""
-    return tuple(part for part in PARTS if part != FIRST[buffer])
+    return tuple(part for part in PARTS if part not in FIRST[buffer])
 
 
 class Producer:
-    """The producing warp, or one of those that gather keys; the first one finds splits."""
+    """A producing warp: it has half of a buffer, or gathers some keys of both. The first one tells
+    consumers of splits."""
 
     def __init__(self, warp: int, gathers: bool) -> None:
         self.warp, self.gathers = warp, gathers
+        self.halves = (0, 1) if gathers else (warp % 2,)
+        self.buffers = (0, 1) if gathers else (warp // 2,)
 
     def __call__(self, own, pairs) -> Iterator[NamedTuple]:
         if self.warp == 0:
@@ -83,12 +87,11 @@ class Producer:
         if pairs == END:
             return
         for _ in range(pairs):
-            for buffer in range(2):
-                yield Wait(f"empty_first.{buffer}", before=True)
-                yield from self.load(buffer, FIRST[buffer])
-                yield Wait(f"empty_second.{buffer}", before=True)
-                for part in second(buffer):
-                    yield from self.load(buffer, part)
+            for buffer in self.buffers:
+                for half in self.halves:
+                    yield Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
+                    for part in (FIRST[buffer], second(buffer))[half]:
+                        yield from self.load(buffer, part)
                 yield Advance(f"k.{buffer}")
                 yield Advance(f"rotated.{buffer}", 2)
 
@@ -119,10 +122,8 @@ class Warp:
             yield Write(f"{name}.{odd}.{warp}")
         yield Advance("rounds")
         yield Sync("both", EACH * 32)
-        for pair in range(pairs):
-            yield from self.odd_round() if odd else self.even_round(pair)
-        if pairs and not odd:
-            yield from self.release_odd_block()
+        for _ in range(pairs):
+            yield from self.odd_round() if odd else self.even_round()
         yield Advance("q")
         yield Write(f"sum.{odd}.{warp}")
         yield Sync("both", EACH * 32)
@@ -131,10 +132,8 @@ class Warp:
         yield Arrive("empty_work", EACH)
         yield Advance("work")
 
-    def even_round(self, pair: int) -> Iterator[NamedTuple]:
+    def even_round(self) -> Iterator[NamedTuple]:
         yield from self.scores(0)
-        if pair > 0:
-            yield from self.release_odd_block()
         yield from self.raise_maxima()
         yield Arrive("max_even", EACH * 32)
         yield Sync("own", EACH * 32)
@@ -148,13 +147,10 @@ class Warp:
         yield Read(f"max.1.{self.warp}")
         yield Advance("rounds")
         yield Sync("probabilities_odd", EACH * 32)
-        yield from self.values(1)
-        yield from self.probabilities(1)
-
-    def release_odd_block(self) -> Iterator[NamedTuple]:
-        yield from self.values(1)
-        yield from self.probabilities(1)
-        yield Arrive("empty_second.1", EACH)
+        for _ in range(2):
+            yield from self.values(1)
+            yield from self.probabilities(1)
+        yield Arrive("empty_first.1", EACH)
         yield Advance("k.1")
         yield Advance("rotated.1", 2)
 
@@ -165,24 +161,23 @@ class Warp:
         yield from self.raise_maxima()
         yield Advance("rounds")
         yield Arrive("max_odd", EACH * 32)
-        yield Sync("probabilities_even", EACH * 32)
-        yield from self.values(0)
-        yield from self.probabilities(0)
         yield from self.put_probabilities(1)
         yield Arrive("probabilities_odd", EACH * 32)
-        yield from self.values(0)
-        yield from self.probabilities(0)
+        yield Sync("probabilities_even", EACH * 32)
+        for _ in range(2):
+            yield from self.values(0)
+            yield from self.probabilities(0)
         yield Arrive("empty_second.0", EACH)
         yield Advance("k.0")
         yield Advance("rotated.0", 2)
-        yield from self.values(1)
-        yield from self.values(1)
-        yield Arrive("empty_first.1", EACH)
+        for _ in range(2):
+            yield from self.values(1)
+        yield Arrive("empty_second.1", EACH)
         yield Advance("k.1")
 
     def scores(self, buffer: int) -> Iterator[NamedTuple]:
         """Of a block, issued and waited for."""
-        for part in (FIRST[buffer], *second(buffer)):
+        for part in (*FIRST[buffer], *second(buffer)):
             yield Wait(f"full_{part}.{buffer}")
         for _ in range(2):
             yield from (Read(f"q.{odd}.{warp}") for odd in range(2) for warp in range(WARPS))
@@ -190,7 +185,7 @@ class Warp:
                 yield from (Read(f"{part}.{buffer}.{warp}") for warp in range(WARPS))
 
     def values(self, buffer: int) -> Iterator[NamedTuple]:
-        yield from (Read(f"{FIRST[self.odd]}.{buffer}.{warp}") for warp in range(WARPS))
+        yield from (Read(f"{SIDE[self.odd]}.{buffer}.{warp}") for warp in range(WARPS))
 
     def put_probabilities(self, buffer: int) -> Iterator[NamedTuple]:
         """In the place of what is rotated: another use of that memory."""
@@ -227,7 +222,7 @@ def pipeline(p: Protocol) -> Pipeline:
     memory = {"work": "work"}
     gathers = arrivals["full_k"] > 1
     processes: dict[str, Role] = {
-        f"producer {warp}": Producer(warp, gathers) for warp in range(WARPS if gathers else 1)
+        f"producer {warp}": Producer(warp, gathers) for warp in range(WARPS if gathers else 4)
     }
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}
