@@ -240,7 +240,9 @@ def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, opt
         assert launch.variant.source == "decoding/decode_sm80.cu"
         assert launch.beside.variant.source == "attention/forward_sm90.cu"
         assert decode_params(launch)["max_queries"] == most
-        maps = {f"{array}_map": b"" for array in ("q", "k", "v", "bias", "mask")}
+        maps = {
+            f"{array}_map": b"" for array in ("q", "k", "v", "bias", "mask", "k_pair", "v_pair")
+        }
         packed = launch.beside.arguments[1].pack(collections.defaultdict(int, maps))
         assert SM90_PARAMS.unpack(packed)["min_queries"] == most + 1
         assert launch.variant.config.rows >= most * call.spec.heads_q // call.spec.heads_kv

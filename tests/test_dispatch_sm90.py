@@ -19,7 +19,7 @@ from cuattn.gpu.params import FORWARD_PARAMS, SM90_PARAMS
 from cuattn.gpu.tensormap import TensorMap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-MAPS = tuple(f"{array}_map" for array in ("q", "k", "v", "bias", "mask"))
+MAPS = tuple(f"{array}_map" for array in ("q", "k", "v", "bias", "mask", "k_pair", "v_pair"))
 
 
 def choose(*shapes, scores=None, **options):
@@ -116,6 +116,25 @@ def test_keys_of_caches_are_found_in_their_pages(rows, page_size, head_dim):
             assert key == page * slots + slot
             covered += range(key, key + keys.box[1])
         assert covered == list(range(block * config.tile_n, (block + 1) * config.tile_n))
+    box = keys.box[1]
+    pairs = page_size is not None and page_size >= 2 * box and config.tile_n // box % 2 == 1
+    assert fields["pairs_of_boxes"] == pairs
+    if pairs:
+        pair = launch.tensor_maps["k_pair"]
+        assert pair == dataclasses.replace(keys, box=(64, 2 * box, 1, 1))
+        for block in range(4):
+            boxes = config.tile_n // box
+            odd = block * boxes % 2
+            copies = [(boxes - 1 if not odd else 0, 1)]
+            copies += [(odd + 2 * i, 2) for i in range(boxes // 2)]
+            covered = []
+            for first, count in copies:
+                key = block * config.tile_n + first * box
+                assert key % page_size + count * box <= page_size
+                covered += range(key, key + count * box)
+            assert sorted(covered) == list(
+                range(block * config.tile_n, (block + 1) * config.tile_n)
+            )
 
 
 def test_a_cache_takes_the_tile_of_ragged_keys():

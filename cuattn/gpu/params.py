@@ -37,14 +37,14 @@ FORWARD_PARAMS = Struct(
 
 SM90_PARAMS = Struct(
     "Sm90Params",
-    ("ptx::TensorMap", "q k v bias mask"),
+    ("ptx::TensorMap", "q k v bias mask k_pair v_pair"),
     ("Scheduler*", "scheduler"),
     ("unsigned long long", "launch_id"),
     ("int", "section"),
     ("float", "cap_scale score_scale scale_log2"),
     ("const int*", "page_table"),
     ("unsigned char", "page_shift box_shift"),
-    ("bool", "bias_mapped mask_mapped"),
+    ("bool", "bias_mapped mask_mapped pairs_of_boxes"),
     ("int", "num_splits"),
     ("const int*", "seq_lens"),
     ("int", "table_stride num_pages"),

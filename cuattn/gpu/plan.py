@@ -84,7 +84,7 @@ class Plan:
                 if size == WORD:
                     words.append((place, argument))
                 elif tensor_map := chosen.tensor_maps.get(array := argument[: -len("_map")]):
-                    maps.append((place, array, tensor_map))
+                    maps.append((place, array.removesuffix("_pair"), tensor_map))
             template += arguments.constants
         self._template = template.ljust(-(-len(template) // WORD) * WORD, b"\0")
         self._structs = tuple(structs)

@@ -366,7 +366,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
       if constexpr (kValueWarps > 0)
-        load_one_of_both<kPanelsK>(smem, smem.k, sm90.k, smem.full_k, smem.empty_k, sm90);
+        load_one_of_both<kPanelsK>(smem, smem.k, sm90.k, sm90.k_pair, smem.full_k, smem.empty_k,
+                                   sm90);
       else
         load_keys_and_values(smem, sm90);
     } else if (warp == 1) {
@@ -375,7 +376,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       filter_values(smem, params, sm90, warp - 2);
     } else if constexpr (kValueWarps > 0) {
       if (warp == 2)
-        load_one_of_both<kPanelsV>(smem, smem.v, sm90.v, smem.full_v, smem.empty_v, sm90);
+        load_one_of_both<kPanelsV>(smem, smem.v, sm90.v, sm90.v_pair, smem.full_v, smem.empty_v,
+                                   sm90);
     }
   } else if (Config::dropout && warpgroup == kWarpgroups + 1) {
     ptx::setmaxnreg_dec<kDropoutRegisters>();

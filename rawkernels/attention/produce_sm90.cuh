@@ -32,31 +32,34 @@ __device__ __forceinline__ void load_rows(unsigned char* place, const ptx::Tenso
 
 // The same for a block of keys or values that lies in pages: lane i knows the page of box i. One
 // elected lane issues all boxes, from uniform registers: lanes that issue their own take turns, at
-// about a hundred cycles a box. With three consumers this warp's instructions are the scarce thing,
-// as those of the consumers fill seven eighths of the issue slots that they share: where boxes are
-// as many as a block has at least, there is no loop over them.
+// about a hundred cycles a box. Where a page has room for two boxes, one copy brings both, but for
+// the odd one, which is the block's first or its last: copies of 16 keys are short, and their
+// number decides when the last of them arrives.
 template <int kPanels>
 __device__ __forceinline__ void load_pages(unsigned char* place, const ptx::TensorMap& map,
-                                           ptx::Mbarrier& full, ptx::Mbarrier& empty,
-                                           unsigned parity, const Sm90Params& sm90, int block,
-                                           int head, int page) {
+                                           const ptx::TensorMap& pair_map, ptx::Mbarrier& full,
+                                           ptx::Mbarrier& empty, unsigned parity,
+                                           const Sm90Params& sm90, int block, int head, int page) {
   constexpr int kBoxKeys = kTileN & -kTileN, kBoxes = kTileN / kBoxKeys;
-  constexpr int kMostBoxes = 5;  // whose pages fit into registers
   const kvcache::PageTable table = page_table(sm90);
   ptx::mbarrier_wait(empty, parity ^ 1);
   if (ptx::elect_one()) ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
-  if (kBoxes <= kMostBoxes && 1 << sm90.box_shift == kBoxKeys) {
-    int pages[kBoxes];
+  if (kBoxes > 1 && sm90.pairs_of_boxes) {
+    const int odd = block * kBoxes & 1, single = odd ? 0 : kBoxes - 1;
+    int pages[kBoxes / 2 + 1];
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) pages[box] = __shfl_sync(~0u, page, box);
+    for (int i = 0; i < kBoxes / 2; ++i) pages[i] = __shfl_sync(~0u, page, odd + 2 * i);
+    pages[kBoxes / 2] = __shfl_sync(~0u, page, single);
     if (ptx::elect_one()) {
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
+      for (int i = 0; i <= kBoxes / 2; ++i) {
+        const int first = (i < kBoxes / 2 ? odd + 2 * i : single) * kBoxKeys;
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          ptx::tma_load(place + panel * kPanelBytesK + box * kBoxKeys * kRowBytes, map, full,
-                        panel * kPanelColumns, table.slot(block * kTileN + box * kBoxKeys), head,
-                        pages[box], ptx::kEvictLast);
+        for (int panel = 0; panel < kPanels; ++panel)
+          ptx::tma_load(place + panel * kPanelBytesK + first * kRowBytes,
+                        i < kBoxes / 2 ? pair_map : map, full, panel * kPanelColumns,
+                        table.slot(block * kTileN + first), head, pages[i], ptx::kEvictLast);
+      }
     }
   } else {
     int next = __shfl_sync(~0u, page, 0), slot = table.slot(block * kTileN);
@@ -105,12 +108,12 @@ __device__ __forceinline__ int page_of_lane(const Sm90Params& sm90, int keys, in
 // A block of keys, or of values.
 template <int kPanels>
 __device__ __forceinline__ void load_block(unsigned char* place, const ptx::TensorMap& map,
-                                           ptx::Mbarrier& full, ptx::Mbarrier& empty,
-                                           unsigned parity, const Sm90Params& sm90,
-                                           const tile::TmaRows& keys, int block, int head,
-                                           int page) {
+                                           const ptx::TensorMap& pair_map, ptx::Mbarrier& full,
+                                           ptx::Mbarrier& empty, unsigned parity,
+                                           const Sm90Params& sm90, const tile::TmaRows& keys,
+                                           int block, int head, int page) {
   if constexpr (Config::paged_kv)
-    load_pages<kPanels>(place, map, full, empty, parity, sm90, block, head, page);
+    load_pages<kPanels>(place, map, pair_map, full, empty, parity, sm90, block, head, page);
   else
     load_rows<kPanels, kPanelBytesK, kRaggedKeys>(place, map, full, empty, parity, keys,
                                                   block * kTileN, head, ptx::kEvictLast);
@@ -149,7 +152,7 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
   tile::TmaRows keys;
   int head, page_of_pending;
   const auto load_values = [&] {
-    load_block<kPanelsV>(smem.v[stage_v.index], sm90.v, smem.full_v[stage_v.index],
+    load_block<kPanelsV>(smem.v[stage_v.index], sm90.v, sm90.v_pair, smem.full_v[stage_v.index],
                          smem.empty_v[stage_v.index], stage_v.parity, sm90, keys, pending, head,
                          page_of_pending);
     stage_v.advance();
@@ -167,7 +170,7 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       const int page = page_of_lane(sm90, tile.keys.length, block, next_entry);
       next_entry = entry_of_lane(sm90, tile, max(block - 1, tile.block_begin));
-      load_block<kPanelsK>(smem.k[stage_k.index], sm90.k, smem.full_k[stage_k.index],
+      load_block<kPanelsK>(smem.k[stage_k.index], sm90.k, sm90.k_pair, smem.full_k[stage_k.index],
                            smem.empty_k[stage_k.index], stage_k.parity, sm90, tile.keys, block,
                            tile.head_kv, page);
       stage_k.advance();
@@ -186,7 +189,8 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
 template <int kPanels>
 __device__ __forceinline__ void load_one_of_both(
     Smem& smem, unsigned char (&places)[kStages][kPanels * kPanelBytesK], const ptx::TensorMap& map,
-    ptx::Mbarrier (&full)[kStages], ptx::Mbarrier (&empty)[kStages], const Sm90Params& sm90) {
+    const ptx::TensorMap& pair_map, ptx::Mbarrier (&full)[kStages], ptx::Mbarrier (&empty)[kStages],
+    const Sm90Params& sm90) {
   static_assert(kFilterWarps == 0 || !Config::paged_kv, "the filter's warp is in its place");
   tile::PipelineState<kStages> stage;
   tile::PipelineState<TileQueue::kSize> queue;
@@ -195,7 +199,7 @@ __device__ __forceinline__ void load_one_of_both(
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       const int page = page_of_lane(sm90, tile.keys.length, block, next_entry);
       next_entry = entry_of_lane(sm90, tile, max(block - 1, tile.block_begin));
-      load_block<kPanels>(places[stage.index], map, full[stage.index], empty[stage.index],
+      load_block<kPanels>(places[stage.index], map, pair_map, full[stage.index], empty[stage.index],
                           stage.parity, sm90, tile.keys, block, tile.head_kv, page);
       stage.advance();
     }

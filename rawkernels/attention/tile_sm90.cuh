@@ -34,7 +34,8 @@ struct Sm90Params {
   // (head_dim, head, row, outer), with Config::paged_kv those of k and v (head_dim, slot, head,
   // page).
   ptx::TensorMap q, k, v;
-  ptx::TensorMap bias, mask;  // (key, query, head, batch), of length 1 where broadcast
+  ptx::TensorMap bias, mask;      // (key, query, head, batch), of length 1 where broadcast
+  ptx::TensorMap k_pair, v_pair;  // pairs_of_boxes: k and v, in boxes of twice as many keys
   // The dynamic scheduler's: next_tile holds once `initialised` is the launch's launch_id. Any
   // content will do before.
   struct Scheduler {
@@ -52,6 +53,7 @@ struct Sm90Params {
   const int* page_table;
   unsigned char page_shift, box_shift;
   bool bias_mapped, mask_mapped;  // whether TMA can address them
+  bool pairs_of_boxes;            // pages have room for two of the boxes that a block consists of
   // Config::split_kv: the keys of each tile are cut into as many parts, with a result each. Those
   // of a part follow those of the part before: out is (num_splits, <what it is without>).
   int num_splits;

@@ -36,7 +36,7 @@ def parts(monkeypatch):
     def fix(count):
         plan.attention_plan.cache_clear()
         forget()
-        monkeypatch.setattr(split_sm90, "best_parts", lambda call: (count, 1.0))
+        monkeypatch.setattr(split_sm90, "best_parts", lambda call: count)
 
     monkeypatch.setattr(decoding, "scratch_array", dirty)
     with dispatch.use_tiers("split_sm90"):

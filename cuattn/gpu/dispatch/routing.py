@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
@@ -67,13 +66,14 @@ def prefers_decoding(call: Call) -> bool:
     if call.partial is not None or call.num_splits is not None or spec.quantized:
         return True
     many_rows = rows_of_sequence(spec) > PARTS_FOR_ROWS
-    in_parts = best_parts(call)[1] if many_rows and can_split(call) else math.inf
+    if many_rows and can_split(call) and best_parts(call) > 1:
+        return False
     if spec.keys in ("cached", "paged"):
         if spec.rows == "ragged" and not many_rows:
             return True  # a long prompt among them has a launch beside: `queries_for_decoding`
         forward = CLEARLY_FORWARD * forward_us(spec, rates, spec.batch, call.multiprocessors)
         decoding = decoding_us(spec, rates, spec.batch, call.multiprocessors)
-        return decoding <= forward and decoding + START_US <= CLEARLY_FORWARD * in_parts
+        return decoding <= forward
     rows = rows_of_sequence(spec)
     if spec.seqlen_k < LEAST_SPLITS * UNIT_KEYS or rows > rates.decoding_rows[-1]:
         return False  # keys of several tiles of rows are not split at all
@@ -87,12 +87,9 @@ def prefers_decoding(call: Call) -> bool:
     )
     alone = START_US + max(split_us, decoding_us(spec, rates, 1, call.multiprocessors))
     many = 1 << 20  # sequences: no multiprocessor is idle
-    return (
-        CLEARLY * alone <= forward_us(spec, rates, 1, call.multiprocessors)
-        and decoding_us(spec, rates, many, call.multiprocessors)
-        <= forward_us(spec, rates, many, call.multiprocessors)
-        and alone <= CLEARLY_FORWARD * in_parts
-    )
+    return CLEARLY * alone <= forward_us(spec, rates, 1, call.multiprocessors) and decoding_us(
+        spec, rates, many, call.multiprocessors
+    ) <= forward_us(spec, rates, many, call.multiprocessors)
 
 
 def queries_for_decoding(call: Call) -> int:
@@ -175,10 +172,13 @@ SPLIT_TILE_KEYS = {64: 128, 128: 128, 256: 64}
 SPLIT_TILE_ROWS = 128
 MAX_PARTS = 128
 MIN_PAGE = 8  # rows that TMA's swizzle permutes together
-#: Beyond so many rows a key head, decoding has to be faster than that kernel: for 32768 keys, 32
-#: heads on 8, 16 rows take decoding 39.6 µs and that kernel 45.5, 64 rows 115 and 45.9.
+#: Beyond so many rows a key head that kernel is faster than decoding wherever it is faster with its
+#: keys cut than with them whole: for 32768 keys, 32 heads on 8, 16 rows take decoding 39.6 µs and
+#: that kernel 45.5, 64 rows 115 and 45.9; one query of 48 heads on one of 256 over 43369 keys 120
+#: and 38.8.
 PARTS_FOR_ROWS = 32
 MERGE_US = 4.0  # what a second launch takes, which merges the parts
+PART_US = 0.2  # that merging a part takes at least
 MERGE_BYTES = 2.5e6  # of the parts that are written and read in a microsecond
 TILE_STEPS = 2  # blocks of keys, which a tile's beginning and end take as long as
 SLOWER_FOR_MANY = 1.06  # at most, than tiles that see all keys
@@ -210,7 +210,7 @@ def can_split(call: Call) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _best_parts(spec: AttentionSpec, multiprocessors: int) -> tuple[int, float]:
+def _best_parts(spec: AttentionSpec, multiprocessors: int) -> int:
     group = spec.heads_q // spec.heads_kv
     head_dim = next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
     tile_n = SPLIT_TILE_KEYS[head_dim]
@@ -224,7 +224,7 @@ def _best_parts(spec: AttentionSpec, multiprocessors: int) -> tuple[int, float]:
         waves = -(-tiles * batch * parts // multiprocessors)
         products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
         reading = _reading_us(spec, HOPPER, batch, multiprocessors)
-        return max(products, reading) + MERGE_US + parts * batch * part_us
+        return max(products, reading) + MERGE_US + parts * max(PART_US, batch * part_us)
 
     cached = spec.keys in ("cached", "paged")
     batch = spec.batch if cached else 1
@@ -236,15 +236,12 @@ def _best_parts(spec: AttentionSpec, multiprocessors: int) -> tuple[int, float]:
     parts = min(counts, key=lambda parts: us(parts, batch), default=1)
     faster = CLEARLY_FORWARD if cached else CLEARLY
     whole = forward_us(spec, HOPPER, batch, multiprocessors)
-    if parts == 1 or faster * us(parts, batch) > whole:
-        return 1, math.inf
-    return parts, us(parts, batch)
+    return 1 if parts == 1 or faster * us(parts, batch) > whole else parts
 
 
-def best_parts(call: Call) -> tuple[int, float]:
+def best_parts(call: Call) -> int:
     """Into how many parts the keys of a call that :func:`can_split` are best cut for Hopper's
-    forward kernel, and about how many microseconds that takes with the merging of the parts; 1 and
-    infinity where they are best left whole."""
+    forward kernel; 1 where they are best left whole."""
     return _best_parts(call.spec, call.multiprocessors)
 
 

@@ -454,6 +454,7 @@ def kernel_arguments(
         box_shift=(_box_keys(spec, config) - 1).bit_length(),
         bias_mapped=tensor_maps["bias"] is not None,
         mask_mapped=tensor_maps["mask"] is not None,
+        pairs_of_boxes="k_pair" in tensor_maps,
         num_splits=num_splits,
         table_stride=table_stride,
         num_pages=num_pages,
@@ -484,6 +485,7 @@ def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None
         "q": q,
         "k": keys(call, config, spec.head_dim, strides.k),
         "v": keys(call, config, spec.head_dim_v, strides.v),
+        **_pairs(call, config),
         "bias": _scores(call.bias if mapped else None, config.bias_pitch),
         "mask": _scores(call.mask if mapped else None, config.tile_n),
     }
@@ -535,7 +537,11 @@ def _keys(
 
 
 def _pages(
-    call: Call, config: Sm90ForwardConfig, head_dim: int, strides: tuple[int, ...]
+    call: Call,
+    config: Sm90ForwardConfig,
+    head_dim: int,
+    strides: tuple[int, ...],
+    boxes: int = 1,
 ) -> TensorMap:
     """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence."""
     spec = call.spec
@@ -547,8 +553,24 @@ def _pages(
         spec.dtype,
         (head_dim, slots, spec.heads_kv, pages),
         (slot, head, page),
-        (_PANEL_COLUMNS, _box_keys(spec, config), 1, 1),
+        (_PANEL_COLUMNS, boxes * _box_keys(spec, config), 1, 1),
     )
+
+
+def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
+    """The maps of k and v in boxes of twice as many keys, where a block consists of an odd number
+    of boxes and pages have room for two."""
+    spec = call.spec
+    box = _box_keys(spec, config)
+    if spec.keys != "paged" or config.tile_n % (2 * box) == 0 or spec.page_size < 2 * box:
+        return {}
+    return {
+        f"{name}_pair": _pages(call, config, head_dim, strides, boxes=2)
+        for name, head_dim, strides in (
+            ("k", spec.head_dim, call.strides.k),
+            ("v", spec.head_dim_v, call.strides.v),
+        )
+    }
 
 
 def _box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:

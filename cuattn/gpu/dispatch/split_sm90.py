@@ -41,7 +41,7 @@ class Sm90Split:
         """The launch for a call, or None."""
         if call.partial is not None or not can_split(call) or not call.addressable:
             return None
-        parts = best_parts(call)[0]
+        parts = best_parts(call)
         if parts == 1:
             return None
         return _launch(call, split_config(call.spec, bounded=True), parts)
