@@ -26,6 +26,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 8192), (128, 2048), (8, 65536)]
 HEADS = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (32, 32, 64)]  # of queries, of keys, head_dim
+#: Sequences, keys, heads of queries and of keys, head_dim.
+SHORT = [
+    (512, 128, 64, 8, 64),
+    (512, 200, 32, 8, 128),
+    (256, 500, 8, 1, 128),
+    (300, 400, 16, 4, 80),
+    (256, 300, 64, 4, 128),
+]
 MIXED = {
     "16 to 16384": np.linspace(16, 16384, 64).astype(np.int32),
     "one long": np.array([131072] + 31 * [1024], np.int32),
@@ -69,6 +77,25 @@ def report(
     }
     shown = (f"{name} {s * 1e6:.1f} us ({nbytes / s / copy:.0%})" for name, s in each.items())
     print(f"\n{benchmark.name}: {', '.join(shown)}")
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda c: f"{c[0]}x{c[1]}, {c[2]}/{c[3]} of {c[4]}")
+def bench_short_sequences(benchmark, ceilings, case):
+    """Hundreds of sequences of some hundred keys, and peers."""
+    batch, length, heads_q, heads_kv, dim = case
+    nbytes = 2 * batch * length * heads_kv * dim * 2
+    count = timing.sets_past_l2(nbytes)
+    sets = [
+        (draw(batch, 1, heads_q, dim), *(draw(batch, length, heads_kv, dim) for _ in "kv"))
+        for _ in range(count)
+    ]
+    lens = cupy.full(batch, length, np.int32)
+    out = cupy.empty_like(sets[0][0])
+    run = timing.captured(
+        "cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets]
+    )
+    others = list(peers.decode(sets))
+    report(benchmark, [run], others, calls=count, nbytes=nbytes, copy=ceilings["copy"])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")

@@ -231,3 +231,49 @@ def test_division_by_the_group_is_exact(group, n):
     assert fields["group"] == group
     assert n * fields["group_magic"] >> fields["group_shift"] == n // group
     assert n * fields["group_magic"] < 2**64
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "capacity", "dim", "blocks", "change"),
+    [
+        (512, (64, 8), 128, 64, 4, {}),  # µs on an H200: 51, with one block 134
+        (256, (64, 8), 512, 64, 2, {}),  # 75, 88
+        (512, (32, 8), 200, 128, 2, {}),  # 112, 152
+        (300, (16, 4), 400, 80, 2, {}),  # 52, 68
+        (256, (64, 4), 300, 128, 2, {}),  # 63, 78
+        (512, (16, 4), 128, 256, 2, {}),  # 80, 88
+        (256, (16, 4), 300, 256, 1, {}),  # 88 with two, 86
+        (128, (8, 1), 512, 128, 1, {}),  # 20 with two, 18
+        (32, (32, 8), 1024, 128, 1, {}),  # 38 with two, 35
+        (128, (32, 8), 2048, 128, 1, {}),
+        (512, (32, 8), 200, 128, 1, {"num_splits": "fixed"}),
+        (512, (32, 8), 200, 128, 1, {"arch": "sm_80"}),
+    ],
+)
+def test_many_short_sequences_have_small_blocks(batch, heads, capacity, dim, blocks, change):
+    spec = cached(batch, heads, capacity, dim)
+    assert choose(spec, **change).variant.config.blocks_per_sm == blocks
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "whole_lines", "change"),
+    [
+        ((32, 4), 112, False, {}),  # µs on an H200: 138, with whole lines 145
+        ((32, 8), 48, False, {}),  # 151, 170
+        ((16, 4), 224, False, {}),
+        ((32, 4), 80, True, {}),  # 99, without 108
+        ((32, 4), 128, True, {}),
+        ((8, 1), 112, True, {}),  # 117, without 130
+        ((32, 4), 112, True, {"arch": "sm_80"}),
+    ],
+)
+def test_whole_lines_are_read_where_the_next_copies_need_them(heads, dim, whole_lines, change):
+    spec = cached(64, heads, 4096, dim)
+    assert choose(spec, **change).variant.config.whole_lines == whole_lines
+
+
+def cached(batch, heads, capacity, dim):
+    cache = (batch, capacity, heads[1], dim)
+    dtypes = [np.dtype(np.float16)] * 3
+    q = (batch, 1, heads[0], dim)
+    return attention_spec("flash_decode", q, cache, cache, *dtypes, keys="cached")

@@ -39,7 +39,7 @@ constexpr bool kCodes = Config::k_format != tile::kPlain;
 static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
 
 using Tile = decoding::SwizzledRows<kHeadDim>;
-using Storage = decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim>,
+using Storage = decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim, Config::whole_lines>,
                                   decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>,
                                   Config::k_format, Config::v_format, kHeadDim, kRows, kWarpRows,
                                   kWarpKeys, Config::k_groups, Config::v_groups>;

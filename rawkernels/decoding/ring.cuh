@@ -14,7 +14,10 @@ namespace decoding {
 template <int kHeadDim>
 using SwizzledRows = tile::Swizzled<kHeadDim / 8>;
 
-template <class T, int kKeys, int kHeadDim>
+// With kWholeLines, L2 reads 128 bytes for each 16 that are asked for, of which the next copies of
+// the thread block are a part as a rule. Where rows of several heads lie side by side, and are no
+// multiple of that, the rest would be another thread block's.
+template <class T, int kKeys, int kHeadDim, bool kWholeLines = true>
 struct Stage {
   T k[kKeys * kHeadDim];
   T v[kKeys * kHeadDim];
@@ -23,10 +26,12 @@ struct Stage {
 // Copies a tile of kWarpKeys keys by kThreads threads; zeros for keys outside [begin, end), which
 // are not read: they may be NaN, and 0 · NaN is NaN. `page` is that of key threadIdx.x % kWarpKeys.
 // What is read once need not push other data out of L2.
-template <int kThreads, bool kPolicy, class T, int kHeadDim, int kWarpKeys>
+template <int kThreads, bool kPolicy, class T, int kHeadDim, int kWarpKeys, bool kWholeLines>
 __device__ __forceinline__ void copy_tile(const DecodeParams& params,
-                                          const Stage<T, kWarpKeys, kHeadDim>& stage, int key,
-                                          int begin, int end, int head, int page, bool read_once) {
+                                          const Stage<T, kWarpKeys, kHeadDim, kWholeLines>& stage,
+                                          int key, int begin, int end, int head, int page,
+                                          bool read_once) {
+  static_assert(kPolicy || kWholeLines, "without a policy there is one kind of copy");
   using Tile = SwizzledRows<kHeadDim>;
   constexpr int kChunks = kHeadDim / 8;
   constexpr int kPassRows = kThreads / kChunks;
@@ -49,7 +54,7 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
       read_once ? ptx::createpolicy_evict_first() : ptx::createpolicy_evict_normal();
   const auto copy = [&](unsigned target, const T* source, bool exists) {
     if (kPolicy)
-      ptx::cp_async_16(target, source, exists, policy);
+      ptx::cp_async_16<kWholeLines>(target, source, exists, policy);
     else
       ptx::cp_async_16(target, source, exists);
   };

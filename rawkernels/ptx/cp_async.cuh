@@ -23,17 +23,29 @@ __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global,
       : "memory");
 }
 
-// The same, with a policy (createpolicy.cuh) for what L2 keeps of it.
+// The same, with a policy (createpolicy.cuh) for what L2 keeps of it; L2 reads the whole line of
+// 128 bytes, or what is asked for.
+template <bool kWholeLine = true>
 __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, bool copy,
                                             unsigned long long policy) {
-  asm volatile(
-      "{\n"
-      ".reg .pred zero;\n"
-      "setp.eq.u32 zero, %2, 0;\n"
-      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, zero, %3;\n"
-      "}" ::"r"(shared),
-      "l"(global), "r"(static_cast<unsigned>(copy)), "l"(policy)
-      : "memory");
+  if constexpr (kWholeLine)
+    asm volatile(
+        "{\n"
+        ".reg .pred zero;\n"
+        "setp.eq.u32 zero, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, zero, %3;\n"
+        "}" ::"r"(shared),
+        "l"(global), "r"(static_cast<unsigned>(copy)), "l"(policy)
+        : "memory");
+  else
+    asm volatile(
+        "{\n"
+        ".reg .pred zero;\n"
+        "setp.eq.u32 zero, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, zero, %3;\n"
+        "}" ::"r"(shared),
+        "l"(global), "r"(static_cast<unsigned>(copy)), "l"(policy)
+        : "memory");
 }
 
 // Copies 4 bytes.

@@ -255,6 +255,20 @@ def test_many_sequences(rng, decode_tier):
     check(caches.paged(q, return_lse=True), q, caches, causal=True)
 
 
+@pytest.mark.parametrize(
+    ("capacity", "dim"), [(120, 64), (350, 64), (120, 128), (300, 112), (120, 256)]
+)
+@pytest.mark.parametrize("group", [4, 12])
+def test_many_short_sequences(rng, decode_tier, capacity, dim, group):
+    """Several small blocks share a multiprocessor."""
+    batch = 280
+    lens = rng.integers(0, capacity + 1, batch)
+    caches = Caches(rng, lens, capacity, 2, dim, dim, BFLOAT16)
+    q = rng.standard_normal((batch, 1, 2 * group, dim)).astype(BFLOAT16)
+    for call in (caches.contiguous, caches.paged):
+        check(call(q, return_lse=True), q, caches, causal=True)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(20_000, 3), (3, 20_000), (700, 0), (1, 1)])
 @pytest.mark.parametrize("window", [None, (0, 0), (5, 0)])
 def test_many_queries_of_few_keys_and_few_of_many(rng, decode_tier, queries, keys, window):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._quantized import FORMATS, code_columns, format_number
@@ -17,7 +18,7 @@ from cuattn.gpu.dispatch.quantization import (
     has_formats,
     lanes_of,
 )
-from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
+from cuattn.gpu.dispatch.routing import UNIT_KEYS, key_bytes, rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS, UNBOUNDED, Scales, decode_arguments, score_arguments
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -60,6 +61,30 @@ CODE_TABLE = 1024
 CODE_TILE_KEYS = 32
 #: Rows of a tile that decode_sm80.cu comes with, by head_dim.
 DECODE_ROWS = {64: (8, 16, 32, 64), 128: (8, 16, 32, 64), 256: (8, 16, 64)}
+
+
+class Rings(NamedTuple):
+    """How decode_sm80.cu shares out a multiprocessor."""
+
+    warp_keys: int
+    warps_k: int
+    stages: int
+    blocks_per_sm: int
+    query_buffers: int
+
+
+#: For many short sequences on Hopper: what a block has to do at the beginning and the end of each
+#: takes longer than its keys, and several blocks do it side by side. By head_dim and rows of a
+#: tile; with each, how many KiB the keys and values of a sequence and key head may have.
+SHORT_RINGS = {
+    (64, 8): ((96, Rings(32, 2, 3, 4, 2)), (320, Rings(32, 4, 3, 2, 2))),
+    (64, 16): ((96, Rings(32, 2, 3, 4, 2)), (320, Rings(32, 4, 3, 2, 2))),
+    (128, 8): ((96, Rings(16, 2, 3, 4, 1)), (320, Rings(16, 4, 3, 2, 2))),
+    (128, 16): ((320, Rings(16, 4, 3, 2, 1)),),
+    (256, 8): ((192, Rings(16, 2, 3, 2, 2)),),
+}
+#: So many of the blocks must have a pair of a sequence and a key head of their own.
+LEAST_PAIRS = 0.95
 #: The same over codes, and formats of keys and values, with groups of features that have scales of
 #: their own, where it is for more than one.
 CODE_ROWS = {64: (8, 16), 128: (8, 16)}
@@ -91,6 +116,7 @@ class Sm80DecodeConfig(Config):
     v_format: int = 0
     k_groups: int = 1  # of a key's features, each with a scale
     v_groups: int = 1
+    whole_lines: bool = True  # as of Stage in decoding/ring.cuh
 
     @property
     def rows(self) -> int:
@@ -322,9 +348,19 @@ class Sm80Decode:
         if spec.quantized:
             tiles = CODE_ROWS[head_dim] if groups == (1, 1) else CODE_ROWS[head_dim][:1]
         tile_rows = next((n for n in tiles if rows <= n), tiles[-1])
-        formats = spec.k_format, spec.v_format
-        variant = _sm80_variant(spec.dtype.name, head_dim, tile_rows, call.arch, formats, groups)
-        return partitioned(call, variant)
+        if spec.quantized:
+            formats = spec.k_format, spec.v_format
+            variant = _sm80_variant(
+                spec.dtype.name, head_dim, tile_rows, call.arch, formats, groups
+            )
+            return partitioned(call, variant)
+        config = _sm80_config(spec.dtype.name, head_dim, tile_rows, call.arch)
+        rings = _short_rings(call, head_dim, tile_rows)
+        if rings is not None:
+            config = dataclasses.replace(config, **rings._asdict(), table=0)
+        elif tile_rows == 8 and _has_split_lines(call):
+            config = dataclasses.replace(config, whole_lines=False)
+        return partitioned(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -332,7 +368,16 @@ class Sm80Decode:
             return
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128, 256)):
             for rows in DECODE_ROWS[head_dim]:
-                yield _sm80_variant(dtype, head_dim, rows, arch)
+                usual = _sm80_variant(dtype, head_dim, rows, arch)
+                yield usual
+                changes: list[dict[str, Any]] = []
+                if capability(arch) == 90:
+                    short = SHORT_RINGS.get((head_dim, rows), ())
+                    changes += [{**rings._asdict(), "table": 0} for _, rings in short]
+                    changes += [{"whole_lines": False}] if rows == 8 else []
+                for change in changes:
+                    config = dataclasses.replace(usual.config, **change)
+                    yield dataclasses.replace(usual, config=config)
             for formats in CODE_FORMATS if head_dim in CODE_ROWS else ():
                 for rows in CODE_ROWS[head_dim]:
                     yield _sm80_variant(dtype, head_dim, rows, arch, formats)
@@ -601,6 +646,34 @@ def _codes_config(
         if fits and (stages > 2 or warps_k == 1):
             return config
     raise AssertionError(f"no rings fit into {shared} bytes for {head_dim=}, {rows=}, {formats=}")
+
+
+def _short_rings(call: Call, head_dim: int, rows: int) -> Rings | None:
+    """Small blocks for a call of many short sequences; None for the usual ones."""
+    spec = call.spec
+    if capability(call.arch) != 90 or call.num_splits is not None:
+        return None
+    pairs = spec.batch * spec.heads_kv
+    for kib, rings in SHORT_RINGS.get((head_dim, rows), ()):
+        enough = pairs >= LEAST_PAIRS * rings.blocks_per_sm * call.multiprocessors
+        if enough and spec.seqlen_k * key_bytes(spec) <= kib << 10:
+            return rings
+    return None
+
+
+def _has_split_lines(call: Call) -> bool:
+    """Whether rows of several key heads lie side by side in a way in which L2 had better not read
+    whole lines of 128 bytes, as measured on an H200: not so that they fill lines, nor with only 32
+    bytes more."""
+    spec = call.spec
+    row_bytes = spec.head_dim * spec.dtype.itemsize
+    return (
+        capability(call.arch) == 90
+        and spec.heads_kv > 1
+        and spec.head_dim == spec.head_dim_v
+        and call.strides.k[-2] == call.strides.v[-2] == row_bytes
+        and row_bytes % 128 not in (0, 32)
+    )
 
 
 def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeConfig:
