@@ -50,15 +50,25 @@ __device__ __forceinline__ void compute_dropout(Smem& smem, const Params& params
   }
 }
 
-// Clears what is dropped in a consumer's P.
-__device__ __forceinline__ void clear_dropped(unsigned (&p)[kTileN / 4], const DropoutMask& mask) {
-  const uint4(&dropped)[kTileN / 16][32] = mask.dropped[threadIdx.x % 128 / 32];
+// What of a lane's P is dropped, four registers of P at a time.
+using DroppedPairs = uint4[kTileN / 16];
+
+__device__ __forceinline__ void load_dropped(DroppedPairs& dropped, const DropoutMask& mask) {
 #pragma unroll
-  for (int step = 0; step < kTileN / 16; ++step) {
-    const uint4 pairs = dropped[step][threadIdx.x % 32];
-    p[4 * step] &= ~pairs.x;
-    p[4 * step + 1] &= ~pairs.y;
-    p[4 * step + 2] &= ~pairs.z;
-    p[4 * step + 3] &= ~pairs.w;
+  for (int step = 0; step < kTileN / 16; ++step)
+    dropped[step] = mask.dropped[threadIdx.x % 128 / 32][step][threadIdx.x % 32];
+}
+
+// Clears what is dropped in P; the sums of exponentials have it.
+__device__ __forceinline__ void clear_dropped(unsigned (&p)[kTileN / 4],
+                                              const DroppedPairs& dropped) {
+  if constexpr (Config::dropout) {
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+      p[4 * step] &= ~dropped[step].x;
+      p[4 * step + 1] &= ~dropped[step].y;
+      p[4 * step + 2] &= ~dropped[step].z;
+      p[4 * step + 3] &= ~dropped[step].w;
+    }
   }
 }

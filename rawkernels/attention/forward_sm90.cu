@@ -132,12 +132,14 @@ struct Consumer {
     ptx::wgmma_fence();
     multiply_keys(s, smem.q[0][consumer], smem.k[stage_k.index]);
     if (kFirstTurn) pass_turn();
+    DroppedPairs dropped;
+    take_dropped(dropped);
     ptx::wgmma_wait_group<0>();
     receive_scores(true);
     float correction[2];
     softcap_alibi.update(softmax, s, sm90.scale_log2, correction);
     tile::pack_fragment<T>(p, s);
-    drop();
+    clear_dropped(p, dropped);
     clear_output();
   }
 
@@ -154,6 +156,8 @@ struct Consumer {
     multiply_keys(s, smem.q[stage_q.index][consumer], smem.k[stage_k.index]);
     multiply_values(o, p, smem.v[stage_v.index]);
     if (!kKeepsTurn) pass_turn();
+    DroppedPairs dropped;
+    take_dropped(dropped);
     // A tile's first block is computed as a block's very first is: who comes before changes no bit.
     softcap_alibi.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
                          fresh || hidden.has(block), slope[0]);
@@ -184,7 +188,7 @@ struct Consumer {
     }
     softcap_alibi.exponentiate(softmax, s, sm90.scale_log2);
     tile::pack_fragment<T>(p, s);
-    drop();
+    clear_dropped(p, dropped);
   }
 
   // The values of the very last block.
@@ -260,13 +264,13 @@ struct Consumer {
     }
   }
 
-  // Clears the probabilities that dropout removes; the sums have them.
-  __device__ __forceinline__ void drop() {
+  // Takes the mask of the next probabilities while products run.
+  __device__ __forceinline__ void take_dropped(DroppedPairs& dropped) {
     if constexpr (Config::dropout) {
       DropoutMask& mask = dropout_mask(smem, consumer);
       ptx::mbarrier_wait(mask.full, rows_parity);
       rows_parity ^= 1;
-      clear_dropped(p, mask);
+      load_dropped(dropped, mask);
       tile::arrive_warp(mask.empty);
     }
   }

@@ -298,7 +298,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
             yield Arrive(f"rows.empty.{consumer}", warps)
             yield Advance(f"rows.{consumer}")
 
-    def drop() -> Iterator[NamedTuple]:
+    def take_dropped() -> Iterator[NamedTuple]:
         if p.dropout_warps:
             yield Wait(f"mask.full.{consumer}")
             yield Read(f"mask.{consumer}")
@@ -315,8 +315,8 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from read(q, "k")
         if p.first_turn:
             yield from pass_turn()
+        yield from take_dropped()
         yield from receive_scores(last)
-        yield from drop()
 
     def step(fresh: bool, last: bool) -> Iterator[NamedTuple]:
         yield Wait("full_k")
@@ -325,6 +325,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from read(q, "k", "v")
         if not p.keeps_turn:
             yield from pass_turn()
+        yield from take_dropped()
         # wgmma_wait_group<1>
         if p.keeps_turn:
             yield from pass_turn()
@@ -335,7 +336,6 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from release_values()
         if fresh:
             yield from skip_values()
-        yield from drop()
 
     if not own.started:
         own.started = True
