@@ -152,7 +152,10 @@ __device__ __forceinline__ auto pages_of_v(const DecodeParams& params) {
     return kvcache::Pages<const T>{static_cast<const T*>(params.v), params.v_stride};
 }
 
-extern "C" __global__ void __launch_bounds__(Config::threads)
+// Two blocks: the compiler would spill to fit three.
+constexpr int kMinBlocks = Config::quantized && Config::elementwise ? 2 : 0;
+
+extern "C" __global__ void __launch_bounds__(Config::threads, kMinBlocks)
     decode_simt(const __grid_constant__ DecodeParams params,
                 const __grid_constant__ ScoreParams scores) {
   __shared__ Smem smem;
