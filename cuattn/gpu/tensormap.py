@@ -12,7 +12,8 @@ import numpy as np
 TENSOR_MAP_BYTES = 128
 MAX_STRIDE = 1 << 34  # 2^40 for TMA; maps of ragged rows need room below it
 _ALIGNMENT = 16  # of addresses and strides, in bytes
-_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "bool": "UINT8"}
+_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32"}
+_TYPES |= dict.fromkeys(("bool", "uint8"), "UINT8")
 
 
 @functools.cache
@@ -36,7 +37,7 @@ class TensorMap:
     Attributes
     ----------
     dtype : numpy.dtype
-        float16, bfloat16, float32 or bool.
+        float16, bfloat16, float32, bool or uint8.
     shape : tuple of int
         Lengths, innermost first.
     strides : tuple of int
@@ -44,8 +45,9 @@ class TensorMap:
     box : tuple of int
         Lengths of what one copy moves; the innermost is at most 128 bytes where swizzled.
     swizzled : bool
-        Whether copies lie in shared memory as `wgmma` takes them, with the 128-byte swizzle, or as
-        they come.
+        Whether copies lie in shared memory as `wgmma` takes them, with a swizzle, or as they come.
+    swizzle_bytes : int
+        128, 64 or 32: within how many bytes chunks of 16 are permuted.
     """
 
     dtype: np.dtype
@@ -53,6 +55,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzled: bool = True
+    swizzle_bytes: int = 128
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -103,7 +106,7 @@ def _described(tensor_map: TensorMap) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     """The arguments of ``cuTensorMapEncodeTiled`` before and after the pointer: to make them takes
     the host several times what the call does, and new pointers are often to arrays alike."""
     driver = _driver()
-    swizzle = "128B" if tensor_map.swizzled else "NONE"
+    swizzle = f"{tensor_map.swizzle_bytes}B" if tensor_map.swizzled else "NONE"
     dtype = _TYPES[tensor_map.dtype.name]
     before = (
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"),

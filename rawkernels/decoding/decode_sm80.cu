@@ -126,14 +126,15 @@ __device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params
                           first_row * Tile::kRowBytes;
   typename AnySlice::Scores s;
   if constexpr (kCodes)
-    AnySlice::multiply_scores(s, params, stage, stage.scales, split.head, q_rows, smem.query_rows,
-                              first_row);
+    AnySlice::multiply_scores(s, stage, stage.scales,
+                              decoding::ScaleReader::of_keys(params, split.head), q_rows,
+                              smem.query_rows, first_row);
   else
     AnySlice::multiply_scores(s, ptx::shared_address(stage.k), q_rows);
   const bool masked = !common_keys.contains(key, kWarpKeys);
   AnySlice::finish_scores(s, params, smem.rows, split, key, first_row, masked);
   if constexpr (kCodes) {
-    acc.add_values(s, params, stage, stage.scales, split.head);
+    acc.add_values(s, stage, stage.scales, decoding::ScaleReader::of_values(params, split.head));
   } else {
     acc.update_softmax(s);
     acc.multiply_values(s, ptx::shared_address(stage.v));

@@ -4,10 +4,11 @@
 // of which merges the partial results that they leave in global memory.
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim), at most kRows rows, 8 or 16 (query heads that
-//   share a key head, times query tokens); caches contiguous or in pages of at least kWarpKeys;
-//   float16 or bfloat16, head_dims of exactly kHeadDim, everything 16-byte aligned. DecodeParams
-//   has the rest. TMA loads tiles of kWarpKeys keys into a ring of kStages for each warp; a warp's
-//   products are decode_sm80.cu's. Grid: (kCluster times clusters, key heads, batch).
+//   share a key head, times query tokens); caches contiguous or in pages of at least kBoxKeys;
+//   float16 or bfloat16, head_dims of exactly kHeadDim, everything 16-byte aligned. K and V may be
+//   codes (Config::k_format, v_format: slice_codes.cuh). DecodeParams has the rest. TMA loads tiles
+//   of kWarpKeys keys into a ring of kStages for each warp; a warp's products are decode_sm80.cu's.
+//   Grid: (kCluster times clusters, key heads, batch).
 //
 //   No deadlock: the blocks of a cluster are resident together, and every thread of each arrives at
 //   both cluster barriers. The last cluster of a pair waits for the partial results of the pair's
@@ -15,6 +16,7 @@
 //   ended.
 #include "decoding/combine.cuh"
 #include "decoding/slice.cuh"
+#include "decoding/slice_codes.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 
@@ -26,6 +28,8 @@ constexpr int kStages = Config::stages;
 constexpr int kCluster = Config::cluster;
 constexpr int kRows = Config::rows;
 constexpr int kChunks = kHeadDim / 8;
+constexpr int kBoxKeys = 16;  // that TMA copies at a time
+constexpr int kBoxes = kWarpKeys / kBoxKeys;
 constexpr int kOwnColumns = kHeadDim / kCluster;  // of O: a block merges these for the cluster
 // Rows that the threads merge at a time, four columns each.
 constexpr int kPassRows = Config::threads * 4 / kHeadDim;
@@ -34,8 +38,15 @@ static_assert(kPasses <= kCluster, "each pass of the merge is written by a lane 
 
 using QTile = decoding::SwizzledRows<kHeadDim>;
 using Tile = tile::Swizzled<8, kWarpKeys * 128>;  // as TMA writes them
-using Stage = decoding::Stage<T, kWarpKeys, kHeadDim>;
-using Slice = decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys, 2>;
+using Storage =
+    decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim>,
+                      decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys, 2>, Config::k_format,
+                      Config::v_format, kHeadDim, kRows, kRows, kWarpKeys, 1, 1>;
+using Stage = Storage::Tiles;
+using Slice = Storage::Slice;
+constexpr bool kCodes = Config::k_format != tile::kPlain;
+static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
+static_assert(kCodes || kBoxes == 1, "a box of columns is a panel of a whole tile");
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, 1>;
 using Vec = decoding::FourColumns<float>;
 
@@ -48,7 +59,7 @@ static_assert(kOwnColumns % 4 == 0 && 32 % kCluster == 0,
 static_assert(kPassRows * kPasses == kRows || kPassRows > kRows,
               "the rows of a tile take a whole number of passes, or less than one");
 
-struct Smem {
+struct Smem : Storage::Extra<kWarps, kStages> {
   union {
     alignas(1024) Stage ring[kStages];
     Staged staged;
@@ -79,16 +90,65 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, Smem& s
   }
 }
 
-// Zeros for values of keys that the sequence or the window does not have: they may be NaN, and
-// 0 · NaN is NaN.
-__device__ __forceinline__ void clear_values(T* v, int key, int begin, int end) {
-  for (int i = threadIdx.x % 32; i < kWarpKeys * kChunks; i += 32) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    if (key + row < begin || key + row >= end)
-      *reinterpret_cast<uint4*>(reinterpret_cast<char*>(v) + Tile::at(row, chunk)) = {};
+// Adds a tile of keys, in a warp's stage `number`, to its rows.
+template <class AnySlice, class AnySmem>
+__device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params,
+                                       const AnySmem& smem, Stage& stage, int number,
+                                       const decoding::Split& split, const tile::Range& common_keys,
+                                       int key) {
+  const unsigned q_rows = ptx::shared_address(smem.q);
+  typename AnySlice::Scores s;
+  if constexpr (kCodes)
+    AnySlice::multiply_scores(s, stage, smem.scales[threadIdx.x / 32][number],
+                              decoding::ScaleReader::of_keys(params, split.head), q_rows,
+                              smem.query_rows, 0);
+  else
+    AnySlice::multiply_scores(s, ptx::shared_address(stage.k), q_rows);
+  const bool masked = !common_keys.contains(key, kWarpKeys);
+  AnySlice::finish_scores(s, params, smem.rows, split, key, 0, masked);
+  if constexpr (kCodes) {
+    using VTile = typename AnySlice::Tiles::VTile;
+    // Integers are harmless beside a scale of 0.
+    if (masked && (Config::v_format == tile::kE4m3 || Config::v_format == tile::kE5m2))
+      decoding::clear_values<VTile, kWarpKeys, VTile::kRowBytes / 16>(stage.v, key, split.begin,
+                                                                      split.end);
+    acc.add_values(s, stage, smem.scales[threadIdx.x / 32][number],
+                   decoding::ScaleReader::of_values(params, split.head));
+  } else {
+    acc.update_softmax(s);
+    if (masked)
+      decoding::clear_values<Tile, kWarpKeys, kChunks>(stage.v, key, split.begin, split.end);
+    acc.multiply_values(s, ptx::shared_address(stage.v));
   }
-  ptx::fence_proxy_async();
-  __syncwarp();
+}
+
+// Brings the queries into the form that codes are multiplied with.
+template <class AnySlice, class AnySmem>
+__device__ __forceinline__ void prepare_queries(const DecodeParams& params, AnySmem& smem,
+                                                const decoding::Split& split) {
+  if constexpr (kCodes) {
+    AnySlice::template prepare_queries<T, kRows, kWarps>(params, split, smem.q, smem.query_rows);
+    __syncthreads();
+  }
+}
+
+// Requests the scales of a tile of keys, which a warp loads into stage `number`.
+template <class AnySmem>
+__device__ __forceinline__ void load_scales(const DecodeParams& params, const AnySmem& smem,
+                                            int number, const decoding::Split& split, int key,
+                                            const int (&page)[kBoxes]) {
+  if constexpr (kCodes) {
+    const int own_page = page[threadIdx.x % 32 < kBoxKeys ? 0 : kBoxes - 1];
+    decoding::copy_scales(params, smem.scales[threadIdx.x / 32][number],
+                          {key, split.begin, split.end, split.head,
+                           page_table(params).existing(own_page), (1 << params.page_shift) - 1});
+  }
+}
+
+// Where a tile's next keys lie, which another box brings.
+template <class Element, int n>
+__device__ __forceinline__ Element* box_of(Element (&tile)[n], int box) {
+  return tile + box * (n / kBoxes);
 }
 
 // Four columns of a row, merged over this block's warps.
@@ -208,17 +268,17 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   split.origin &= -kWarpKeys;
   const int round = kWarpKeys * kWarps * gridDim.x;
   int key = split.origin + (blockIdx.x * kWarps + warp) * kWarpKeys;
-  // Pages of this warp's next 32 tiles, a lane each, and of the 32 after them. TMA gives zeros for
-  // a page that does not exist.
+  // Pages of the boxes of this warp's next tiles, a lane each, and of those after them. TMA gives
+  // zeros for a page that does not exist.
   const kvcache::PageTable table = page_table(params);
   const int* const row_of_table = table.entry(index, 0);
   const auto look_up = [&](int first) {
-    const int own_key = first + lane * round;
+    const int own_key = first + lane / kBoxes * round + lane % kBoxes * kBoxKeys;
     return table.entries != nullptr && own_key < params.capacity
                ? row_of_table[own_key >> table.page_shift]
                : index;
   };
-  int pages = look_up(key), later_pages = look_up(key + 32 * round);
+  int pages = look_up(key), later_pages = look_up(key + 32 / kBoxes * round);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(maps.k);
     ptx::prefetch_tensormap(maps.v);
@@ -232,29 +292,40 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   split.end =
       max(split.begin, decoding::visible_keys(params, split.seq, split.seq.seqlen_q - 1).end);
   int next_page = 0;  // in `pages`: the next tile's to be loaded
-  const auto load = [&](Stage& stage, ptx::Mbarrier& barrier, int first) {
-    const int page = __shfl_sync(~0u, pages, next_page);
+  const auto load = [&](Stage& stage, ptx::Mbarrier& barrier, int number, int first) {
+    int page[kBoxes];
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) page[box] = __shfl_sync(~0u, pages, next_page + box);
     if (lane == 0) {
-      const int slot = table.slot(first);
       ptx::mbarrier_arrive_expect_tx(barrier, sizeof(Stage));
-      ptx::tma_load(stage.k, maps.k, barrier, 0, slot, 0, head, page, ptx::kEvictFirst);
-      ptx::tma_load(stage.v, maps.v, barrier, 0, slot, 0, head, page, ptx::kEvictFirst);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const int slot = table.slot(first + box * kBoxKeys);
+        ptx::tma_load(box_of(stage.k, box), maps.k, barrier, 0, slot, 0, head, page[box],
+                      ptx::kEvictFirst);
+        ptx::tma_load(box_of(stage.v, box), maps.v, barrier, 0, slot, 0, head, page[box],
+                      ptx::kEvictFirst);
+      }
     }
-    if (++next_page == 32) {
+    load_scales(params, smem, number, split, first, page);
+    next_page += kBoxes;
+    if (next_page == 32) {
       next_page = 0;
       pages = later_pages;
-      later_pages = look_up(first + 33 * round);
+      later_pages = look_up(first + (32 / kBoxes + 1) * round);
     }
   };
   Stage(&ring)[kStages] = smem.of_warp[warp].ring;
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kStages; ++i)
-    if (key + i * round < split.end) load(ring[i], full[i], key + i * round);
-
+  for (int i = 0; i < kStages; ++i) {
+    if (key + i * round < split.end) load(ring[i], full[i], i, key + i * round);
+    if (kCodes) ptx::cp_async_commit();
+  }
   smem.rows.locate(params, split);
   ptx::cp_async_wait_all();
   __syncthreads();
+  prepare_queries<Slice>(params, smem, split);
   const tile::Range common_keys = {smem.rows.keys(params, split, kRows - 1).begin,
                                    smem.rows.keys(params, split, 0).end};
   Slice acc;
@@ -264,15 +335,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   for (; key < split.end; key += round) {
     Stage& current = ring[stage];
     ptx::mbarrier_wait(full[stage], phase);
-    Slice::Scores s;
-    Slice::multiply_scores(s, ptx::shared_address(current.k), ptx::shared_address(smem.q));
-    const bool masked = !common_keys.contains(key, kWarpKeys);
-    Slice::finish_scores(s, params, smem.rows, split, key, 0, masked);
-    acc.update_softmax(s);
-    if (masked) clear_values(current.v, key, split.begin, split.end);
-    acc.multiply_values(s, ptx::shared_address(current.v));
+    if (kCodes) {
+      ptx::cp_async_wait<kStages - 1>();
+      __syncwarp();
+    }
+    attend(acc, params, smem, current, stage, split, common_keys, key);
     __syncwarp();
-    if (key + kStages * round < split.end) load(current, full[stage], key + kStages * round);
+    if (key + kStages * round < split.end) load(current, full[stage], stage, key + kStages * round);
+    if (kCodes) ptx::cp_async_commit();
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
@@ -317,8 +387,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
     for (int i = 0; i < kPasses; ++i)
       whole[i] = merge_partials(params, row + i * kPassRows, vec, peer);
   }
-  // All lanes have the results of all passes: each writes those of one.
-  int its_row = row;
+  int its_row = row;  // all lanes have the results of all passes: each writes those of one
 #pragma unroll
   for (int i = 1; i < kPasses; ++i)
     if (peer == i) {

@@ -1,8 +1,10 @@
-// Copies codes of K and V, and their scales, by cp.async from a cache to a stage of a ring.
+// Copies codes of K and V, and their scales, by cp.async from a cache to a stage of a ring, and
+// reads the scales there.
 #pragma once
 
 #include "decoding/ring.cuh"
 #include "tile/expand.cuh"
+#include "tile/fragment.cuh"
 
 namespace decoding {
 
@@ -140,5 +142,52 @@ __device__ __forceinline__ void copy_tile(
   if (threadIdx.x % kThreads >= kKeys) return;
   copy_scales(params, stage.scales, source);
 }
+
+// How to read words of scales, of a head's keys or values; __byte_perm picks the bytes of a float,
+// those of 1 where channels have scales of their own, which are in the queries.
+struct ScaleReader {
+  unsigned scale_bytes, minimum_bytes;
+  unsigned odd_group;  // to be flipped in scale_bytes for odd groups
+  float middle;        // what unsigned codes are counted from, here
+
+  __device__ __forceinline__ static ScaleReader of_keys(const DecodeParams& params, int head) {
+    return {params.k_minimum,
+            params.k_scale_stride,
+            params.k_scale_is_float != 0,
+            params.page_shift,
+            head,
+            params.k_group == 1};
+  }
+  __device__ __forceinline__ static ScaleReader of_values(const DecodeParams& params, int head) {
+    return {params.v_minimum,
+            params.v_scale_stride,
+            params.v_scale_is_float != 0,
+            params.page_shift,
+            head,
+            false};
+  }
+
+  // A lane's keys are all odd or all even, and pages begin with whole words.
+  __device__ __forceinline__ ScaleReader(const void* minimum, const ScaleStrides& stride,
+                                         bool is_float, int page_shift, int head, bool by_channel) {
+    const bool paired = minimum != nullptr;
+    const int odd_key = page_shift > 0 ? tile::lane_row(threadIdx.x % 32) & 1 : 0;
+    const bool upper =
+        (odd_key * static_cast<int>(stride.seq) + head * static_cast<int>(stride.head) & 1) != 0;
+    scale_bytes = is_float ? 0x3210 : upper && !paired ? 0x3244 : 0x1044;
+    minimum_bytes = paired && !by_channel ? 0x3244 : 0x4444;
+    if (by_channel) scale_bytes = 0x7654;
+    odd_group = is_float || paired || stride.group % 2 == 0 ? 0 : 0x2200;
+    middle = paired ? 8.0f : 0.0f;
+  }
+  __device__ __forceinline__ float scale(unsigned word, int group = 0) const {
+    return __uint_as_float(
+        __byte_perm(word, 0x3f800000, group % 2 == 0 ? scale_bytes : scale_bytes ^ odd_group));
+  }
+  // Of codes that are counted from the middle.
+  __device__ __forceinline__ float minimum(unsigned word, float scale) const {
+    return fmaf(scale, middle, __uint_as_float(__byte_perm(word, 0x3f800000, minimum_bytes)));
+  }
+};
 
 }  // namespace decoding

@@ -25,32 +25,6 @@ struct QueryRow {
   float sum[kGroups];           // of q
 };
 
-// How to read words of scales; __byte_perm picks the bytes of a float.
-struct ScaleReader {
-  unsigned scale_bytes, minimum_bytes;
-  unsigned odd_group;  // to be flipped in scale_bytes for odd groups
-  float middle;        // what unsigned codes are counted from, here
-
-  // Of a head; `parity` is that of the lane's keys. Pages begin with whole words.
-  __device__ __forceinline__ ScaleReader(const void* minimum, const ScaleStrides& stride,
-                                         bool is_float, int page_shift, int head, int parity) {
-    const bool paired = minimum != nullptr;
-    const bool upper = ((page_shift > 0 ? parity * stride.seq : 0) + head * stride.head) % 2 != 0;
-    scale_bytes = is_float ? 0x3210 : upper && !paired ? 0x3244 : 0x1044;
-    minimum_bytes = paired ? 0x3244 : 0x4444;
-    odd_group = is_float || paired || stride.group % 2 == 0 ? 0 : 0x2200;
-    middle = paired ? 8.0f : 0.0f;
-  }
-  __device__ __forceinline__ float scale(unsigned word, int group = 0) const {
-    return __uint_as_float(
-        __byte_perm(word, 0, group % 2 == 0 ? scale_bytes : scale_bytes ^ odd_group));
-  }
-  // Of codes that are counted from the middle.
-  __device__ __forceinline__ float minimum(unsigned word, float scale) const {
-    return fmaf(scale, middle, __uint_as_float(__byte_perm(word, 0, minimum_bytes)));
-  }
-};
-
 template <int kKFormat, int kVFormat, int kHeadDim, int kWarpRows, int kWarpKeys, int kKGroups,
           int kVGroups>
 struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
@@ -78,6 +52,9 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 #pragma unroll
     for (int i = 0; i < kRowBlocks * 2 * kVGroups; ++i) (&o_minimum[0][0][0])[i] = 0;
   }
+
+  // Of which nothing that is computed from it is kept: registers are for operands.
+  __device__ __forceinline__ static int this_lane() { return ptx::opaque(threadIdx.x) % 32; }
 
   // Turns a split's queries, in shared memory, into float16 in the order of the keys' operands; by
   // kWarps warps, which take rows in turn.
@@ -160,17 +137,17 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   }
 
   // Products with the keys, scaled. query_rows are the tile's, q_rows this warp's, first_row on.
-  __device__ __forceinline__ static void multiply_scores(Scores& s, const DecodeParams& params,
-                                                         const Tiles& tiles, const Scales& scales,
-                                                         int head, unsigned q_rows,
+  __device__ __forceinline__ static void multiply_scores(Scores& s, const Tiles& tiles,
+                                                         const Scales& scales,
+                                                         const ScaleReader& reader, unsigned q_rows,
                                                          const QueryRows* query_rows,
                                                          int first_row) {
     using Tile = typename Tiles::KTile;
-    const int lane = ptx::thread_index() % 32;
-    const unsigned k_lane = ptx::shared_address(tiles.k) + Tile::at(lane % 16, lane / 16);
+    const int lane = this_lane();
+    const unsigned k_lane = ptx::shared_address(tiles.k) + Tile::at(lane & 15, lane >> 4);
     const unsigned q_lane =
-        q_rows + (kRowBlocks == 1 ? QTile::at(lane % 8, lane / 8) : QTile::lane_column_major());
-    const QueryRows* const rows = query_rows + first_row + tile::lane_column(lane);
+        q_rows + (kRowBlocks == 1 ? QTile::at(lane & 7, lane >> 3) : QTile::lane_column_major());
+    const QueryRows* const rows = query_rows + first_row + (lane & 3) * 2;
     float product[kKeyBlocks][kRowBlocks][4];
     unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
     unsigned k[kKeyBlocks][4];
@@ -212,16 +189,14 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
         }
       }
       if (step % kKGroupSteps == kKGroupSteps - 1)
-        add_scaled(s, params, scales, head, rows, product, group);
+        add_scaled(s, scales, reader, rows, product, group);
     }
   }
 
   // Softmax of the scores, and the products with the values.
-  __device__ __forceinline__ void add_values(Scores& s, const DecodeParams& params,
-                                             const Tiles& tiles, const Scales& scales, int head) {
+  __device__ __forceinline__ void add_values(Scores& s, const Tiles& tiles, const Scales& scales,
+                                             const ScaleReader& reader) {
     using Tile = typename Tiles::VTile;
-    const ScaleReader reader(params.v_minimum, params.v_scale_stride, params.v_scale_is_float,
-                             params.page_shift, head, tile::lane_row(ptx::thread_index() % 32) & 1);
     float scale[kVGroups][kKeyBlocks][2], minimum[kVGroups][kKeyBlocks][2];
     // Weights times a value's scale go to float16: the maximum follows that product. Not farther
     // than 2^96 from the weights, whose sum has to be a float, too.
@@ -246,9 +221,9 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 #pragma unroll
           for (int group = 0; group < kVGroups; ++group) o_minimum[r][c][group] *= factor;
         });
-    const unsigned v_lane = ptx::shared_address(tiles.v) +
-                            Tile::at(ptx::thread_index() % 8 + ptx::thread_index() % 32 / 16 * 8,
-                                     ptx::thread_index() / 8 % 2);
+    const int lane = this_lane();
+    const unsigned v_lane =
+        ptx::shared_address(tiles.v) + Tile::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j) {
       unsigned b[kVGroups][kRowBlocks][2];
@@ -305,7 +280,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   // As Slice's. A lane's columns of a block, or of two, lie side by side.
   __device__ __forceinline__ void put_rows(int r, int half, float (*o_rows)[kHeadDim],
                                            float2* max_sum, int first_row) const {
-    const int lane = ptx::thread_index() % 32;
+    const int lane = this_lane();
     if (lane % 4 / 2 != half) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) put_row<4>(r, c, first_row + lane % 2 * 2 + c, o_rows, max_sum);
@@ -323,7 +298,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   __device__ __forceinline__ void put_row(int r, int c, int row, float (*o_rows)[kHeadDim],
                                           float2* max_sum) const {
     constexpr int kBlocks = VCodes::kWordBlocks;
-    const int lane = ptx::thread_index() % 32;
+    const int lane = this_lane();
 #pragma unroll
     for (int block = 0; block < kSteps; ++block)
 #pragma unroll
@@ -338,23 +313,20 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 
   // Of this lane, among a tile's.
   __device__ __forceinline__ static int own_key(int j, int h) {
-    return 16 * j + 8 * h + tile::lane_row(ptx::thread_index() % 32);
+    return 16 * j + 8 * h + (this_lane() >> 2);
   }
 
   // Adds a group's products to the scores.
   __device__ __forceinline__ static void add_scaled(
-      Scores& s, const DecodeParams& params, const Scales& scales, int head, const QueryRows* rows,
+      Scores& s, const Scales& scales, const ScaleReader& reader, const QueryRows* rows,
       const float (&product)[kKeyBlocks][kRowBlocks][4], int group) {
-    const ScaleReader reader(params.k_minimum, params.k_scale_stride, params.k_scale_is_float,
-                             params.page_shift, head, tile::lane_row(ptx::thread_index() % 32) & 1);
-    const bool by_channel = params.k_group == 1;  // scales are in the queries
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const unsigned word = scales.k[group][own_key(j, h)];
-        const float scale = by_channel ? 1.0f : reader.scale(word, group);
-        const float minimum = by_channel ? reader.middle : reader.minimum(word, scale);
+        const float scale = reader.scale(word, group);
+        const float minimum = reader.minimum(word, scale);
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll

@@ -19,13 +19,18 @@ cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+#: What takes a call: those before the last leave some to it.
+TIERS = {
+    "clusters": ("decode_sm90", "decode_sm80"),
+    "sm80": ("decode_sm80",),
+}
 PAIRS = pytest.mark.parametrize("formats", CODE_FORMATS, ids="/".join)
 LENS = [0, 1, 5, 31, 32, 33, 200, 517]
 
 
-@pytest.fixture
-def tiers():
-    with dispatch.use_tiers("decode_sm80"):
+@pytest.fixture(params=TIERS)
+def tiers(request):
+    with dispatch.use_tiers(*TIERS[request.param]):
         yield
 
 

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
@@ -51,6 +53,17 @@ MOST_KEYS = {
 #: all pairs so many at most.
 SPLIT_KEYS = 2048
 MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
+
+#: The same of a pair that has one cluster, over codes, by rows of a tile: as far as expanding them
+#: on a half of the device's multiprocessors takes less time than decode_sm80.cu takes to start. So
+#: only the largest clusters come over codes, and for these formats.
+MOST_CODES = {8: 1 << 13, 16: 1 << 14}
+CLUSTER_FORMATS = (
+    ("int8", "int8"),
+    ("float8_e4m3", "float8_e4m3"),
+    ("int4", "int4"),
+    ("int8", "int4"),
+)
 
 INT4 = FORMATS["int4"].number
 
@@ -171,6 +184,8 @@ class Sm90DecodeConfig(Config):
     warps: int
     stages: int
     cluster: int  # blocks that share a sequence and key head
+    k_format: int = 0  # as in Sm80DecodeConfig
+    v_format: int = 0
 
     @property
     def threads(self) -> int:
@@ -180,9 +195,13 @@ class Sm90DecodeConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """The rings, then Q, then the cluster's parts of O, then what is small."""
-        rings = self.warps * self.stages * 2 * self.warp_keys * self.head_dim * 2
+        tile_bits = self.warp_keys * self.head_dim * _bits_of_two(self.k_format, self.v_format)
+        rings = self.warps * self.stages * tile_bits // 8
         rows = self.rows * (self.head_dim * (2 + 4) + 8 * (self.cluster + self.warps + 1))
-        return -(-(rings + rows + 8 * self.stages * self.warps) // 1024) * 1024
+        small = 8 * self.stages * self.warps
+        if self.k_format:  # what scores of a row need, and scales
+            small += 16 * self.rows + 8 * self.warp_keys * self.stages * self.warps + 1024
+        return -(-(rings + rows + small) // 1024) * 1024
 
     @property
     def part_bytes(self) -> int:
@@ -260,7 +279,7 @@ class Sm90Decode:
 
     name = "decode_sm90"
     decodes = True
-    reads_codes = False
+    reads_codes = True
 
     def serves(self, call: Call) -> Launch | None:
         """The launch for a call, or None. Its grid is (blocks of all clusters of a pair, key heads,
@@ -284,16 +303,24 @@ class Sm90Decode:
         cluster = next(sizes, None)
         if cluster is None or (spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS):
             return None
+        names = spec.k_format, spec.v_format
+        if spec.quantized and (cluster < max(CLUSTERS) or names not in CLUSTER_FORMATS):
+            return None
+        if _code_groups(call, spec.head_dim) != (1, 1):
+            return None
+        formats = format_number(names[0]), format_number(names[1])
         tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
         clusters = decode_clusters(spec, cluster, multiprocessors)
-        if clusters == 1:
+        if clusters == 1 and spec.quantized:
+            most = MOST_CODES[tile_rows]
+        elif clusters == 1:
             most, most_of_all = MOST_KEYS[tile_rows, spec.head_dim, cluster]
             most = min(most, most_of_all // pairs)
         else:
             most = MOST_SPLIT_KEYS[tile_rows] // pairs
         if spec.seqlen_k > most:
             return None
-        config = _sm90_config(spec.dtype.name, spec.head_dim, tile_rows, cluster)
+        config = _sm90_config(spec.dtype.name, spec.head_dim, tile_rows, cluster, formats)
         grid = (clusters * cluster, spec.heads_kv, spec.batch)
         slots = 0 if clusters == 1 else clusters * spec.heads_kv * spec.batch
         return Launch(
@@ -301,8 +328,8 @@ class Sm90Decode:
             grid,
             (_arguments(call, head_lanes=grid[0]), DECODE_MAPS.arguments()),
             {
-                "k": _panels(call, call.strides.k, config.warp_keys),
-                "v": _panels(call, call.strides.v, config.warp_keys),
+                "k": _panels(call, call.strides.k, spec.k_format),
+                "v": _panels(call, call.strides.v, spec.v_format),
             },
             workspace_bytes=slots * config.part_bytes,
         )
@@ -313,6 +340,11 @@ class Sm90Decode:
             for dtype in ("float16", "bfloat16"):
                 for shape in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTERS):
                     yield _sm90_variant(_sm90_config(dtype, *shape))
+                for *shape, names in itertools.product(
+                    CLUSTER_HEAD_DIMS, CLUSTER_ROWS, [max(CLUSTERS)], CLUSTER_FORMATS
+                ):
+                    formats = format_number(names[0]), format_number(names[1])
+                    yield _sm90_variant(_sm90_config(dtype, *shape, formats))
 
 
 class Sm80Decode:
@@ -495,20 +527,24 @@ def _arguments(
     )
 
 
-def _panels(call: Call, strides: tuple[int, ...], rows: int) -> TensorMap:
-    """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it: (64 columns, key,
-    their number, head, sequence or page), `rows` keys of a head at a time."""
+def _panels(call: Call, strides: tuple[int, ...], format: str) -> TensorMap:
+    """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it, some keys of a
+    head at a time: (64 columns, key, their number, head, sequence or page), or with all bytes of a
+    row of codes in place of columns."""
     spec = call.spec
     outer, keys = spec.batch, spec.seqlen_k
     if spec.keys == "paged":
         outer, keys = call.num_pages, spec.page_size
     page, key, head, column = strides
-    panels = spec.head_dim // 64
+    dtype, columns, panels = spec.dtype, 64, spec.head_dim // 64
+    if format:
+        dtype, columns, panels = np.dtype(np.uint8), code_columns(format, spec.head_dim), 1
     return TensorMap(
-        spec.dtype,
-        (64, keys, panels, spec.heads_kv, outer),
-        (key, 64 * column, head, page),
-        (64, rows, panels, 1, 1),
+        dtype,
+        (columns, keys, panels, spec.heads_kv, outer),
+        (key, columns * column, head, page),
+        (columns, CLUSTER_TILE_KEYS, panels, 1, 1),
+        swizzle_bytes=columns * dtype.itemsize,
     )
 
 
@@ -578,11 +614,13 @@ def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> 
     return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
 
 
-def _sm90_config(dtype: str, head_dim: int, rows: int, cluster: int) -> Sm90DecodeConfig:
+def _sm90_config(
+    dtype: str, head_dim: int, rows: int, cluster: int, formats: tuple[int, int] = (0, 0)
+) -> Sm90DecodeConfig:
     """A block has a multiprocessor in clusters of 8, half of one in clusters of 4."""
     tiles = 24 if cluster == 8 else 12  # of head_dim 128 that fit
     warps = 8 if cluster == 8 or head_dim == 64 else 4
-    return Sm90DecodeConfig(
+    plain = Sm90DecodeConfig(
         dtype,
         head_dim,
         rows,
@@ -591,6 +629,20 @@ def _sm90_config(dtype: str, head_dim: int, rows: int, cluster: int) -> Sm90Deco
         stages=tiles * 128 // head_dim // warps,
         cluster=cluster,
     )
+    if formats == (0, 0):
+        return plain
+    most = (227 << 10) // (1 if cluster == 8 else 2) - RING_BLOCK_BYTES
+    for stages in (6, 5, 4, 3, 2):
+        config = dataclasses.replace(
+            plain,
+            warp_keys=CODE_TILE_KEYS,
+            stages=stages,
+            k_format=formats[0],
+            v_format=formats[1],
+        )
+        if config.smem_bytes <= most:
+            return config
+    raise AssertionError(f"no rings fit into {most} bytes for {plain} with {formats=}")
 
 
 def _sm90_variant(config: Sm90DecodeConfig) -> Variant:
