@@ -98,6 +98,32 @@ def flash_attention_3(queries: list[Any], k: Any, v: Any) -> Iterator[timing.Con
     yield timing.Contestant("FA-3", lambda launches: once(launches)[-1], timing.by_host)
 
 
+def attention_backward(
+    sets: list[tuple], *, causal: bool, portable: bool = False
+) -> Iterator[timing.Contestant]:
+    """Every peer that computes the gradients of this attention, after its own forward pass, which
+    is not timed; a launch's result is (dq, dk, dv).
+
+    Parameters
+    ----------
+    sets : list of (q, k, v, dout)
+        As in `attention_forward`. Key heads may be fewer than query heads.
+    causal, portable
+        As in `attention_forward`.
+    """
+    names = (("FA-2", "FLASH_ATTENTION"), ("cuDNN", "CUDNN_ATTENTION"))
+    for name, backend in names[: 1 if portable else 2]:
+        if importlib.util.find_spec("torch"):
+            try:
+                yield timing.Contestant(name, _torch_sdpa_backward(backend, sets, causal=causal))
+            except RuntimeError:  # not this shape
+                continue
+    if _has_fa3() and not portable:
+        yield timing.Contestant(
+            "FA-3", _jax_flash_mha_backward(sets, causal=causal), timing.by_host
+        )
+
+
 def attention_forward_cpu(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool
 ) -> Iterator[timing.Contestant]:
@@ -197,6 +223,32 @@ def _torch_sdpa(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[i
     return run
 
 
+def _torch_sdpa_backward(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
+    """The gradients of torch's scaled_dot_product_attention on one of its back ends."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def heads_first(array: Any) -> Any:
+        dtype = getattr(torch, array.dtype.name)
+        return torch.from_dlpack(array.view(np.int16)).view(dtype).transpose(1, 2)
+
+    after_forward = []
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        for arrays in sets:
+            *inputs, dout = map(heads_first, arrays)
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *inputs, is_causal=causal, enable_gqa=True
+            )
+            after_forward.append((out, inputs, dout))
+
+    def gradients(out: Any, inputs: list, dout: Any) -> Any:
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    gradients(*after_forward[0])  # raises where the back end has no backward pass for the shape
+    return timing.rotate(gradients, after_forward)
+
+
 def _torch_graphs(sets: list[tuple], *, causal: bool) -> Iterator[timing.Contestant]:
     """torch's back ends that serve the shape, each as a captured graph of all sets."""
     if not importlib.util.find_spec("torch"):
@@ -251,3 +303,27 @@ def _jax_flash_mha(*, causal: bool) -> Callable[..., Any]:
     import jax
 
     return jax.jit(lambda q, k, v: dew_flash_attn.flash_mha(q, k, v, is_causal=causal))
+
+
+class _Gradients(tuple):
+    """(dq, dk, dv) of JAX, which a timer waits for as for one array."""
+
+    def block_until_ready(self) -> _Gradients:
+        for array in self:
+            array.block_until_ready()
+        return self
+
+
+def _jax_flash_mha_backward(sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
+    """FlashAttention-3's gradients as a JAX call."""
+    import dew_flash_attn
+    import jax
+
+    forward = functools.partial(dew_flash_attn.flash_mha, is_causal=causal)
+    differentiate = jax.jit(lambda q, k, v: jax.vjp(forward, q, k, v)[1])
+    pull_back = jax.jit(lambda pullback, dout: pullback(dout))
+    after_forward = []
+    for arrays in sets:
+        *inputs, dout = map(_to_jax, arrays)
+        after_forward.append((differentiate(*inputs), dout))
+    return timing.rotate(lambda *given: _Gradients(pull_back(*given)), after_forward)

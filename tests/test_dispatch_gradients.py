@@ -17,6 +17,13 @@ from tests.test_dispatch import MAX_GRID, SMEM_LIMITS, specs
 
 #: In the order of their fields.
 POINTERS = ["dout", "dlse", "dq", "dk", "dv", "delta", "dbias", "dsinks", "dalibi", "alibi_parts"]
+POINTERS += ["nonfinite"]
+#: What every backward launch is given.
+KNOWN = [
+    *POINTERS,
+    *("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sinks"),
+    *("cu_seqlens_q", "cu_seqlens_k", "seed"),
+]
 
 
 def small_spec():
@@ -49,8 +56,20 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
         assert launch.variant in listed
         assert fits(launch) or rows * 16 > 1 << 31
     entries = [launch.variant.entry for launch in chosen.launches]
-    assert entries[0] == "delta_simt"
     whole = aligned and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
+    if "prepare_sm90" in entries:
+        assert arch == "sm_90a"
+        assert whole
+        names = {name for name, _ in chosen.workspaces}
+        assert all(
+            arguments.wanted <= {*names, *KNOWN, "q_map", "k_map", "v_map", "dout_map"}
+            for launch in chosen.launches
+            for arguments in launch.arguments
+        )
+        assert entries[0] == "prepare_sm90"
+        assert entries[-1] == "backward_sm80"
+        return
+    assert entries[0] == "delta_simt"
     if spec.dtype.itemsize == 2 and whole and dispatch.capability(arch) >= 80:
         assert entries.count("backward_sm80") in (2, 3)
         assert "backward_simt" not in entries
@@ -80,7 +99,8 @@ def test_every_number_of_a_wide_row_is_computed_once():
         q, k, v = ((2, 100, 4, d) for d in (head_dims[0], *head_dims))
         spec = attention_spec("flash_attention", q, k, v, *dtypes)
         call = Call.contiguous(spec, "sm_90a")
-        chosen = dispatch.choose_backward(BackwardCall(call, call.strides.out))
+        chosen = dispatch.gradients.Sm80Backward().serves(BackwardCall(call, call.strides.out))
+        assert chosen is not None
         configs = [
             launch.variant.config
             for launch in chosen.launches

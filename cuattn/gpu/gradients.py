@@ -46,8 +46,8 @@ def backward(
     synchronising.
 
     Parameters and result as of :func:`cuattn.reference.gradients.backward`; head_dims are
-    contiguous in dout, q, k, v and out. Every result has one order of its sums, whether
-    `deterministic` or not.
+    contiguous in dout, q, k, v and out. dq may be summed in any order unless `deterministic`; every
+    other result has one order of its sums.
     """
     with use_device(q):
         acc = spec.acc_dtype
@@ -68,14 +68,17 @@ def backward(
         alibi_slopes, sinks = contiguous(alibi_slopes, acc), contiguous(sinks, acc)
         lse, dlse = contiguous(lse), contiguous(dlse)
         anywhere = q.data.ptr | k.data.ptr | v.data.ptr | dout.data.ptr
-        plans, alibi_slots = _backward_plans(
+        plans, alibi_slots, workspaces = _backward_plans(
             spec,
             q.data.device_id,
             (q.strides, k.strides, v.strides, out.strides, dout.strides),
             layout_key(bias),
             layout_key(mask),
             layout_key(alibi_slopes),
-            (grad_bias, grad_alibi, sinks is not None, anywhere % 16 == 0),
+            (
+                *(grad_bias, grad_alibi, sinks is not None, anywhere % 16 == 0),
+                *(deterministic, out.data.ptr % 16 == 0),
+            ),
         )
         # What kernels write in the accumulators' type before it is rounded.
         sums = [
@@ -110,7 +113,10 @@ def backward(
             "dalibi": pointer(sums[1]),
             "alibi_parts": pointer(parts),
             "seed": seed,
+            "nonfinite": 0,
         }
+        shared = [scratch_array((n // 4,), np.dtype(np.float32)) for _, n in workspaces]
+        addresses |= {name: a.data.ptr for (name, _), a in zip(workspaces, shared, strict=True)}
         for plan in plans:
             plan.launch(addresses)
         for array, total in zip((dbias, dalibi), sums, strict=True):
@@ -127,10 +133,11 @@ def _backward_plans(
     bias: tuple | None,
     mask: tuple | None,
     alibi_slopes: tuple | None,
-    options: tuple[bool, bool, bool, bool],
-) -> tuple[tuple[Plan, ...], int]:
+    options: tuple[bool, ...],
+) -> tuple[tuple[Plan, ...], int, tuple[tuple[str, int], ...]]:
     """Choose and compile the kernels of a backward call, and pack what stays the same between calls
-    like it; and how many blocks leave a part of dalibi for each query head."""
+    like it; how many blocks leave a part of dalibi for each query head; and the names and bytes of
+    what the kernels share."""
     *of_forward, dout = strides
     call = dispatch.BackwardCall(
         _call(spec, device, tuple(of_forward), bias, mask, alibi_slopes),
@@ -138,7 +145,8 @@ def _backward_plans(
         *options,
     )
     chosen = dispatch.choose_backward(call)
-    return tuple(Plan(launch, device) for launch in chosen.launches), chosen.alibi_slots
+    plans = tuple(Plan(launch, device) for launch in chosen.launches)
+    return plans, chosen.alibi_slots, chosen.workspaces
 
 
 def _call(

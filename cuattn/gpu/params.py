@@ -261,6 +261,16 @@ BACKWARD_PARAMS = Struct(
     ("Strides", "dout_stride"),
     ("int", "bias_batch bias_heads bias_rows bias_cols"),
     ("int", "alibi_batched alibi_slots alibi_tile"),
+    ("int*", "nonfinite"),
+)
+
+SM90_BACKWARD_PARAMS = Struct(
+    "Sm90BackwardParams",
+    ("ptx::TensorMap", "q k v dout"),
+    ("float*", "score_start dp_start dq_sums"),
+    ("int*", "next_tile"),
+    ("int", "padded_q slots tiles section"),
+    ("float", "scale_log2"),
 )
 
 JVP_PARAMS = Struct(
@@ -291,6 +301,7 @@ STRUCTS = {
     SPECULATE_PARAMS: "sampling/speculate.cu",
     DROPOUT_PARAMS: "gradients/backward_simt.cu",
     BACKWARD_PARAMS: "gradients/backward_simt.cu",
+    SM90_BACKWARD_PARAMS: "gradients/backward_sm90.cu",
     JVP_PARAMS: "gradients/jvp_simt.cu",
 }
 

@@ -13,6 +13,10 @@
 //   Where registers do not suffice for dk and dv together, a pass each computes them (first,
 //   second).
 //
+//   With Config::repairs a few blocks do what a whole grid does, but only if
+//   BackwardParams::nonfinite is set: where a faster kernel's results are not finite, they may be
+//   so because of values that a mask hides.
+//
 //   0 · NaN is NaN: where a result is not finite, the block walks over its columns again
 //   (tile::Content): with finite values alone in the last products, and for dv, whose weights are
 //   finite, with ones where dout is NaN or inf, and where it is NaN or -inf.
@@ -166,13 +170,14 @@ __device__ __forceinline__ void write_rows(void* result, float (&o)[kColumns / 2
   __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks_per_sm)
-    backward_sm80(const __grid_constant__ ForwardParams params,
-                  const __grid_constant__ BackwardParams backward,
-                  const __grid_constant__ DropoutParams dropout) {
+// What a thread block does: the one with these indices, in a grid of `blocks` along x.
+__device__ __forceinline__ void compute_block(const ForwardParams& params,
+                                              const BackwardParams& backward,
+                                              const DropoutParams& dropout, int x, int blocks,
+                                              int batch) {
   __shared__ Block block;
   {
-    const Block found = find_block(params);
+    const Block found = find_block(params, x, blocks, batch);
     if (found.seq.index >= params.batch) return;
     double* const part = !kKeysStationary && backward.alibi_parts != nullptr && threadIdx.x == 0
                              ? alibi_part(params, backward, found.seq.index)
@@ -354,5 +359,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks_per_sm)
       for (int warp = 1; warp < kThreads / 32; ++warp) alibi += sums[warp];
       *alibi_part(params, backward, block.seq.index) = alibi;
     }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks_per_sm)
+    backward_sm80(const __grid_constant__ ForwardParams params,
+                  const __grid_constant__ BackwardParams backward,
+                  const __grid_constant__ DropoutParams dropout) {
+  if constexpr (Config::repairs) {
+    // The whole grid's blocks, by a few.
+    if (*backward.nonfinite == 0) return;
+    const bool ragged = params.cu_seqlens_q != nullptr;
+    const int rows = kKeysStationary ? params.seqlen_k : params.seqlen_q;
+    const int slots = ragged ? rows / kTileM + params.batch : (rows + kTileM - 1) / kTileM;
+    const int blocks = slots * (kKeysStationary ? params.heads_kv : params.heads_q);
+    for (int batch = 0; batch < (ragged ? 1 : params.batch); ++batch)
+      for (int x = blockIdx.x; x < blocks; x += gridDim.x) {
+        compute_block(params, backward, dropout, x, blocks, batch);
+        __syncthreads();
+      }
+  } else {
+    compute_block(params, backward, dropout, blockIdx.x, gridDim.x,
+                  blockIdx.z * gridDim.y + blockIdx.y);
   }
 }

@@ -45,11 +45,13 @@ struct Lengths {
   int batch, seqlen_q, seqlen_k;
 };
 
-__device__ __forceinline__ Block find_block(const ForwardParams& params) {
+// Of the block with these indices, in a grid of `blocks` along x.
+__device__ __forceinline__ Block find_block(const ForwardParams& params, int x, int blocks,
+                                            int batch) {
   const int heads = kKeysStationary ? params.heads_kv : params.heads_q;
-  const int slots = gridDim.x / heads, slot = blockIdx.x % slots;
+  const int slots = blocks / heads, slot = x % slots;
   Block block;
-  block.head = blockIdx.x / slots;
+  block.head = x / slots;
   tile::Sequence& seq = block.seq;
   if (params.cu_seqlens_q != nullptr && kKeysStationary) {
     const Lengths lengths = {params.cu_seqlens_k, params.cu_seqlens_q, params.batch,
@@ -59,7 +61,6 @@ __device__ __forceinline__ Block find_block(const ForwardParams& params) {
   } else if (params.cu_seqlens_q != nullptr) {
     seq = tile::varlen_sequence<kTileM>(params, slot);
   } else {
-    const int batch = blockIdx.z * gridDim.y + blockIdx.y;
     // With a causal mask the last queries, and the first keys, are the most work.
     seq = {
         batch, 0, 0, params.seqlen_q, params.seqlen_k, kKeysStationary ? slot : slots - 1 - slot};

@@ -24,6 +24,8 @@ struct BackwardParams {
   int alibi_batched;
   int alibi_slots;  // of alibi_parts, for each head: (batch, heads_q, slots) or (heads_q, slots)
   int alibi_tile;   // queries of a block of the dq pass
+
+  int* nonfinite;  // becomes 1 where some gradient is not finite; null: nobody asks
 };
 
 // Where a block of the dq pass leaves its part of dalibi.

@@ -46,7 +46,7 @@ def poisoned_workspaces(monkeypatch):
     monkeypatch.setattr(gradients, "scratch_array", poisoned)
 
 
-@pytest.fixture(params=["sm80", "simt"])
+@pytest.fixture(params=["sm90", "sm80", "simt"])
 def tier(request, monkeypatch):
     """Each tier of the backward pass: calls reach it, and what it leaves goes to those below it."""
     from cuattn.gpu import gradients
@@ -187,7 +187,7 @@ def test_aligned_bias_and_mask(tier, dtype, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_varlen(tier, dtype, number, rng):
     """Each sequence has its own gradients; rows of no sequence hold anything, and get 0."""
-    if tier == "sm80" and dtype not in HALF:
+    if tier != "simt" and dtype not in HALF:
         pytest.skip("16-bit inputs only")
     place = placed if tier == "simt" else lambda array, rng: cupy.asarray(array)
     dtype = DTYPES[dtype]
@@ -325,7 +325,13 @@ def test_the_last_queries_may_hold_anything(tier, dtype, rng):
     _, pullback = cuattn.flash_attention_vjp(q, k, v, window=window)
     spoilt = pullback(dout)
     for c, s, end in zip(clean[:3], spoilt[:3], (90, 87, 87), strict=True):
-        assert bool((c[:, :end] == s[:, :end]).all())
+        if tier == "sm90":  # which another kernel repairs
+            difference = (c[:, :end].astype(np.float64) - s[:, :end].astype(np.float64)).get()
+            assert np.linalg.norm(difference) < 1e-2 * np.linalg.norm(
+                c[:, :end].get().astype(float)
+            )
+        else:
+            assert bool((c[:, :end] == s[:, :end]).all())
         assert np.isnan(s[:, 92:].get()).all()
 
 

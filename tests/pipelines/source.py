@@ -17,6 +17,8 @@ SKELETONS = {
     f"{kernel}.cu": pathlib.Path(__file__).with_name(f"{kernel.partition('/')[2]}.txt")
     for kernel in (
         *("attention/forward_sm90", "decoding/decode_sm90", "decoding/decode_sm80"),
+        *("gradients/backward_sm90", "gradients/backward_keys_sm90"),
+        "gradients/backward_queries_sm90",
         "sampling/softmax",
     )
 }
@@ -114,7 +116,7 @@ def arrivals(source: str, constants: Constants) -> dict[str, int]:
 #: What processes do to each other, and where they are in rings.
 PRIMITIVES = re.compile(
     r"\b(mbarrier_(?!init)\w+|bar_(sync|arrive)|cluster_(arrive|wait|barrier)\w*|__syncthreads\w*"
-    r"|tma_load|store_async|wgmma_wait_group|load_acquire|store_release"
+    r"|tma_load|bulk_(?!commit)\w+|store_async|wgmma_wait_group|load_acquire|store_release"
     r"|load_relaxed|store_relaxed|atomic\w+|cp_async_wait\w*|advance|PipelineState<)"
 )
 EXITS = re.compile(r"\b(return|continue|break)\b|\^= 1$")

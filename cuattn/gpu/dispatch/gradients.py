@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.attention import GRID_Y
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.backward import (
+    BackwardCall,
+    BackwardLaunches,
+    BackwardTier,
+    rows_grid,
+    statistics_variant,
+)
+from cuattn.gpu.dispatch.gradients_sm80 import SM80_TILES, sm80_passes
+from cuattn.gpu.dispatch.gradients_sm90 import Sm90Backward
+from cuattn.gpu.dispatch.launch import Call, Launch, capability
 from cuattn.gpu.params import (
     backward_arguments,
     dropout_arguments,
@@ -18,45 +25,6 @@ from cuattn.gpu.params import (
     jvp_arguments,
 )
 from cuattn.gpu.structs import Arguments
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardCall:
-    """A call of the backward pass: the forward call, and what is asked for."""
-
-    forward: Call
-    dout: tuple[int, ...]  # strides in bytes
-    grad_bias: bool = False
-    grad_alibi: bool = False
-    grad_sinks: bool = False
-    addresses_aligned: bool = True  # those of q, k, v and dout are multiples of 16
-
-    @property
-    def aligned(self) -> bool:
-        """Whether rows of q, k, v and dout can be read 16 bytes at a time."""
-        q, k, v, _ = self.forward.strides
-        return self.addresses_aligned and all(
-            stride % 16 == 0 for array in (q, k, v, self.dout) for stride in array[:-1]
-        )
-
-
-class BackwardLaunches(NamedTuple):
-    """The launches of a backward call, in order."""
-
-    launches: tuple[Launch, ...]
-    alibi_slots: int  # blocks of a query head that leave their part of dalibi
-
-
-class BackwardTier(Protocol):
-    """Kernels for some calls, as :class:`cuattn.gpu.dispatch.Tier`."""
-
-    name: str
-
-    def serves(self, call: BackwardCall) -> BackwardLaunches | None:
-        """The launches for a call, or None for one that is left to other tiers."""
-
-    def variants(self, arch: str) -> Iterator[Variant]:
-        """Every variant that `serves` can choose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,56 +43,6 @@ class SimtGradientConfig(Config):
     def threads(self) -> int:
         """16 share a row of scores and of the result."""
         return 16 * self.thread_rows
-
-
-@dataclasses.dataclass(frozen=True)
-class SimtStatisticsConfig(Config):
-    """gradients/statistics_simt.cu."""
-
-    dtype: str
-
-    @property
-    def threads(self) -> int:
-        """Eight warps."""
-        return 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Sm80BackwardConfig(Config):
-    """gradients/backward_sm80.cu."""
-
-    dtype: str
-    keys_stationary: bool  # rows are keys: the pass for dk and dv
-    first: bool  # dq or dk is computed
-    second: bool  # dv is
-    general: bool  # scores are more than scaled by a positive number, or there is dropout
-    head_dim: int  # padded
-    head_dim_v: int
-    tile_n: int
-    blocks_per_sm: int
-    tile_m: int = 64
-
-    @property
-    def threads(self) -> int:
-        """A warp has 16 rows."""
-        return 2 * self.tile_m
-
-    @property
-    def smem_bytes(self) -> int:
-        """The block's rows of two arrays, two stages of columns of two others, and two numbers for
-        each column."""
-        dims = self.head_dim + self.head_dim_v
-        return 2 * self.tile_m * dims + 2 * self.tile_n * (2 * dims + 8)
-
-
-#: (tile_n, blocks_per_sm) by (head_dim, head_dim_v), the first that is large enough, where a
-#: multiprocessor has 228 KiB of shared memory, 164 and 100.
-SM80_TILES = {
-    (64, 64): ((64, 2), (64, 2), (64, 2)),
-    (128, 128): ((32, 2), (32, 2), (32, 1)),
-    (192, 128): ((32, 2), (32, 1), (16, 1)),
-    (256, 256): ((32, 1), (32, 1), (16, 1)),
-}
 
 
 #: (tile_m, tile_n, thread_rows, blocks_per_sm) by the size of the accumulator and the padded
@@ -157,21 +75,9 @@ def _bias_variant(dtype: str) -> Variant:
     return Variant("gradients/bias_simt.cu", "bias_simt", config)
 
 
-def _statistics_variant(entry: str, dtype: str) -> Variant:
-    return Variant("gradients/statistics_simt.cu", entry, SimtStatisticsConfig(dtype))
-
-
 def _jvp_variant(dtype: str, head_dim: int) -> Variant:
     config = _config(dtype, head_dim, keys_stationary=False)
     return Variant("gradients/jvp_simt.cu", "jvp_simt", config)
-
-
-def _rows_grid(ragged: bool, batch: int, rows: int, tile_m: int, heads: int) -> tuple[int, ...]:
-    """A block for each tile of rows of a head: slots and heads along x, the batch along y and z."""
-    if ragged:
-        return ((rows // tile_m + batch) * heads, 1, 1)
-    along_y = min(batch, GRID_Y)
-    return (-(-rows // tile_m) * heads, along_y, -(-batch // along_y))
 
 
 def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunches:
@@ -179,8 +85,8 @@ def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunche
     spec, forward = call.forward.spec, call.forward
     dtype, ragged = spec.dtype.name, spec.rows == "ragged"
     tile_q, tile_k = (variant.config.tile_m for variant in (dq, dkv[0]))  # type: ignore[attr-defined]
-    grid_q = _rows_grid(ragged, spec.batch, spec.seqlen_q, tile_q, spec.heads_q)
-    grid_k = _rows_grid(ragged, spec.batch, spec.seqlen_k, tile_k, spec.heads_kv)
+    grid_q = rows_grid(ragged, spec.batch, spec.seqlen_q, tile_q, spec.heads_q)
+    grid_k = rows_grid(ragged, spec.batch, spec.seqlen_k, tile_k, spec.heads_kv)
     slots = grid_q[0] // spec.heads_q
 
     layouts = forward.bias, forward.mask, forward.alibi_slopes
@@ -203,9 +109,9 @@ def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunche
     all_given = (*given, dropout_arguments(spec))
 
     rows = spec.seqlen_q * spec.heads_q * (1 if ragged else spec.batch)
-    launches = [Launch(_statistics_variant("delta_simt", dtype), (-(-rows // 8),), given)]
+    launches = [Launch(statistics_variant("delta_simt", dtype), (-(-rows // 8),), given)]
     if call.grad_sinks:
-        launches.append(Launch(_statistics_variant("sinks_simt", dtype), (spec.heads_q,), given))
+        launches.append(Launch(statistics_variant("sinks_simt", dtype), (spec.heads_q,), given))
     launches.append(Launch(dq, grid_q, all_given))
     if spec.seqlen_k:
         launches += [Launch(variant, grid_k, all_given) for variant in dkv]
@@ -217,7 +123,7 @@ def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunche
             launches.append(Launch(_bias_variant(dtype), (blocks,), all_given))
     if call.grad_alibi:
         count = spec.heads_q * (spec.batch if batched else 1)
-        launches.append(Launch(_statistics_variant("alibi_simt", dtype), (count,), given))
+        launches.append(Launch(statistics_variant("alibi_simt", dtype), (count,), given))
     return BackwardLaunches(tuple(launches), slots)
 
 
@@ -239,7 +145,7 @@ class Sm80Backward:
             return None
         general = call.forward.has_score or spec.dropout != 0.0 or spec.scale <= 0.0
         padded = next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
-        passes = _sm80_passes(spec.dtype.name, padded, general, call.forward.arch)
+        passes = sm80_passes(spec.dtype.name, padded, general, call.forward.arch)
         return _launches(call, *passes)
 
     def variants(self, arch: str) -> Iterator[Variant]:
@@ -248,23 +154,7 @@ class Sm80Backward:
             return
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
             for general in (False, True):
-                yield from _sm80_passes(dtype, dims, general, arch)
-
-
-def _sm80_passes(dtype: str, dims: tuple[int, int], general: bool, arch: str) -> Iterator[Variant]:
-    """The passes of backward_sm80.cu: dq, then dk and dv, by one pass where registers suffice."""
-    shared = (228, 164, 100).index(SHARED_KIB.get(capability(arch), 100))
-    roles = [(False, True, False), (True, True, True)]
-    if sum(dims) > 256:
-        roles = [(False, True, False), (True, True, False), (True, False, True)]
-    for keys_stationary, first, second in roles:
-        tile_n, blocks = SM80_TILES[dims][shared]
-        # General scores are many instructions each, and so is what unrolling makes of them.
-        tile_n = min(tile_n, 32) if general else tile_n
-        config = Sm80BackwardConfig(
-            dtype, keys_stationary, first, second, general, *dims, tile_n, blocks
-        )
-        yield Variant("gradients/backward_sm80.cu", "backward_sm80", config)
+                yield from sm80_passes(dtype, dims, general, arch)
 
 
 class SimtBackward:
@@ -288,7 +178,7 @@ class SimtBackward:
         """Every variant that `serves` can choose."""
         for dtype in FLOAT_DTYPES.values():
             for entry in ("delta_simt", "sinks_simt", "alibi_simt"):
-                yield _statistics_variant(entry, dtype)
+                yield statistics_variant(entry, dtype)
             yield _bias_variant(dtype)
             for head_dim in SIMT_TILES[4]:
                 for keys_stationary in (False, True):
@@ -305,7 +195,7 @@ class SimtJvp:
         spec = call.spec
         variant = _jvp_variant(spec.dtype.name, _padded(spec.head_dim_v))
         tile_m = variant.config.tile_m  # type: ignore[attr-defined]
-        grid = _rows_grid(False, spec.batch, spec.seqlen_q, tile_m, spec.heads_q)
+        grid = rows_grid(False, spec.batch, spec.seqlen_q, tile_m, spec.heads_q)
         arguments = (
             forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes),
             jvp_arguments(spec, tangents),
@@ -321,7 +211,7 @@ class SimtJvp:
 
 
 #: The kernels of the backward pass; a call goes to the first that serves it.
-BACKWARD_TIERS: tuple[BackwardTier, ...] = (Sm80Backward(), SimtBackward())
+BACKWARD_TIERS: tuple[BackwardTier, ...] = (Sm90Backward(), Sm80Backward(), SimtBackward())
 JVP = SimtJvp()
 
 

@@ -478,7 +478,7 @@ def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None
     if config.pack_gqa:
         q = _packed_rows(spec, strides.q)
     else:
-        q = _rows(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
+        q = rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
     keys = _pages if config.paged_kv else _keys
     mapped = config.elementwise and call.score_aligned
     return {
@@ -491,7 +491,7 @@ def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None
     }
 
 
-def _rows(
+def rows_map(
     spec: AttentionSpec, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
 ) -> TensorMap:
     """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total,
@@ -511,10 +511,10 @@ def _rows(
 
 
 def _packed_rows(spec: AttentionSpec, strides: tuple[int, ...]) -> TensorMap:
-    """The axes (head_dim, head, row, outer) of q, as `_rows` has them: a box has all heads that
+    """The axes (head_dim, head, row, outer) of q, as `rows_map` has them: a box has all heads that
     share a key head."""
     group = spec.heads_q // spec.heads_kv
-    rows = _rows(
+    rows = rows_map(
         spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS // group
     )
     head_dim, length, heads, *outer = rows.shape
@@ -533,7 +533,7 @@ def _keys(
 ) -> TensorMap:
     """The axes of k or v whose rows are batched or ragged."""
     spec = call.spec
-    return _rows(spec, (spec.seqlen_k, spec.heads_kv, head_dim), strides, config.tile_n)
+    return rows_map(spec, (spec.seqlen_k, spec.heads_kv, head_dim), strides, config.tile_n)
 
 
 def _pages(

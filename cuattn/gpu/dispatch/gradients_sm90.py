@@ -1,0 +1,274 @@
+"""Calls of gradients/backward_sm90.cu, Hopper's backward kernel, and of the kernels around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.backward import (
+    BackwardCall,
+    BackwardLaunches,
+    rows_grid,
+    statistics_variant,
+)
+from cuattn.gpu.dispatch.gradients_sm80 import sm80_passes
+from cuattn.gpu.dispatch.launch import Launch
+from cuattn.gpu.dispatch.sm90 import rows_map
+from cuattn.gpu.params import (
+    SM90_BACKWARD_PARAMS,
+    backward_arguments,
+    dropout_arguments,
+    forward_arguments,
+)
+from cuattn.gpu.structs import Arguments
+from cuattn.gpu.tensormap import TensorMap, addressable
+
+_STATISTICS_PAD = 128  # rows: kStatisticsPad of rawkernels/gradients/layout_sm90.cuh
+_PART_ROWS = 64  # of a thread block of around_sm90.cu
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90BackwardConfig(Config):
+    """gradients/backward_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # padded, of all arrays
+    varlen: bool
+    computes_dq: bool  # beside dk and dv
+    tile_m: int = 64  # queries of a block
+    tile_n: int = 128  # keys
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup that loads, and two that compute."""
+        return 384
+
+    @property
+    def smem_bytes(self) -> int:
+        """Keys, values, the stages of queries and dout, two of dS and of each part of dq, and
+        three KiB for statistics, tiles and barriers."""
+        stages = 4 if self.head_dim == 64 else 2
+        rows = 2 * self.tile_n + 2 * stages * self.tile_m
+        ds = 4 * self.tile_m * self.tile_n
+        return 2 * rows * self.head_dim + ds + 67 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90KeysConfig(Config):
+    """gradients/backward_keys_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # padded, of all arrays
+    varlen: bool
+    tile_m: int = 64
+    tile_n: int = 64
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup that loads, and two that compute."""
+        return 384
+
+    @property
+    def smem_bytes(self) -> int:
+        """Keys, values, two stages of queries, dout, P and statistics, and a KiB of barriers."""
+        rows = 2 * self.tile_n + 4 * self.tile_m
+        return 2 * rows * self.head_dim + 4 * self.tile_m * (self.tile_n + 4) + 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90QueriesConfig(Config):
+    """gradients/backward_queries_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # padded, of all arrays
+    varlen: bool
+    tile_n: int  # keys of a block
+    v_stages: int
+    tile_m: int = 128
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup that loads, and two that compute."""
+        return 384
+
+    @property
+    def smem_bytes(self) -> int:
+        """Queries, dout, two stages of keys, those of values, and a KiB of barriers."""
+        rows = 2 * self.tile_m + (2 + self.v_stages) * self.tile_n
+        return 2 * rows * self.head_dim + 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90AroundConfig(Config):
+    """gradients/around_sm90.cu."""
+
+    dtype: str
+    head_dim: int
+    varlen: bool
+    sums: bool  # dq is added up in memory
+    tile_m: int = 64
+    tile_n: int = 64
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup for every 64 columns, up to two."""
+        return min(2 * self.head_dim, 256)
+
+
+#: (tile_n, v_stages) of the pass for dq, by the padded head_dim.
+SM90_QUERIES_TILES = {64: (128, 2), 128: (64, 2), 256: (64, 1)}
+SECTION_BYTES = 24 << 20  # half of Hopper's L2
+SM90_FUSED_HEAD_DIM = 128  # the most with which one pass computes dq, dk and dv
+
+
+class Sm90Backward:
+    """16-bit calls that TMA can address, of products that are scaled and no more.
+
+    One pass computes all gradients, and adds up dq in memory in any order; where it may not, or
+    registers do not suffice, dq has a pass of its own.
+    """
+
+    name = "backward_sm90"
+
+    def serves(self, call: BackwardCall) -> BackwardLaunches | None:
+        """The launches for a call, or None."""
+        spec, forward = call.forward.spec, call.forward
+        arrays = (*forward.strides[:3], call.dout)
+        dims = spec.head_dim, spec.head_dim_v
+        if (
+            forward.arch != "sm_90a"
+            or spec.dtype.itemsize != 2
+            or forward.has_score
+            or spec.dropout != 0.0
+            or spec.scale <= 0.0
+            or not (call.aligned and call.out_aligned)
+            or any(stride % 16 for stride in forward.strides.out[:-1])
+            or not all(addressable(strides[:-1]) for strides in arrays)
+            or any(d % 8 for d in dims)
+            or max(dims) > max(SM90_QUERIES_TILES)
+            or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
+        ):
+            return None
+        head_dim = next(n for n in SM90_QUERIES_TILES if max(dims) <= n)
+        ragged = spec.rows == "ragged"
+        fused = head_dim <= SM90_FUSED_HEAD_DIM and not call.deterministic
+        prepare, *passes = _variants(spec.dtype.name, head_dim, ragged, fused)
+
+        slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
+        if not ragged:
+            slots = -(-spec.seqlen_q // _STATISTICS_PAD)
+        padded_q = slots * _STATISTICS_PAD
+        grid_q = rows_grid(ragged, spec.batch, spec.seqlen_q, _STATISTICS_PAD, spec.heads_q)
+        grid_parts = (grid_q[0] * (_STATISTICS_PAD // _PART_ROWS), *grid_q[1:])
+        given: tuple[Arguments, ...] = (
+            forward_arguments(spec, forward.strides),
+            backward_arguments(
+                spec, call.dout, (0, 0, 0, 0), alibi_batched=False, alibi_slots=0, alibi_tile=0
+            ),
+        )
+
+        def launch(variant: Variant) -> Launch:
+            tile_n = variant.config.tile_n  # type: ignore[attr-defined]
+            tile_m = variant.config.tile_m  # type: ignore[attr-defined]
+            maps = _tensor_maps(spec, arrays, tile_m, tile_n)
+            sequences = spec.batch if ragged else 1
+            slots = rows_grid(ragged, sequences, spec.seqlen_k, tile_n, 1)[0]
+            tiles = slots * spec.heads_kv * (1 if ragged else spec.batch)
+            own = SM90_BACKWARD_PARAMS.arguments(
+                padded_q=padded_q,
+                slots=slots,
+                tiles=tiles,
+                section=_section(spec, head_dim),
+                scale_log2=spec.scale / math.log(2.0),
+            )
+            grid: tuple[int, ...] = (min(tiles, forward.multiprocessors),)
+            if variant.entry == "backward_queries_sm90":
+                grid = grid_q
+            elif variant.entry in ("prepare_sm90", "finish_sm90"):
+                grid = grid_parts
+            return Launch(variant, grid, (*given, own), maps)
+
+        launches = [launch(prepare), *map(launch, passes)]
+        repairs = (*given, dropout_arguments(spec))
+        for variant in _repairs(spec.dtype.name, head_dim):
+            launches.append(Launch(variant, (forward.multiprocessors,), repairs))
+        if call.grad_sinks:
+            sinks = statistics_variant("sinks_simt", spec.dtype.name)
+            launches.insert(1, Launch(sinks, (spec.heads_q,), given))
+        if any(launch.grid[0] >= 1 << 31 for launch in launches) or padded_q >= 1 << 31:
+            return None
+        rows = padded_q * spec.heads_q * (1 if ragged else spec.batch)
+        workspaces = (
+            ("score_start", 4 * rows),
+            ("dp_start", 4 * rows),
+            ("dq_sums", 4 * rows * head_dim if fused else 0),
+            ("next_tile", 4),
+            ("nonfinite", 4),
+        )
+        return BackwardLaunches(tuple(launches), workspaces=workspaces)
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if arch != "sm_90a":
+            return
+        for dtype, head_dim, varlen, fused in itertools.product(
+            ("float16", "bfloat16"), SM90_QUERIES_TILES, (False, True), (False, True)
+        ):
+            if not fused or head_dim <= SM90_FUSED_HEAD_DIM:
+                yield from _variants(dtype, head_dim, varlen, fused)
+        for dtype, head_dim in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
+            yield from _repairs(dtype, head_dim)
+
+
+def _section(spec: AttentionSpec, head_dim: int) -> int:
+    """Of how many heads tiles are dealt out at a time: where tiles cost the same of one, whose rows
+    then stay in L2; else of as many as fit there, the longest tiles first."""
+    if spec.window_left is None and spec.window_right is None:
+        return 1
+    group = spec.heads_q // spec.heads_kv
+    nbytes = 8 * spec.seqlen_q * head_dim * group  # of q, dout and sums
+    heads = spec.heads_kv * (1 if spec.rows == "ragged" else spec.batch)
+    return max(1, min(heads, SECTION_BYTES // max(nbytes, 1)))
+
+
+def _repairs(dtype: str, head_dim: int) -> Iterator[Variant]:
+    """What computes all gradients anew where some are not finite: a masked NaN is multiplied by 0
+    here, which must not be."""
+    return sm80_passes(dtype, (head_dim, head_dim), False, "sm_90a", repairs=True)
+
+
+def _variants(dtype: str, head_dim: int, varlen: bool, fused: bool) -> Iterator[Variant]:
+    """The kernels of a call, in order."""
+    around = Sm90AroundConfig(dtype, head_dim, varlen, fused)
+    yield Variant("gradients/around_sm90.cu", "prepare_sm90", around)
+    if not fused:
+        queries = Sm90QueriesConfig(dtype, head_dim, varlen, *SM90_QUERIES_TILES[head_dim])
+        yield Variant("gradients/backward_queries_sm90.cu", "backward_queries_sm90", queries)
+    if head_dim <= SM90_FUSED_HEAD_DIM:
+        both = Sm90BackwardConfig(dtype, head_dim, varlen, fused)
+        yield Variant("gradients/backward_sm90.cu", "backward_sm90", both)
+    else:
+        keys = Sm90KeysConfig(dtype, head_dim, varlen)
+        yield Variant("gradients/backward_keys_sm90.cu", "backward_keys_sm90", keys)
+    if fused:
+        yield Variant("gradients/around_sm90.cu", "finish_sm90", around)
+
+
+def _tensor_maps(
+    spec: AttentionSpec, strides: tuple[tuple[int, ...], ...], tile_m: int, tile_n: int
+) -> dict[str, TensorMap | None]:
+    """The maps of q, k, v and dout, whose strides are given."""
+    shapes = {
+        "q": (spec.seqlen_q, spec.heads_q, spec.head_dim),
+        "k": (spec.seqlen_k, spec.heads_kv, spec.head_dim),
+        "v": (spec.seqlen_k, spec.heads_kv, spec.head_dim_v),
+        "dout": (spec.seqlen_q, spec.heads_q, spec.head_dim_v),
+    }
+    return {
+        name: rows_map(spec, shape, array, tile_n if name in "kv" else tile_m)
+        for (name, shape), array in zip(shapes.items(), strides, strict=True)
+    }

@@ -1,0 +1,366 @@
+// Attention backward on Hopper: dk, dv and the sums of dq in one pass of five products, with wgmma,
+// TMA and specialised warps, after FlashAttention-3 (Shah et al., 2024).
+//
+//   q, k, v, dout: float16 or bfloat16 rows that TMA can address; statistics of the rows and zeroed
+//   sums of dq from gradients/around_sm90.cu, which also makes dq of the sums. scale > 0.
+//   A thread block has 128 keys, 64 a consuming warpgroup, and walks over the queries that see
+//   them, kQueries at a time, of all heads that share the keys; blocks are persistent and take tile
+//   after tile. Warpgroup 0 produces: warp 0 loads, warp 1 finds tiles, warps 2 and 3 each add one
+//   consumer's part of dq to the sums in global memory.
+//
+//   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are operands of
+//   dV += P^T dO and dK += dS^T Q straight from registers. dS alone goes through shared memory, for
+//   dQ = dS K over all keys (Config::computes_dq): 64 queries × 64 columns a consumer, which where
+//   there are no more are computed by both in turn. S and dP start at -lse / scale and at -delta: p
+//   = exp2(s * scale_log2), dS = p * dP.
+//
+// Each elementwise phase runs beside a product of the same consumer, and all of one consumer's
+// beside the other's products: what a consumer waits for of the other, its dS, has two stages, so
+// they may be a block apart.
+#include "gradients/produce_sm90.cuh"
+#include "gradients/write_sm90.cuh"
+#include "ptx/math.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+
+// X (64 × kQueries) += A B^T for the kDim columns of A, this consumer's 64 rows of keys or values,
+// and B, a block of queries or dout: issued, not waited for.
+__device__ __forceinline__ void multiply_rows(float (&x)[kQueries / 2], const unsigned char* keys,
+                                              const unsigned char* queries) {
+  const unsigned long long a = ptx::wgmma_descriptor(keys, 0, 1024);
+  const unsigned long long b = ptx::wgmma_descriptor(queries, 0, 1024);
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step)
+    ptx::Wgmma<kQueries, T>::template shared_shared<false, false>(
+        x, ptx::wgmma_advance(a, step / 4 * kPanelBytesK + step % 4 * 32),
+        ptx::wgmma_advance(b, step / 4 * kPanelBytesQ + step % 4 * 32), true);
+  ptx::wgmma_commit_group();
+}
+
+// X (64 × kDim) += P B for P (64 × kQueries) in registers and a block of queries or dout.
+__device__ __forceinline__ void multiply_columns(float (&x)[kDim / 2],
+                                                 const unsigned (&p)[kQueries / 4],
+                                                 const unsigned char* queries) {
+  const unsigned long long b = ptx::wgmma_descriptor(queries, kPanelBytesQ, 1024);
+#pragma unroll
+  for (int step = 0; step < kQueries / 16; ++step)
+    ptx::Wgmma<kDim, T>::template register_shared<true>(
+        x, p + 4 * step, ptx::wgmma_advance(b, step * 16 * kRowBytes), true);
+  ptx::wgmma_commit_group();
+}
+
+// X (64 queries × 64 columns) = dS K over all keys of the thread block.
+__device__ __forceinline__ void multiply_keys(float (&x)[32], const unsigned char* ds,
+                                              const unsigned char* keys) {
+  const unsigned long long a = ptx::wgmma_descriptor(ds, 0, 1024);
+  const unsigned long long b = ptx::wgmma_descriptor(keys, 0, 1024);
+#pragma unroll
+  for (int step = 0; step < kKeys / 16; ++step)
+    ptx::Wgmma<64, T>::template shared_shared<false, true>(
+        x, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
+        ptx::wgmma_advance(b, step * 16 * kRowBytes), step > 0);
+  ptx::wgmma_commit_group();
+}
+
+// A warpgroup that computes: 64 keys of each tile.
+struct Consumer {
+  Smem& smem;
+  const ForwardParams& params;
+  const BackwardParams& backward;
+  const float scale_log2;
+  const int consumer;
+
+  int first_key;             // of this consumer
+  tile::Range see_all_keys;  // the rows that need no mask
+  tile::PipelineState<kTiles> at;
+  tile::PipelineState<1> keys;
+  tile::PipelineState<kStages> stage;
+  tile::PipelineState<kStagesDs> ds_stage;
+  tile::PipelineState<kStagesDq> dq_stage;
+  float dk[kDim / 2], dv[kDim / 2];
+  unsigned p[kQueries / 4], ds[kQueries / 4];  // P^T and dS^T of a block as pairs of 16 bits
+
+  // Of the tile no more is in registers than every block needs.
+  __device__ __forceinline__ const Tile& tile() const { return smem.queue.tiles[at.index]; }
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
+      const int blocks = uniform(tile().blocks);
+      if (blocks < 0) return;
+      first_key = uniform(tile().first_key) + 64 * consumer;
+      see_all_keys = tile().visibility.rows_of_all(first_key, first_key + 63);
+      if (first_key + 64 > tile().seqlen_k) see_all_keys.end = see_all_keys.begin;
+      see_all_keys = {uniform(see_all_keys.begin), uniform(see_all_keys.end)};
+      compute(params.heads_q / params.heads_kv * blocks);
+      write();
+      tile::arrive_warp(smem.queue.empty[at.index]);
+      at.advance();
+    }
+  }
+
+  // The `count` blocks of queries of a tile.
+  __device__ __forceinline__ void compute(int count) {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+    if (count == 0) return;
+    ptx::mbarrier_wait(smem.full_k, keys.parity);
+    ptx::mbarrier_wait(smem.full_v, keys.parity);
+    keys.advance();
+    Walk walk(tile());
+    if constexpr (kPipelined) first_scores(walk.row());
+#pragma unroll 1
+    for (int n = 0; n < count - kPipelined; ++n) {
+      if (kPipelined) walk.advance();
+      if (Config::computes_dq && (!kAlternate || n % 2 == consumer))
+        step<true>(walk.row());
+      else
+        step<false>(walk.row());
+      if (!kPipelined) walk.advance();
+    }
+    if constexpr (kPipelined) {
+      if (Config::computes_dq && (count - 1) % 2 == consumer)
+        last_products<true>();
+      else
+        last_products<false>();
+    }
+    tile::arrive_warp(smem.empty_kv);
+  }
+
+  // One block of queries; where pipelined from its scores to its dS, beside the products that need
+  // those of the block before.
+  template <bool kComputesDq>
+  __device__ __forceinline__ void step(int first_query) {
+    float s[kQueries / 2], dp[kQueries / 2], dq[32];
+    const int now = stage.index;
+    tile::PipelineState<kStages> next = stage;
+    if constexpr (kPipelined) {
+      next.advance();
+      start_products(s, dp, next);
+      ptx::wgmma_keep(dk);
+      ptx::wgmma_keep(dv);
+      ptx::wgmma_fence();
+      multiply_first(s, dp, next.index);
+      multiply_columns(dv, p, smem.dout[now]);
+      multiply_columns(dk, ds, smem.q[now]);
+      multiply_keys_in_turn<kComputesDq>(dq);
+      ptx::wgmma_wait_group<3 + kComputesDq>();
+      exponentiate(s, first_query);
+      ptx::wgmma_wait_group<2 + kComputesDq>();
+      ptx::wgmma_keep(dp);
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
+      finish_block<kComputesDq>(dq);
+      tile::pack_fragment<T>(p, s);
+      tile::pack_fragment<T>(ds, dp);
+      if (Config::computes_dq) store_ds();
+      if (kComputesDq) send_dq(dq);
+    } else {
+      start_products(s, dp, stage);
+      ptx::wgmma_fence();
+      multiply_first(s, dp, now);
+      ptx::wgmma_wait_group<1>();
+      exponentiate(s, first_query);
+      tile::pack_fragment<T>(p, s);
+      ptx::wgmma_keep(dv);
+      ptx::wgmma_fence();
+      multiply_columns(dv, p, smem.dout[now]);
+      ptx::wgmma_wait_group<1>();
+      ptx::wgmma_keep(dp);
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
+      tile::pack_fragment<T>(ds, dp);
+      if (Config::computes_dq) store_ds();
+      ptx::wgmma_keep(dk);
+      ptx::wgmma_fence();
+      multiply_columns(dk, ds, smem.q[now]);
+      multiply_keys_in_turn<kComputesDq>(dq);
+      finish_block<kComputesDq>(dq);
+      if (kComputesDq) send_dq(dq);
+    }
+  }
+
+  __device__ __forceinline__ void first_scores(int first_query) {
+    float s[kQueries / 2], dp[kQueries / 2];
+    start_products(s, dp, stage);
+    ptx::wgmma_fence();
+    multiply_first(s, dp, stage.index);
+    ptx::wgmma_wait_group<0>();
+    exponentiate(s, first_query);
+    ptx::wgmma_keep(dp);
+#pragma unroll
+    for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
+    tile::pack_fragment<T>(p, s);
+    tile::pack_fragment<T>(ds, dp);
+    if (Config::computes_dq) store_ds();
+  }
+
+  template <bool kComputesDq>
+  __device__ __forceinline__ void last_products() {
+    float dq[32];
+    ptx::wgmma_keep(dk);
+    ptx::wgmma_keep(dv);
+    ptx::wgmma_fence();
+    multiply_columns(dv, p, smem.dout[stage.index]);
+    multiply_columns(dk, ds, smem.q[stage.index]);
+    multiply_keys_in_turn<kComputesDq>(dq);
+    finish_block<kComputesDq>(dq);
+    if (kComputesDq) send_dq(dq);
+  }
+
+  __device__ __forceinline__ void start_products(float (&s)[kQueries / 2],
+                                                 float (&dp)[kQueries / 2],
+                                                 const tile::PipelineState<kStages>& at) {
+    ptx::mbarrier_wait(smem.full_q[at.index], at.parity);
+    start(s, smem.score_start[at.index]);
+    ptx::mbarrier_wait(smem.full_o[at.index], at.parity);
+    start(dp, smem.dp_start[at.index]);
+    ptx::wgmma_keep(s);
+    ptx::wgmma_keep(dp);
+  }
+  __device__ __forceinline__ void multiply_first(float (&s)[kQueries / 2],
+                                                 float (&dp)[kQueries / 2], int index) {
+    multiply_rows(s, smem.k + 64 * kRowBytes * consumer, smem.q[index]);
+    multiply_rows(dp, smem.v + 64 * kRowBytes * consumer, smem.dout[index]);
+  }
+
+  // From S to P.
+  __device__ __forceinline__ void exponentiate(float (&s)[kQueries / 2], int first_query) {
+    ptx::wgmma_keep(s);
+    if (!see_all_keys.contains(first_query, kQueries)) {
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+      hide(s, tile(), first_key + 16 * warp + tile::lane_row(lane),
+           first_query + tile::lane_column(lane));
+    }
+#pragma unroll
+    for (int i = 0; i < kQueries / 2; ++i) s[i] = ptx::ex2(s[i] * scale_log2);
+  }
+
+  // This consumer's part of dq of the block whose dS is packed, if there is one.
+  template <bool kComputesDq>
+  __device__ __forceinline__ void multiply_keys_in_turn(float (&dq)[32]) {
+    if constexpr (kComputesDq) {
+      // The stage that store_ds has left.
+      const int written = ds_stage.index ^ 1;
+      ptx::mbarrier_wait(smem.full_ds[written], ds_stage.parity ^ (written == 1));
+      ptx::wgmma_fence();
+      multiply_keys(dq, smem.ds[written][0], smem.k + (kAlternate ? 0 : kPanelBytesK * consumer));
+    }
+  }
+
+  // Waits for all products of the block whose dS is packed, and releases what they have read.
+  template <bool kComputesDq>
+  __device__ __forceinline__ void finish_block(float (&dq)[32]) {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_keep(dk);
+    ptx::wgmma_keep(dv);
+    tile::arrive_warp(smem.empty_q[stage.index]);
+    tile::arrive_warp(smem.empty_o[stage.index]);
+    stage.advance();
+    if constexpr (kComputesDq) {
+      ptx::wgmma_keep(dq);
+      tile::arrive_warp(smem.empty_ds[ds_stage.index ^ 1]);
+    }
+  }
+
+  // dS^T, turned into this consumer's panel of dS.
+  __device__ __forceinline__ void store_ds() {
+    const int now = ds_stage.index;
+    ptx::mbarrier_wait(smem.empty_ds[now], ds_stage.parity ^ 1);
+    // Matrices 2i and 2i + 1 are of queries 8i to 8i + 7, and of the warp's first and second 8
+    // keys.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    const unsigned address =
+        ptx::shared_address(smem.ds[now][consumer]) + row * kRowBytes + (chunk ^ lane % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < kQueries / 16; ++i)
+      ptx::stmatrix_x4_trans(address + i * 16 * kRowBytes, ds + 4 * i);
+    ptx::fence_proxy_async();
+    tile::arrive_warp(smem.full_ds[now]);
+    ds_stage.advance();
+  }
+
+  // Hands this consumer's part of dq to the warp that adds it to the sums.
+  __device__ __forceinline__ void send_dq(const float (&dq)[32]) {
+    const int now = dq_stage.index;
+    ptx::mbarrier_wait(smem.empty_dq[consumer][now], dq_stage.parity ^ 1);
+    float4* const out = reinterpret_cast<float4*>(smem.dq[consumer][now]) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      out[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    ptx::fence_proxy_async();
+    tile::arrive_warp(smem.full_dq[consumer][now]);
+    dq_stage.advance();
+  }
+
+  __device__ __forceinline__ void write() const {
+    const Tile& tile = this->tile();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int key = first_key + 16 * warp + tile::lane_row(lane);
+    const long long row = (tile.row_k + key) * params.heads_kv + tile.head_kv;
+    const long long heads = params.heads_kv;
+    const float zeros =
+        write_gradient<T, kDim>(dk, static_cast<float>(params.scale),
+                                static_cast<T*>(backward.dk) + row * params.head_dim,
+                                heads * params.head_dim, tile.seqlen_k - key, params.head_dim) +
+        write_gradient<T, kDim>(dv, 1.0f, static_cast<T*>(backward.dv) + row * params.head_dim_v,
+                                heads * params.head_dim_v, tile.seqlen_k - key, params.head_dim_v);
+    if (zeros != 0.0f) *backward.nonfinite = 1;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(Config::threads, 1)
+    backward_sm90(const __grid_constant__ ForwardParams params,
+                  const __grid_constant__ BackwardParams backward,
+                  const __grid_constant__ Sm90BackwardParams sm90) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(sm90.q);
+    ptx::prefetch_tensormap(sm90.k);
+    ptx::prefetch_tensormap(sm90.v);
+    ptx::prefetch_tensormap(sm90.dout);
+    ptx::mbarrier_init(smem.full_k, 1);
+    ptx::mbarrier_init(smem.full_v, 1);
+    ptx::mbarrier_init(smem.empty_kv, 4 * kConsumers);
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(smem.full_q[i], 1);
+      ptx::mbarrier_init(smem.full_o[i], 1);
+      ptx::mbarrier_init(smem.empty_q[i], 4 * kConsumers);
+      ptx::mbarrier_init(smem.empty_o[i], 4 * kConsumers);
+    }
+    for (int i = 0; i < kStagesDs; ++i) {
+      ptx::mbarrier_init(smem.full_ds[i], 4 * kConsumers);
+      ptx::mbarrier_init(smem.empty_ds[i], kAlternate ? 4 : 4 * kConsumers);
+    }
+    for (int i = 0; i < kConsumers * kStagesDq; ++i) {
+      ptx::mbarrier_init(smem.full_dq[i / kStagesDq][i % kStagesDq], 4);
+      ptx::mbarrier_init(smem.empty_dq[i / kStagesDq][i % kStagesDq], 1);
+    }
+    for (int i = 0; i < kTiles; ++i) {
+      ptx::mbarrier_init(smem.queue.full[i], 1);
+      ptx::mbarrier_init(smem.queue.empty[i], kTileReaders);
+    }
+    ptx::mbarrier_init(smem.queue.loaded, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<40>();
+    if (warp == 0 && threadIdx.x == 0)
+      Loader{smem, params, sm90}.run();
+    else if (warp == 1)
+      find_tiles(smem.queue, params, sm90, sm90.tiles, sm90.next_tile);
+    else if (Config::computes_dq && warp >= 2)
+      add_dq(smem, params, sm90, warp - 2);
+  } else {
+    ptx::setmaxnreg_inc<232>();
+    Consumer{smem, params, backward, sm90.scale_log2, warpgroup - 1}.run();
+  }
+}

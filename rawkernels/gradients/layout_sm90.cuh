@@ -1,0 +1,250 @@
+// What Hopper's backward kernels are told, and of gradients/backward_sm90.cu and
+// backward_split_sm90.cu, whose thread blocks have keys: which keys these are, which queries they
+// walk over, and how both come to shared memory.
+#pragma once
+
+#include "gradients/params.cuh"
+#include "ptx/tma.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/ragged.cuh"
+#include "tile/visibility.cuh"
+
+using T = Config::dtype;
+
+constexpr int kDim = Config::head_dim;    // of every row, padded: TMA fills with zeros
+constexpr int kQueries = Config::tile_m;  // of a block that is streamed
+constexpr int kKeys = Config::tile_n;     // of a thread block
+constexpr int kStatisticsPad = 128;       // rows of statistics are padded to a multiple of it
+// A tile lies in shared memory as panels of 64 columns, 128 bytes a row.
+constexpr int kRowBytes = 128;
+constexpr int kPanels = kDim / 64;
+constexpr int kPanelBytesQ = kQueries * kRowBytes;
+constexpr int kPanelBytesK = kKeys * kRowBytes;
+constexpr int kPartFloats = 64 * 64;  // of a part of dq: 64 queries and columns
+
+static_assert(kDim % 64 == 0, "panels are whole");
+static_assert(kStatisticsPad % kQueries == 0 && kStatisticsPad % kKeys == 0,
+              "blocks do not reach beyond the statistics of their sequence");
+
+// What gradients/backward_sm90.cu and the kernels around it (gradients/around_sm90.cu) are told
+// beside ForwardParams and BackwardParams. Mirrored in cuattn/gpu/params.py.
+//
+// A sequence has padded rows of statistics, from row 0 of its batch entry on, or where ragged from
+// (begin / 128 + index) * 128 on: `padded_q` rows for a head of a batch entry (or of all
+// sequences).
+struct Sm90BackwardParams {
+  // Dimensions (head_dim, row, head, outer), see tile::TmaRows.
+  ptx::TensorMap q, k, v, dout;
+  float* score_start;  // (…, heads_q, padded_q): -lse / scale, with which scores start
+  float* dp_start;     // -delta, with which dP starts
+  // (…, heads_q, padded_q / 64, kPanels): parts of 64 rows and 64 columns of dq / scale, each in
+  // the order of a warpgroup's accumulators: (8, 128 threads, 4).
+  float* dq_sums;
+  int* next_tile;  // a counter of tiles that are taken beyond a block's first
+  int padded_q;
+  int slots, tiles;  // tiles of keys: of a head, and of all
+  int section;       // heads whose tiles are dealt out at a time
+  float scale_log2;  // from a score to the exponent of 2
+};
+
+// The keys of a thread block and the queries that it walks over: blocks of kQueries, of all heads
+// that share the keys.
+struct Tile {
+  int batch, head_kv, first_key, seqlen_q, seqlen_k;
+  long long row_k;          // of the sequence's first key in dk and dv
+  int statistics_row;       // of its first query
+  int first_block, blocks;  // of a head
+  tile::TmaRows queries, keys;
+  tile::Visibility visibility;  // rows are counted from the sequence's first
+};
+
+// What tile::varlen_sequence wants to know, of keys as its queries.
+struct KeyLengths {
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  int batch, seqlen_q, seqlen_k;
+};
+
+// The order of tiles: `section` heads at a time, all of their first slots, then their second ones.
+struct SlotOfHead {
+  int slot, head;
+
+  __device__ __forceinline__ SlotOfHead(int number, int slots, int section, int tiles) {
+    const int before = number / (slots * section) * section;  // heads of other sections
+    const int heads = min(section, tiles / slots - before), rest = number - before * slots;
+    slot = rest / heads;
+    head = before + rest % heads;
+  }
+};
+
+// Tile `number` of a call; false where there is none, in slots that no sequence needs. Whole warps
+// together.
+__device__ __forceinline__ bool find_tile(Tile& tile, const ForwardParams& params,
+                                          const Sm90BackwardParams& sm90, int number) {
+  const SlotOfHead found_slot(number, sm90.slots, sm90.section, sm90.tiles);
+  const int slot = found_slot.slot, head = found_slot.head;
+  tile.head_kv = head % params.heads_kv;
+  if constexpr (Config::varlen) {
+    const KeyLengths lengths = {params.cu_seqlens_k, params.cu_seqlens_q, params.batch,
+                                params.seqlen_k, params.seqlen_q};
+    const tile::Sequence found = tile::varlen_sequence<kKeys>(lengths, slot);
+    if (found.tile < 0) return false;
+    const int begin_q = static_cast<int>(found.begin_k), begin_k = static_cast<int>(found.begin_q);
+    tile.batch = found.index;
+    tile.seqlen_q = found.seqlen_k;
+    tile.seqlen_k = found.seqlen_q;
+    tile.first_key = found.tile * kKeys;
+    tile.row_k = begin_k;
+    tile.statistics_row = (begin_q / kStatisticsPad + found.index) * kStatisticsPad;
+    tile.queries = tile::ragged_tma_rows(begin_q, tile.seqlen_q);
+    tile.keys = tile::ragged_tma_rows(begin_k, tile.seqlen_k);
+  } else {
+    // The first keys come first: with a causal mask they are the most work.
+    tile.batch = head / params.heads_kv;
+    tile.seqlen_q = params.seqlen_q;
+    tile.seqlen_k = params.seqlen_k;
+    tile.first_key = slot * kKeys;
+    tile.row_k = static_cast<long long>(tile.batch) * params.seqlen_k;
+    tile.statistics_row = 0;
+    tile.queries = {params.seqlen_q, 0, tile.batch};
+    tile.keys = {params.seqlen_k, 0, tile.batch};
+  }
+  tile.visibility = tile::Visibility::from_row(0, tile.seqlen_q + kQueries, params.window_left,
+                                               params.window_right, tile.seqlen_q, tile.seqlen_k);
+  const int last_key = min(tile.first_key + kKeys, tile.seqlen_k) - 1;
+  const tile::Range rows = tile.visibility.rows_of_any(tile.first_key, last_key);
+  const int end = min(rows.end, tile.seqlen_q);
+  tile.first_block = max(rows.begin, 0) / kQueries;
+  tile.blocks = max(end - tile.first_block * kQueries + kQueries - 1, 0) / kQueries;
+  return true;
+}
+
+// The blocks of queries of a tile, one after the other: what a role is at.
+struct Walk {
+  const int first, end;
+  int left, blocks, block, head = 0;  // `left` of this head's blocks; head: of those of the tile
+
+  __device__ __forceinline__ explicit Walk(const Tile& tile)
+      : first(tile.first_block),
+        end(tile.first_block + tile.blocks),
+        left(tile.blocks),
+        blocks(tile.blocks),
+        block(tile.first_block) {}
+
+  __device__ __forceinline__ int row() const { return block * kQueries; }
+  __device__ __forceinline__ void advance() {
+    if (++block == end) block = first;
+    if (--left == 0) {
+      left = blocks;
+      ++head;
+    }
+  }
+};
+
+// Row of statistics of a head's first query.
+__device__ __forceinline__ long long statistics_row(const ForwardParams& params,
+                                                    const Sm90BackwardParams& sm90, int batch,
+                                                    int head, int row) {
+  const long long index =
+      Config::varlen ? head : static_cast<long long>(batch) * params.heads_q + head;
+  return index * sm90.padded_q + row;
+}
+
+// Rows of one head, all panels of them, by one thread.
+template <int kPanelBytes>
+__device__ __forceinline__ void load_rows(unsigned char* place, const ptx::TensorMap& map,
+                                          ptx::Mbarrier& full, const tile::TmaRows& rows, int row,
+                                          int head) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    unsigned char* const to = place + panel * kPanelBytes;
+    if constexpr (Config::varlen)
+      ptx::tma_load(to, map, full, 64 * panel, rows.shift + row, head, rows.outer, tile::kFarRows,
+                    ptx::kEvictLast);
+    else
+      ptx::tma_load(to, map, full, 64 * panel, rows.shift + row, head, rows.outer, ptx::kEvictLast);
+  }
+}
+
+// The accumulators of S^T or dP^T: every key's row starts with the statistics of its queries.
+__device__ __forceinline__ void start(float (&x)[kQueries / 2], const float* statistics) {
+  statistics += tile::lane_column(threadIdx.x % 32);
+#pragma unroll
+  for (int j = 0; j < kQueries / 8; ++j) {
+    const float2 two = *reinterpret_cast<const float2*>(statistics + 8 * j);
+    x[4 * j] = x[4 * j + 2] = two.x;
+    x[4 * j + 1] = x[4 * j + 3] = two.y;
+  }
+}
+
+// Sets scores of S^T to -inf where the query does not see the key, or there is no key. This lane's
+// first element is of `key` and `query`.
+__device__ __forceinline__ void hide(float (&s)[kQueries / 2], const Tile& tile, int key,
+                                     int query) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const tile::Range rows = tile.visibility.rows(key + 8 * r);
+    const int begin = rows.begin - query;
+    const unsigned count = key + 8 * r < tile.seqlen_k ? max(rows.end - rows.begin, 0) : 0;
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int i = 4 * j + 2 * r + e;
+        if (static_cast<unsigned>(tile::fragment_column(i) - begin) >= count)
+          s[i] = tile::negative_infinity();
+      }
+  }
+}
+
+constexpr int kTiles = 2;  // of a queue
+
+// By a whole warp.
+__device__ __forceinline__ int next_tile(int* counter) {
+  int taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(counter, 1);
+  return gridDim.x + __shfl_sync(~0u, taken, 0);
+}
+
+// Tiles, from the warp that finds them to all others of a persistent block. `full` and `loaded`
+// have one arrival, `empty` one of every warp that reads.
+template <class Tile>
+struct TileQueue {
+  Tile tiles[kTiles];
+  ptx::Mbarrier full[kTiles], empty[kTiles];
+  ptx::Mbarrier loaded;  // the loading warp, once it has asked for all of a tile -> the finder
+};
+
+// The warp that finds tiles: a block's first has its own number, and a counter gives the others, no
+// sooner than there is something to load: who takes tiles early leaves other blocks idle at the end
+// (13% at head_dim 128, causal, 8192 queries). After the last tile comes one of -1 blocks.
+template <class Tile>
+__device__ __forceinline__ void find_tiles(TileQueue<Tile>& queue, const ForwardParams& params,
+                                           const Sm90BackwardParams& sm90, int tiles,
+                                           int* counter) {
+  tile::PipelineState<kTiles> at;
+  tile::PipelineState<1> loaded;
+  int number = blockIdx.x;
+  bool exists = true;
+  while (exists) {
+    ptx::mbarrier_wait(queue.empty[at.index], at.parity ^ 1);
+    Tile& tile = queue.tiles[at.index];  // written by all lanes: registers are few
+    exists = false;
+    while (number < tiles && !exists) {
+      exists = find_tile(tile, params, sm90, number);
+      if (!exists) number = next_tile(counter);
+    }
+    if (!exists) tile.blocks = -1;
+    tile::arrive_warp(queue.full[at.index]);
+    at.advance();
+    if (exists) {
+      ptx::mbarrier_wait(queue.loaded, loaded.parity);
+      loaded.advance();
+      number = next_tile(counter);
+    }
+  }
+}
+
+// Tells the compiler that all lanes have the same.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }

@@ -1,0 +1,133 @@
+// Shared memory of gradients/backward_sm90.cu, and its warps that find tiles, load them, and add dq
+// to the sums in global memory.
+#pragma once
+
+#include "gradients/layout_sm90.cuh"
+#include "ptx/bulk.cuh"
+
+constexpr int kConsumers = 2;              // warpgroups, of 64 keys each
+constexpr bool kAlternate = kPanels == 1;  // dq of a block is one part, which they compute in turn
+// Where registers suffice, the first products of a block are in flight with the last of the block
+// before.
+constexpr bool kPipelined = kDim == 64;
+constexpr int kStages = kPipelined ? 4 : 2;  // of queries and dout
+constexpr int kStagesDs = 2;
+constexpr int kStagesDq = 2;
+// Warps that compute, load and add.
+constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kConsumers : 0);
+
+struct Smem {
+  alignas(1024) unsigned char k[kPanels * kPanelBytesK];
+  alignas(1024) unsigned char v[kPanels * kPanelBytesK];
+  alignas(1024) unsigned char q[kStages][kPanels * kPanelBytesQ];
+  alignas(1024) unsigned char dout[kStages][kPanels * kPanelBytesQ];
+  alignas(
+      1024) unsigned char ds[kStagesDs][kConsumers][kPanelBytesQ];  // queries × a consumer's keys
+  alignas(128) float dq[kConsumers][kStagesDq][kPartFloats];
+  alignas(128) float score_start[kStages][kQueries], dp_start[kStages][kQueries];
+  // TMA's bytes -> all consumers; every consumer warp -> the loading warp.
+  ptx::Mbarrier full_k, full_v, empty_kv;
+  ptx::Mbarrier full_q[kStages], full_o[kStages], empty_q[kStages], empty_o[kStages];
+  ptx::Mbarrier full_ds[kStagesDs], empty_ds[kStagesDs];  // every consumer warp -> all of them
+  // A consumer's warps -> the warp that adds its part to dq_sums, and back.
+  ptx::Mbarrier full_dq[kConsumers][kStagesDq], empty_dq[kConsumers][kStagesDq];
+  TileQueue<Tile> queue;
+};
+
+static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
+static_assert(Config::threads == 128 * (kConsumers + 1), "one warpgroup loads, the others compute");
+static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
+static_assert(kQueries == 64 && kPanels <= kConsumers, "a consumer computes one part of dq");
+
+// The warp that loads, one thread of it: keys and values of a tile, then block after block of
+// queries and dout with their statistics. Tiles are not copied, here and in add_dq: registers are
+// few.
+struct Loader {
+  Smem& smem;
+  const ForwardParams& params;
+  const Sm90BackwardParams& sm90;
+  tile::PipelineState<kStages> stage;
+  tile::PipelineState<1> keys;
+
+  __device__ __forceinline__ void run() {
+    tile::PipelineState<kTiles> at;
+    while (true) {
+      ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
+      const Tile& tile = smem.queue.tiles[at.index];
+      if (tile.blocks < 0) return;
+      load(tile);
+      ptx::mbarrier_arrive(smem.queue.loaded);
+      ptx::mbarrier_arrive(smem.queue.empty[at.index]);
+      at.advance();
+    }
+  }
+
+  __device__ __forceinline__ void load(const Tile& tile) {
+    const int group = params.heads_q / params.heads_kv;
+    if (tile.blocks <= 0) return;
+    Walk walk(tile);
+    for (int n = 0; n < group * tile.blocks; ++n) {
+      const int head = tile.head_kv * group + walk.head, row = walk.row();
+      const long long at =
+          statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);
+      const int now = stage.index;
+      if (n == 0) load_keys(smem.k, sm90.k, smem.full_k, tile);
+      ptx::mbarrier_wait(smem.empty_q[now], stage.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(smem.full_q[now], kPanels * kPanelBytesQ + kQueries * 4);
+      ptx::bulk_load(smem.score_start[now], sm90.score_start + at, kQueries * 4, smem.full_q[now]);
+      load_rows<kPanelBytesQ>(smem.q[now], sm90.q, smem.full_q[now], tile.queries, row, head);
+      if (n == 0) load_keys(smem.v, sm90.v, smem.full_v, tile);
+      ptx::mbarrier_wait(smem.empty_o[now], stage.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanels * kPanelBytesQ + kQueries * 4);
+      ptx::bulk_load(smem.dp_start[now], sm90.dp_start + at, kQueries * 4, smem.full_o[now]);
+      load_rows<kPanelBytesQ>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries, row, head);
+      stage.advance();
+      walk.advance();
+    }
+    keys.advance();
+  }
+
+  __device__ __forceinline__ void load_keys(unsigned char* place, const ptx::TensorMap& map,
+                                            ptx::Mbarrier& full, const Tile& tile) {
+    ptx::mbarrier_wait(smem.empty_kv, keys.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
+    load_rows<kPanelBytesK>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
+  }
+};
+
+// A warp that adds one consumer's part of dq to the sums.
+__device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
+                                       const Sm90BackwardParams& sm90, int consumer) {
+  const int group = params.heads_q / params.heads_kv;
+  tile::PipelineState<kTiles> at;
+  tile::PipelineState<kStagesDq> stage;
+  bool reads_another = false;  // the sum before, of the other stage
+  while (true) {
+    const Tile& tile = smem.queue.tiles[at.index];
+    ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
+    if (tile.blocks < 0) break;
+    Walk walk(tile);
+    for (int n = 0; n < group * tile.blocks; ++n, walk.advance()) {
+      if (kAlternate && n % 2 != consumer) continue;
+      const long long row =
+          statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,
+                         tile.statistics_row + walk.row());
+      const long long part = row / 64 * kPanels + (kAlternate ? 0 : consumer);
+      const int now = stage.index;
+      ptx::mbarrier_wait(smem.full_dq[consumer][now], stage.parity);
+      if (threadIdx.x % 32 == 0) {
+        ptx::bulk_reduce_add(sm90.dq_sums + part * kPartFloats, smem.dq[consumer][now],
+                             kPartFloats * 4);
+        ptx::bulk_commit_group();
+        ptx::bulk_wait_group_read<1>();
+        if (reads_another) ptx::mbarrier_arrive(smem.empty_dq[consumer][now ^ 1]);
+      }
+      reads_another = true;
+      stage.advance();
+      __syncwarp();
+    }
+    tile::arrive_warp(smem.queue.empty[at.index]);
+    at.advance();
+  }
+  if (threadIdx.x % 32 == 0) ptx::bulk_wait_all();
+}
