@@ -254,3 +254,20 @@ def check_key_mask_gradients(rng, dtype, to_device) -> None:
         results.append((out, *pullback(dout)[:3], derivative))
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(to_host(one), to_host(other))
+
+
+def check_codes(rng, dtype, name, dims, to_device) -> None:
+    """:func:`cuattn.flash_decode` over codes is that over the numbers that they stand for."""
+    capacity = max(CACHED)
+    q = random(rng, dtype, len(CACHED), 3, HEADS_Q, dims[0])
+    k, v = (random(rng, dtype, len(CACHED), capacity, HEADS_KV, dim) for dim in dims)
+    codes = [cuattn.quantize(to_device(a), "int8") for a in (k, v)]
+    options = options_of(rng, dtype, name, {"b": len(CACHED), "q": 3, "k": capacity})
+    lengths = to_device(np.array(CACHED, np.int32))
+    out, lse = cuattn.flash_decode(
+        to_device(q), *codes, lengths, return_lse=True, **on_device(options, to_device)
+    )
+    options.setdefault("causal", True)
+    k, v = (to_host(cuattn.dequantize(a, np.float64)) for a in codes)
+    sequences = [(q[b], k[b, :n], v[b, :n]) for b, n in enumerate(CACHED)]
+    judge(dtype, list(zip(to_host(out), to_host(lse), strict=True)), sequences, options)

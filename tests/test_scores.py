@@ -32,6 +32,11 @@ def test_gradients_of_varlen(name, rng):
     scores.check_gradients(rng, FLOAT32, name, np.asarray)
 
 
+@pytest.mark.parametrize("name", ["bias", "both masks", "all"])
+def test_codes(name, rng):
+    scores.check_codes(rng, FLOAT32, name, (64, 64), np.asarray)
+
+
 def test_gradients_with_a_key_mask(rng):
     scores.check_key_mask_gradients(rng, FLOAT32, np.asarray)
 

@@ -5,11 +5,10 @@
 //   in pages, any strides; float16, bfloat16, float32, float64; head_dims up to kHeadDim.
 //   DecodeParams has the rest. Keys and values may be codes of any format (Config::quantized),
 //   which become numbers as they are read. Arithmetic is in float, or double for float64. A tile's
-//   rows are
-//   kRows pairs of a query token and one of the query heads that share a key head. The warps of a
-//   block take keys in turn, kBatch at a time, a row of K and V spread over a warp's lanes; each
-//   warp keeps the running maximum, sum and O of every row (online softmax), and the block merges
-//   its warps' results at the end of a split (schedule.cuh).
+//   rows are kRows pairs of a query token and one of the query heads that share a key head. The
+//   warps of a block take keys in turn, kBatch at a time, a row of K and V spread over a warp's
+//   lanes; each warp keeps the running maximum, sum and O of every row (online softmax), and the
+//   block merges its warps' results at the end of a split (schedule.cuh).
 #include "decoding/combine.cuh"
 #include "kvcache/stored.cuh"
 #include "tile/operands.cuh"
@@ -21,9 +20,10 @@ constexpr int kRows = Config::rows;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kTileKeys = 64;  // the fewest of a block of keys
 // Keys on their way at a time: fewer where codes take instructions and registers to expand.
-constexpr int kBatch = kHeadDim * sizeof(Acc) >= 4096                        ? 1
-                       : kHeadDim * sizeof(Acc) < 2048 && !Config::quantized ? 4
-                                                                             : 2;
+constexpr int kRowBytes = kHeadDim * sizeof(Acc);
+constexpr int kPlainBatch = kRowBytes < 2048 ? 4 : kRowBytes < 4096 ? 2 : 1;
+constexpr int kDivisor = Config::quantized ? (Config::elementwise ? 4 : 2) : 1;
+constexpr int kBatch = kPlainBatch > kDivisor ? kPlainBatch / kDivisor : 1;
 constexpr int kLaneDims = kHeadDim / 32;  // lane l has columns l, l + 32, …
 
 using Schedule = decoding::Schedule<kRows, kTileKeys>;

@@ -53,6 +53,13 @@ def test_gradients_of_varlen(dtype, name, rng):
     scores.check_gradients(rng, dtype, name, cupy.asarray)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 256), (512, 512)])
+@pytest.mark.parametrize("name", ["bias", "both masks", "all", "keys before"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes(dtype, name, dims, rng):
+    scores.check_codes(rng, dtype, name, dims, cupy.asarray)
+
+
 def test_gradients_with_a_key_mask(rng):
     scores.check_key_mask_gradients(rng, DTYPES[rng.integers(4)], cupy.asarray)
 
