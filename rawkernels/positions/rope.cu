@@ -71,11 +71,23 @@ __device__ __forceinline__ void rotate_unit(Vec& a, Vec& b, const Acc (&cosine)[
   }
 }
 
+// 16-bit vectors as what they are to the memory, and streaming: 0.94 of a copy's speed instead of
+// 0.75. float32 is faster without (0.96 and 0.94; H200, 4 x 8192 tokens, 2026-11-22).
+constexpr bool kStreams = sizeof(T) == 2 && sizeof(Vec) == 16;
+
 __device__ __forceinline__ Vec load(const T* source) {
-  return *reinterpret_cast<const Vec*>(source);
+  if constexpr (kStreams) {
+    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(source));
+    return reinterpret_cast<const Vec&>(x);
+  } else {
+    return *reinterpret_cast<const Vec*>(source);
+  }
 }
 __device__ __forceinline__ void store(T* target, const Vec& x) {
-  *reinterpret_cast<Vec*>(target) = x;
+  if constexpr (kStreams)
+    __stcs(reinterpret_cast<uint4*>(target), reinterpret_cast<const uint4&>(x));
+  else
+    *reinterpret_cast<Vec*>(target) = x;
 }
 
 // Two blocks a multiprocessor leave registers for the sines and the heads in flight: with more,
