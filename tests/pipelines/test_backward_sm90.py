@@ -4,11 +4,12 @@ another's: see explorer.py for what a run checks, for all schedules at once."""
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
-from tests.pipelines import explorer
-from tests.pipelines.backward_sm90 import BLOCK, pipeline, variants
+from tests.pipelines import explorer, source
+from tests.pipelines.backward_sm90 import BLOCK, MODELS, pipeline, variants
 
 VARIANTS = variants()
 
@@ -38,3 +39,14 @@ def test_a_missing_arrival_stops_a_block(name, missing):
     model = dataclasses.replace(model, barriers=model.barriers | {missing: (ring, count + 1)})
     with pytest.raises(explorer.Fault):
         explorer.run(model, list(model.inputs) * 6)
+
+
+@pytest.mark.parametrize("kernel", MODELS)
+def test_warpgroups_do_not_wait_for_registers(kernel):
+    """setmaxnreg gives a warpgroup what others have given back of the registers of the launch, a
+    multiple of 8 a thread, and waits where there are fewer."""
+    found = re.findall(r"setmaxnreg_(\w+)<(\d+)>", source.text(kernel))
+    (given,) = {int(n) for way, n in found if way == "dec"}
+    (taken,) = {int(n) for way, n in found if way == "inc"}
+    launched = 65536 // 384 // 8 * 8
+    assert given + 2 * taken <= 3 * launched
