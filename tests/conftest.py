@@ -65,6 +65,25 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
+class FailuresAtOnce:
+    """Names each failed test as it fails: a run that is cut off has no summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            last = report.longreprtext.strip().splitlines()[-1:]
+            self.reporter.write_line(" ".join([f"\nfailed: {report.nodeid}", *last]))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(FailuresAtOnce(reporter))
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
