@@ -197,6 +197,29 @@ def sampling(records: list[dict[str, Any]], vocab: int = 128256) -> str:
     )
 
 
+def quantized(records: list[dict[str, Any]]) -> str:
+    """Decoding over caches of codes as Markdown: a row for each shape, a column for each format."""
+    formats = list(records[0]["microseconds"])
+    lines = [
+        "| heads, head_dim | sequences × keys | keys lie | " + " | ".join(formats) + " |",
+        "|" + " --- |" * (3 + len(formats)),
+    ]
+    for r in records:
+        heads_q, heads_kv, head_dim = r["heads"]
+        where = f"pages of {r['page_size']}" if r["page_size"] else "in a piece"
+        cells = [f"{us:.1f} ({r['of_copy'][name]:.0%})" for name, us in r["microseconds"].items()]
+        shape = "×".join(map(str, r["shape"]))
+        lines.append(
+            f"| {heads_q}/{heads_kv}, {head_dim} | {shape} | {where} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def gradients(records: list[dict[str, Any]]) -> str:
+    """Backward attention: the table of forward attention, and the comparison."""
+    return "\n".join([table(records), "", *comparison(records)])
+
+
 def provenance(records: list[dict[str, Any]], what: str) -> str:
     """On what, with what and when the figures were taken; one sentence for each run."""
     runs = {}
@@ -356,6 +379,14 @@ def main(argv: list[str] | None = None) -> None:
             "",
             *sources,
             *section(
+                "Gradients",
+                "TFLOP/s of the backward pass, as 2.5 forward passes, the fastest of a row and "
+                "mask in bold.",
+                gradients,
+                load(files, "attention backward"),
+                what,
+            ),
+            *section(
                 "Options",
                 "Per cent of the plain call's FLOP rate in the same run, counted on the tiles that "
                 "are computed. The window has 1024 keys, GQA 8 query heads a key head.",
@@ -370,6 +401,14 @@ def main(argv: list[str] | None = None) -> None:
                 decoding,
                 load(files, "decoding"),
                 "bfloat16, 32 query heads over 8 of 128",
+            ),
+            *section(
+                "Quantised caches",
+                "µs of one query token a sequence (per cent of a copy's rate, counting each "
+                "cache's own bytes, scales included).",
+                quantized,
+                [r for r in load(files, "quantized") if r.get("page_size") in (0, 16)],
+                "scales by token and head",
             ),
             *section(
                 "Sampling",

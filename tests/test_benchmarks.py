@@ -120,6 +120,22 @@ def test_a_line_on_the_cpu():
     assert "full 64: cuattn 1, torch 2; causal 64: cuattn 3, torch 4 (CPU Y, 2 cores;" in line
 
 
+def test_quantized_caches_have_a_column_for_each_format():
+    record = {
+        "heads": [32, 8, 128],
+        "shape": [1, 64],
+        "page_size": 16,
+        "microseconds": {"bfloat16": 4.0, "int8": 2.0},
+        "of_copy": {"bfloat16": 1.0, "int8": 0.97},
+    }
+    assert report.quantized([record, record | {"page_size": 0}]).splitlines() == [
+        "| heads, head_dim | sequences × keys | keys lie | bfloat16 | int8 |",
+        "| --- | --- | --- | --- | --- |",
+        "| 32/8, 128 | 1×64 | pages of 16 | 4.0 (100%) | 2.0 (97%) |",
+        "| 32/8, 128 | 1×64 | in a piece | 4.0 (100%) | 2.0 (97%) |",
+    ]
+
+
 def test_decoding_has_a_row_for_each_shape():
     records = [
         {
