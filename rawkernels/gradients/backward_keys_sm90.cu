@@ -10,6 +10,7 @@
 // Software pipelining: the first product of one block and the second of the block before are in
 // flight together, and P or dS of the former is computed beside the latter.
 #include "gradients/layout_sm90.cuh"
+#include "gradients/products_sm90.cuh"
 #include "gradients/write_sm90.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/math.cuh"
@@ -35,32 +36,6 @@ struct Smem {
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 384, "one warpgroup loads, two compute");
 static_assert(kKeys == 64 && kQueries == 64, "a consumer has all keys of the thread block");
-
-// X (64 keys × kQueries) += A B^T for the keys or values A and a block of queries or dout B:
-// issued, not waited for.
-__device__ __forceinline__ void multiply_rows(float (&x)[kQueries / 2], const unsigned char* keys,
-                                              const unsigned char* queries) {
-  const unsigned long long a = ptx::wgmma_descriptor(keys, 0, 1024);
-  const unsigned long long b = ptx::wgmma_descriptor(queries, 0, 1024);
-#pragma unroll
-  for (int step = 0; step < kDim / 16; ++step)
-    ptx::Wgmma<kQueries, T>::template shared_shared<false, false>(
-        x, ptx::wgmma_advance(a, step / 4 * kPanelBytesK + step % 4 * 32),
-        ptx::wgmma_advance(b, step / 4 * kPanelBytesQ + step % 4 * 32), true);
-  ptx::wgmma_commit_group();
-}
-
-// X (64 keys × kDim) += P B for P (64 × kQueries) in registers and a block of queries or dout.
-__device__ __forceinline__ void multiply_columns(float (&x)[kDim / 2],
-                                                 const unsigned (&p)[kQueries / 4],
-                                                 const unsigned char* queries) {
-  const unsigned long long b = ptx::wgmma_descriptor(queries, kPanelBytesQ, 1024);
-#pragma unroll
-  for (int step = 0; step < kQueries / 16; ++step)
-    ptx::Wgmma<kDim, T>::template register_shared<true>(
-        x, p + 4 * step, ptx::wgmma_advance(b, step * 16 * kRowBytes), true);
-  ptx::wgmma_commit_group();
-}
 
 // A warpgroup that computes dv (kRole 0) or dk (kRole 1).
 template <int kRole>
