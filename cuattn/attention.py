@@ -187,20 +187,16 @@ def flash_attention(
         out=out,
     )
     given_out = out
-    single = q.ndim == 3
-    if single:
-        q, k, v = (add_batch(name, n, a) for n, a in (("q", q), ("k", k), ("v", v)))
-        out = None if out is None else add_batch(name, "out", out)
-        key_mask = None if key_mask is None else key_mask[None]
-    lead = q.shape[:-3]
-    if len(lead) > 1:
-        if out is not None:
-            check_out(name, out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
-            out = contiguous(xp, out).reshape(math.prod(lead), *out.shape[len(lead) :])
-        q, k, v = (fold(name, xp, n, a, lead) for n, a in (("q", q), ("k", k), ("v", v)))
-        bias, mask, key_mask, alibi_slopes = fold_terms(
-            name, xp, lead, bias, mask, key_mask, alibi_slopes
-        )
+    single, lead = q.ndim == 3, q.shape[:-3]
+    if len(lead) > 1 and out is not None:
+        check_out(name, out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+        out = contiguous(xp, out).reshape(math.prod(lead), *out.shape[len(lead) :])
+    q, k, v = as_batch(name, xp, q=q, k=k, v=v)
+    if single and out is not None:
+        out = add_batch(name, "out", out)
+    bias, mask, key_mask, alibi_slopes = fold_terms(
+        name, xp, lead, bias, mask, key_mask, alibi_slopes
+    )
     spec = checked_call(
         name,
         q,
@@ -632,6 +628,18 @@ def fold(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -
     return reshaped(xp, array, (math.prod(lead), *array.shape[-3:]))
 
 
+def as_batch(function: str, xp: Any, **arrays: Any) -> list[Any]:
+    """q and the arrays beside it, all (..., seqlen, heads, head_dim), with one batch axis in place
+    of q's leading axes, be they none, one or several."""
+    q = arrays["q"]
+    lead = q.shape[:-3]
+    if q.ndim == 3:
+        return [add_batch(function, name, array) for name, array in arrays.items()]
+    if len(lead) > 1:
+        return [fold(function, xp, name, array, lead) for name, array in arrays.items()]
+    return list(arrays.values())
+
+
 def fold_scores(function: str, xp: Any, name: str, array: Any, lead: tuple[int, ...]) -> Any:
     """The leading axes of bias or mask as one; those of length 1 are not expanded but where others
     are longer."""
@@ -658,7 +666,11 @@ def fold_terms(
     key_mask: Any,
     alibi_slopes: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """What changes scores, with the leading axes as one."""
+    """What changes scores, with one batch axis in place of q's leading axes."""
+    if not lead:
+        key_mask = None if key_mask is None else key_mask[None]
+    if len(lead) < 2:
+        return bias, mask, key_mask, alibi_slopes
     bias, mask = (
         fold_scores(function, xp, n, a, lead) for n, a in (("bias", bias), ("mask", mask))
     )

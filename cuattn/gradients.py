@@ -18,7 +18,7 @@ from cuattn._spec import (
     checked_varlen,
 )
 from cuattn._typing import AttentionOptions
-from cuattn.attention import add_batch, flash_attention, fold, fold_terms
+from cuattn.attention import as_batch, flash_attention, fold, fold_terms
 
 MAX_GRADIENT_DIM = 256  # of heads
 
@@ -144,27 +144,19 @@ def flash_attention_backward(
         sinks=sinks,
     )
     dout, q, k, v, out, lse, dlse, bias, mask, key_mask, alibi_slopes, sinks = arrays
-    single = q.ndim == 3
-    if single:
-        dout, q, k, v, out = (
-            add_batch(name, n, a)
-            for n, a in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out))
-        )
-        lse, dlse, key_mask = (a if a is None else a[None] for a in (lse, dlse, key_mask))
-    lead = q.shape[:-3]
+    single, lead = q.ndim == 3, q.shape[:-3]
     shapes = [() if a is None else a.shape for a in (bias, alibi_slopes)]
-    if len(lead) > 1:
-        dout, q, k, v, out = (
-            fold(name, xp, n, a, lead)
-            for n, a in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out))
-        )
+    dout, q, k, v, out = as_batch(name, xp, dout=dout, q=q, k=k, v=v, out=out)
+    if single:
+        lse, dlse = (a if a is None else a[None] for a in (lse, dlse))
+    elif len(lead) > 1:
         lse, dlse = (
             a if a is None else fold(name, xp, n, a[..., None], lead)[..., 0]
             for n, a in (("lse", lse), ("dlse", dlse))
         )
-        bias, mask, key_mask, alibi_slopes = fold_terms(
-            name, xp, lead, bias, mask, key_mask, alibi_slopes
-        )
+    bias, mask, key_mask, alibi_slopes = fold_terms(
+        name, xp, lead, bias, mask, key_mask, alibi_slopes
+    )
     spec = checked_call(
         name,
         q,
@@ -463,22 +455,11 @@ def flash_attention_jvp(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    single = q.ndim == 3
-    if single:
-        q, k, v, dq, dk, dv = (
-            add_batch(name, n, a)
-            for n, a in (("q", q), ("k", k), ("v", v), ("dq", dq), ("dk", dk), ("dv", dv))
-        )
-        key_mask = None if key_mask is None else key_mask[None]
-    lead = q.shape[:-3]
-    if len(lead) > 1:
-        q, k, v, dq, dk, dv = (
-            fold(name, xp, n, a, lead)
-            for n, a in (("q", q), ("k", k), ("v", v), ("dq", dq), ("dk", dk), ("dv", dv))
-        )
-        bias, mask, key_mask, alibi_slopes = fold_terms(
-            name, xp, lead, bias, mask, key_mask, alibi_slopes
-        )
+    single, lead = q.ndim == 3, q.shape[:-3]
+    q, k, v, dq, dk, dv = as_batch(name, xp, q=q, k=k, v=v, dq=dq, dk=dk, dv=dv)
+    bias, mask, key_mask, alibi_slopes = fold_terms(
+        name, xp, lead, bias, mask, key_mask, alibi_slopes
+    )
     spec = checked_call(
         name,
         q,
