@@ -82,7 +82,7 @@ def protocols() -> dict[str, Protocol]:
     """Every protocol that some variant has, by name."""
     found = {protocol(variant.config) for variant in dispatch.variants("sm_90a")
              if variant.source == KERNEL}  # fmt: skip
-    named = {str(p): p for p in found}
+    named = {str(p): p for p in sorted(found, key=str)}
     assert len(named) == len(found), "a name for each"
     return named
 
