@@ -16,15 +16,12 @@ from collections.abc import Iterator
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
 from cuattn.gpu.dispatch.decoding import (
-    CACHE_UPDATE,
     SimtDecode,
     Sm80Decode,
     Sm90Decode,
-    cache_variants,
-    cache_write,
     decode_head_lanes,
     merge,
-    quantized_cache_write,
+    merge_variants,
 )
 from cuattn.gpu.dispatch.gradients import (
     JVP,
@@ -32,6 +29,12 @@ from cuattn.gpu.dispatch.gradients import (
     BackwardLaunches,
     choose_backward,
     gradient_variants,
+)
+from cuattn.gpu.dispatch.kvcache import (
+    CACHE_UPDATE,
+    cache_variants,
+    cache_write,
+    quantized_cache_write,
 )
 from cuattn.gpu.dispatch.launch import (
     MAX_DIM,
@@ -203,6 +206,7 @@ def variants(arch: str) -> Iterator[Variant]:
         yield from tier.variants(arch)
     yield from gradient_variants(arch)
     yield from mla_variants(arch)
+    yield from merge_variants()
     yield from cache_variants()
     yield from position_variants()
     yield from quantization_variants()

@@ -1,4 +1,4 @@
-"""Which kernels serve decoding and the paged cache, in which variants."""
+"""Which kernels serve decoding, in which variants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
-from cuattn.gpu.dispatch.quantization import (
-    ANY_FORMAT,
-    FORMAT_PAIRS,
-    has_formats,
-    lanes_of,
-)
 from cuattn.gpu.dispatch.routing import UNIT_KEYS, key_bytes, rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS, UNBOUNDED, Scales, decode_arguments, score_arguments
 from cuattn.gpu.structs import Arguments
@@ -808,81 +802,9 @@ def merge(dtype: str, out_dtype: str) -> Variant:
     return Variant("decoding/merge.cu", "merge", MergeConfig(dtype, out_dtype))
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheWriteConfig(Config):
-    """kvcache/write.cu."""
-
-    dtype: str
-    vec_bytes: int
-    any_cache: bool  # contiguous ones too, with slots and left_padding
-
-    @property
-    def threads(self) -> int:
-        """Each copies a piece of a token's keys and one of its values."""
-        return 256
-
-
-def cache_write(dtype: str, itemsize: int, *, aligned: bool, any_cache: bool = False) -> Variant:
-    """Choose a variant of kvcache/write.cu: by 16 bytes, or one element at a time."""
-    packed = aligned and itemsize < 8
-    config = CacheWriteConfig(dtype, 16 if packed else itemsize, any_cache)
-    return Variant("kvcache/write.cu", "write", config)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedWriteConfig(Config):
-    """kvcache/write_quantized.cu."""
-
-    dtype: str
-    lanes: int  # of a row, as in `QuantizeConfig`
-    k_format: int  # likewise; both are known, or none
-    v_format: int
-    any_cache: bool  # as in `CacheWriteConfig`
-
-    @property
-    def threads(self) -> int:
-        """Several rows' lanes."""
-        return 256
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return self.threads // (self.lanes or 32)
-
-
-def quantized_cache_write(dtype: str, lanes: int, formats: tuple[str, str]) -> Variant:
-    """Choose a variant of kvcache/write_quantized.cu; `formats` are those of scales that are
-    found."""
-    k_format = v_format = ANY_FORMAT
-    if formats in FORMAT_PAIRS and has_formats(dtype, lanes):
-        k_format, v_format = (FORMATS[format].number for format in formats)
-    config = QuantizedWriteConfig(dtype, lanes, k_format, v_format, any_cache=True)
-    return Variant("kvcache/write_quantized.cu", "write_quantized", config)
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheUpdateConfig(Config):
-    """kvcache/update.cu."""
-
-    @property
-    def threads(self) -> int:
-        """Each sets some numbers."""
-        return 256
-
-
-CACHE_UPDATE = Variant("kvcache/update.cu", "update", CacheUpdateConfig())
-
-
-def cache_variants() -> Iterator[Variant]:
-    """Every variant of merge.cu and of the kernels in kvcache/."""
+def merge_variants() -> Iterator[Variant]:
+    """Every variant of decoding/merge.cu."""
     for dtype, name in FLOAT_DTYPES.items():
         yield merge(name, name)
         if dtype.itemsize == 2:
             yield merge("float32", name)
-        for any_cache in (False, True):
-            for aligned in (False, True) if dtype.itemsize < 8 else (False,):
-                yield cache_write(name, dtype.itemsize, aligned=aligned, any_cache=any_cache)
-        for lanes in lanes_of(name):
-            for formats in (("", ""), *(FORMAT_PAIRS if has_formats(name, lanes) else ())):
-                yield quantized_cache_write(name, lanes, formats)
-    yield CACHE_UPDATE
