@@ -32,12 +32,14 @@ def test_gradients_of_the_model(rng, dropout):
     for name, w in model.weights.items():
         direction = rng.standard_normal(w.shape)
         expected = 0.0
-        # Steps so small that few units of the squared ReLU, whose slope has a kink, cross it.
-        for step, factor in ((-2e-5, 1), (-1e-5, -8), (1e-5, 8), (2e-5, -1)):
+        # Steps so small that hardly a unit of the squared ReLU, whose slope has a kink, crosses it.
+        for step, factor in ((-2e-6, 1), (-1e-6, -8), (1e-6, 8), (2e-6, -1)):
             model.weights[name] = w + step * direction
-            expected += factor / 12e-5 * model.loss(inputs, targets, seed=5)[0]
+            expected += factor / 12e-6 * model.loss(inputs, targets, seed=5)[0]
         model.weights[name] = w
-        assert (grads[name] * direction).sum() == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+        # The error of differences does not shrink where gradient and direction happen to be at right angles.
+        size = np.linalg.norm(grads[name]) * np.linalg.norm(direction)
+        assert abs((grads[name] * direction).sum() - expected) < 1e-7 * size, name
 
 
 def test_adamw_goes_downhill():
