@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch, params
-from cuattn.gpu.dispatch import BackwardCall, Call, Layout, Strides
+from cuattn.gpu.dispatch import BackwardCall, Call, JvpCall, Layout, Strides
 from tests.test_dispatch import MAX_GRID, SMEM_LIMITS, specs
 
 #: In the order of their fields.
@@ -50,7 +50,7 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
     if grads[0]:
         call = dataclasses.replace(call, bias=Layout(shape, (0, 0, 0, 4), np.dtype(np.float32)))
     chosen = dispatch.choose_backward(BackwardCall(call, call.strides.out, *grads, aligned))
-    listed = set(dispatch.gradient_variants(arch))
+    listed = set(dispatch.BACKWARD.variants(arch))
     rows = spec.batch * -(-max(spec.seqlen_q, spec.seqlen_k) // 16) * spec.heads_q
     for launch in chosen.launches:
         assert launch.variant in listed
@@ -77,15 +77,20 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
         assert entries.count("backward_simt") == 2
     for entry, wanted in zip(("bias_simt", "alibi_simt", "sinks_simt"), grads, strict=True):
         assert (entry in entries) == wanted
-    if spec.rows == "batched":
-        jvp = dispatch.JVP.serves(call, call.strides[:3])
-        assert jvp.variant in listed
-        assert fits(jvp) or rows * 16 > 1 << 31
+
+
+@given(arch=st.sampled_from(list(SMEM_LIMITS)), spec=specs(dispatch.MAX_DIM))
+def test_every_choice_for_a_direction_is_a_listed_variant(arch, spec):
+    spec = dataclasses.replace(spec, rows="batched", keys="batched")
+    call = Call.contiguous(spec, arch)
+    launch = dispatch.choose_jvp(JvpCall(call, call.strides[:3]))
+    assert launch.variant in set(dispatch.JVP.variants(arch))
+    assert fits(launch) or spec.batch * spec.seqlen_q * spec.heads_q > 1 << 31
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
 def test_variants_fit_the_gpu(arch):
-    variants = list(dispatch.gradient_variants(arch))
+    variants = [*dispatch.BACKWARD.variants(arch), *dispatch.JVP.variants(arch)]
     assert len(set(variants)) == len(variants)
     assert all(v.config.smem_bytes <= SMEM_LIMITS[arch] * 1024 for v in variants)
     entries = {v.entry for v in variants}
@@ -155,9 +160,39 @@ def test_tangents_keep_their_strides():
     spec = small_spec()
     call = Call.contiguous(spec, "sm_80")
     tangents = Strides(*((4000 * n, 400 * n, 40 * n, 4) for n in (1, 2, 3, 4)))
-    launch = dispatch.JVP.serves(call, tangents[:3])
+    launch = dispatch.choose_jvp(JvpCall(call, tangents[:3]))
     addresses = {"tangent_q": 1, "tangent_k": 2, "tangent_v": 3, "dout": 4}
     values = params.JVP_PARAMS.unpack(launch.arguments[1].pack(addresses))
     assert {name: values[name] for name in addresses} == addresses
     for n, name in enumerate("qkv", start=1):
         assert values[f"tangent_{name}_stride"] == (1000 * n, 100 * n, 10 * n)
+
+
+def test_tiers_of_gradients_are_chosen_by_context():
+    """As those of attention, and each kind of call for itself."""
+    dtypes = [np.dtype(np.float16)] * 3
+    spec = attention_spec("flash_attention", *[(2, 100, 4, 64)] * 3, *dtypes)
+    call = Call.contiguous(spec, "sm_90a")
+    backward = BackwardCall(call, call.strides.out)
+
+    def entries():
+        chosen = dispatch.choose_backward(backward, dispatch.BACKWARD.current())
+        return {launch.variant.entry for launch in chosen.launches}
+
+    with dispatch.use_tiers("backward_sm80", "backward_simt"):
+        assert "backward_sm80" in entries()
+        assert "prepare_sm90" not in entries()
+        assert dispatch.current_tiers() is dispatch.TIERS
+        with dispatch.use_tiers("forward_simt", "jvp_simt", "mla_simt"):
+            assert "backward_sm80" in entries()
+            for tiers in (dispatch.ATTENTION, dispatch.JVP, dispatch.MLA):
+                assert [tier.name.split("_")[1] for tier in tiers.current()] == ["simt"]
+        with dispatch.use_tiers("backward_simt"):
+            assert entries() == {"delta_simt", "backward_simt"}
+        assert "backward_sm80" in entries()
+    assert "prepare_sm90" in entries()
+    odd = dataclasses.replace(backward, addresses_aligned=False)
+    with dispatch.use_tiers("backward_sm80"), pytest.raises(LookupError, match="backward_sm80"):
+        dispatch.choose_backward(odd, dispatch.BACKWARD.current())
+    with pytest.raises(ValueError, match="mla_sm80"), dispatch.use_tiers("backward_sm100"):
+        pass

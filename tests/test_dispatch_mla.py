@@ -11,7 +11,7 @@ import pytest
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
-from cuattn.gpu.dispatch.mla import MLA_TIERS, MlaCall, choose_mla
+from cuattn.gpu.dispatch.mla import MLA, MlaCall, choose_mla
 from cuattn.gpu.params import DECODE_PARAMS, MLA_PARAMS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -72,7 +72,7 @@ def test_every_call_is_served_by_a_variant_that_is_compiled(arch, dtype):
 
 
 def test_rows_of_both_parts():
-    launch = choose_mla(described(heads=16, seqlen_q=2), MLA_TIERS[-1:]).main
+    launch = choose_mla(described(heads=16, seqlen_q=2), MLA.all[-1:]).main
     both = packed(launch, DECODE_PARAMS)
     own = packed(launch, MLA_PARAMS)
     assert (both["head_dim"], both["head_dim_v"], both["heads_kv"]) == (576, 512, 1)
@@ -132,7 +132,7 @@ def test_keys_that_lie_apart_are_gathered(changes):
 
 def test_queries_with_indices_are_sequences_of_their_own():
     call = described(heads=16, seqlen_q=2, top_k=100, window=(7, 0))
-    launch = choose_mla(call, MLA_TIERS[-1:]).main
+    launch = choose_mla(call, MLA.all[-1:]).main
     both, own = packed(launch, DECODE_PARAMS), packed(launch, MLA_PARAMS)
     assert (both["batch"], both["seqlen_q"], both["capacity"]) == (6, 1, 100)
     assert both["q_stride"][0] == 16 * 512
@@ -143,5 +143,5 @@ def test_queries_with_indices_are_sequences_of_their_own():
 
 
 def test_a_call_of_no_pages_has_no_keys():
-    launch = choose_mla(dataclasses.replace(described(), num_pages=0), MLA_TIERS[-1:]).main
+    launch = choose_mla(dataclasses.replace(described(), num_pages=0), MLA.all[-1:]).main
     assert packed(launch, DECODE_PARAMS)["capacity"] == 0

@@ -71,6 +71,7 @@ def backward(
         plans, alibi_slots, workspaces = _backward_plans(
             spec,
             q.data.device_id,
+            dispatch.BACKWARD.current(),
             (q.strides, k.strides, v.strides, out.strides, dout.strides),
             layout_key(bias),
             layout_key(mask),
@@ -129,6 +130,7 @@ def backward(
 def _backward_plans(
     spec: AttentionSpec,
     device: int,
+    tiers: tuple[dispatch.backward.BackwardTier, ...],
     strides: tuple[tuple[int, ...], ...],
     bias: tuple | None,
     mask: tuple | None,
@@ -144,7 +146,7 @@ def _backward_plans(
         dispatch.usable_strides(spec, dispatch.Strides(*of_forward[:3], dout)).out,
         *options,
     )
-    chosen = dispatch.choose_backward(call)
+    chosen = dispatch.choose_backward(call, tiers)
     plans = tuple(Plan(launch, device) for launch in chosen.launches)
     return plans, chosen.alibi_slots, chosen.workspaces
 
@@ -209,6 +211,7 @@ def jvp(
         _jvp_plan(
             spec,
             q.data.device_id,
+            dispatch.JVP.current(),
             (q.strides, k.strides, v.strides, out.strides),
             (dq.strides, dk.strides, dv.strides),
             layout_key(bias),
@@ -241,6 +244,7 @@ def jvp(
 def _jvp_plan(
     spec: AttentionSpec,
     device: int,
+    tiers: tuple[dispatch.jvp.JvpTier, ...],
     strides: tuple[tuple[int, ...], ...],
     tangents: tuple[tuple[int, ...], ...],
     bias: tuple | None,
@@ -251,4 +255,4 @@ def _jvp_plan(
     between calls like it."""
     call = _call(spec, device, strides, bias, mask, alibi_slopes)
     usable = dispatch.usable_strides(spec, dispatch.Strides(*tangents, strides[3]))
-    return Plan(dispatch.JVP.serves(call, usable[:3]), device)
+    return Plan(dispatch.choose_jvp(dispatch.JvpCall(call, usable[:3]), tiers), device)

@@ -89,7 +89,7 @@ def forward(
             plans, part_bytes, task_bytes = _plans(
                 spec,
                 q_latent.data.device_id,
-                dispatch.mla.MLA_TIERS,
+                dispatch.MLA.current(),
                 q_latent.strides,
                 q_rope.strides,
                 latent_pages.strides,

@@ -241,24 +241,28 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
 def latents(rng: np.random.Generator) -> None:
     """Latent attention, tier by tier: two to five blocks of 64 keys, with maxima that rise."""
     lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
-    tiers = dispatch.mla.MLA_TIERS
+    tiers = [tier.name for tier in dispatch.MLA.all]
     for first, tier in enumerate(tiers):
-        dispatch.mla.MLA_TIERS = tiers[first:]
-        for page_size, heads, tokens in ((64, 128, 1), (16, 16, 3), (2, 40, 1)):
-            pages, q = arrays(
-                rng, np.dtype(np.float16), (4 * 320 // page_size, page_size, 576),
-                (4, tokens, heads, 576),
-            )  # fmt: skip
-            q *= 8
-            table = rng.permutation(len(pages)).astype(np.int32).reshape(4, -1)
-            call = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
-            call += (cupy.asarray(table), lens)
-            chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
-            for more in ({}, {"num_splits": "fixed"}, {"window": (100, 0)}, {"indices": chosen}):
-                cuattn.mla_decode(*call, scale=0.07, return_lse=True, **more)
+        with dispatch.use_tiers(*tiers[first:]):
+            for page_size, heads, tokens in ((64, 128, 1), (16, 16, 3), (2, 40, 1)):
+                pages, q = arrays(
+                    rng, np.dtype(np.float16), (4 * 320 // page_size, page_size, 576),
+                    (4, tokens, heads, 576),
+                )  # fmt: skip
+                q *= 8
+                table = rng.permutation(len(pages)).astype(np.int32).reshape(4, -1)
+                call = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
+                call += (cupy.asarray(table), lens)
+                chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
+                for more in (
+                    {},
+                    {"num_splits": "fixed"},
+                    {"window": (100, 0)},
+                    {"indices": chosen},
+                ):
+                    cuattn.mla_decode(*call, scale=0.07, return_lse=True, **more)
         cupy.cuda.Device().synchronize()
-        print(f"latents, {tier.name}, {compiler.device_arch(0)}", flush=True)
-    dispatch.mla.MLA_TIERS = tiers
+        print(f"latents, {tier}, {compiler.device_arch(0)}", flush=True)
 
 
 def speculation(rng: np.random.Generator) -> None:

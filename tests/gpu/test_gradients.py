@@ -27,6 +27,7 @@ from tests.gpu.test_dropout import factors
 cupy = pytest.importorskip("cupy")
 
 HALF = ["float16", "bfloat16"]
+TIERS = ("sm90", "sm80", "simt")  # fastest first
 
 pytestmark = pytest.mark.gpu
 
@@ -46,17 +47,12 @@ def poisoned_workspaces(monkeypatch):
     monkeypatch.setattr(gradients, "scratch_array", poisoned)
 
 
-@pytest.fixture(params=["sm90", "sm80", "simt"])
-def tier(request, monkeypatch):
+@pytest.fixture(params=TIERS)
+def tier(request):
     """Each tier of the backward pass: calls reach it, and what it leaves goes to those below it."""
-    from cuattn.gpu import gradients
-
-    tiers = dispatch.gradients.BACKWARD_TIERS
-    (first,) = (n for n, tier in enumerate(tiers) if tier.name == f"backward_{request.param}")
-    gradients._backward_plans.cache_clear()
-    monkeypatch.setattr(dispatch.gradients, "BACKWARD_TIERS", tiers[first:])
-    yield request.param
-    gradients._backward_plans.cache_clear()
+    below = TIERS[TIERS.index(request.param) :]
+    with dispatch.use_tiers(*(f"backward_{name}" for name in below)):
+        yield request.param
 
 
 def drop(call: Call, rng: np.random.Generator) -> np.ndarray:

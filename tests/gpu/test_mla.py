@@ -21,15 +21,15 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in formulas.DTYPES}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-TIERS = dispatch.mla.MLA_TIERS
+TIERS = [tier.name for tier in dispatch.MLA.all]
 SCALE = 192**-0.5
 
 
-@pytest.fixture(params=TIERS, ids=lambda tier: tier.name)
-def tier(request, monkeypatch):
+@pytest.fixture(params=TIERS)
+def tier(request):
     """Each tier: calls reach it, and what it leaves goes to the tiers below it."""
-    monkeypatch.setattr(dispatch.mla, "MLA_TIERS", TIERS[TIERS.index(request.param) :])
-    return request.param.name
+    with dispatch.use_tiers(*TIERS[TIERS.index(request.param) :]):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ BLOCK = "block"
 def variants() -> dict[str, Variant]:
     """A variant for every protocol, by name."""
     found = {}
-    for variant in dispatch.gradient_variants("sm_90a"):
+    for variant in dispatch.BACKWARD.variants("sm_90a"):
         if variant.source in MODELS:
             config = variant.config
             alternates = config.head_dim == 64  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ function was called.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator
 
@@ -24,12 +23,12 @@ from cuattn.gpu.dispatch.decoding import (
     merge_variants,
 )
 from cuattn.gpu.dispatch.gradients import (
-    JVP,
+    BACKWARD,
     BackwardCall,
     BackwardLaunches,
     choose_backward,
-    gradient_variants,
 )
+from cuattn.gpu.dispatch.jvp import JVP, JvpCall, choose_jvp
 from cuattn.gpu.dispatch.kvcache import (
     CACHE_UPDATE,
     cache_variants,
@@ -48,7 +47,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
-from cuattn.gpu.dispatch.mla import mla_variants
+from cuattn.gpu.dispatch.mla import MLA
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.quantization import (
     dequantize,
@@ -78,17 +77,21 @@ from cuattn.gpu.dispatch.sm90 import (
     sm90_section,
 )
 from cuattn.gpu.dispatch.split_sm90 import Sm90Prefix, Sm90Split
+from cuattn.gpu.dispatch.tiers import TierList, nobody_serves, restricted
 
 __all__ = [
+    "BACKWARD",
     "CACHE_UPDATE",
     "JVP",
     "MAX_DIM",
     "MAX_TOP_K",
+    "MLA",
     "SHARED_KIB",
     "TIERS",
     "BackwardCall",
     "BackwardLaunches",
     "Call",
+    "JvpCall",
     "Launch",
     "Layout",
     "Partial",
@@ -100,14 +103,13 @@ __all__ = [
     "cascade_pays",
     "choose",
     "choose_backward",
+    "choose_jvp",
     "current_tiers",
     "decode_head_lanes",
     "dequantize",
     "extent",
     "filter_rows",
-    "gradient_variants",
     "merge",
-    "mla_variants",
     "penalize",
     "penalty_bytes",
     "penalty_table",
@@ -131,7 +133,7 @@ __all__ = [
 ]
 
 #: The kernels of attention, among those that decode and among those that do not the fastest first.
-TIERS: tuple[Tier, ...] = (
+ATTENTION: TierList[Tier] = TierList(
     Sm90Prefix(),
     Sm90Decode(),
     Sm80Decode(),
@@ -141,16 +143,14 @@ TIERS: tuple[Tier, ...] = (
     Sm80Forward(),
     SimtForward(),
 )
-
-_tiers = contextvars.ContextVar("tiers", default=TIERS)
-#: The tiers that calls go to in this context: all of them, but within `use_tiers`.
-current_tiers = _tiers.get
+TIERS = ATTENTION.all
+current_tiers = ATTENTION.current
 
 
-@contextlib.contextmanager
-def use_tiers(*names: str) -> Iterator[None]:
+def use_tiers(*names: str) -> contextlib.AbstractContextManager[None]:
     """A context whose calls are served by the named tiers alone, as tests and benchmarks reach each
-    kernel.
+    kernel: of attention, of its backward pass, of its derivative in a direction and of latent
+    attention. Calls of a kind of which no tier is named go to all of theirs.
 
     Raises
     ------
@@ -159,14 +159,7 @@ def use_tiers(*names: str) -> Iterator[None]:
     LookupError
         From a call that none of them serves.
     """
-    known = [tier.name for tier in TIERS]
-    if not set(names) <= set(known):
-        raise ValueError(f"use_tiers: names are {names}, must be among {', '.join(known)}")
-    token = _tiers.set(tuple(tier for tier in TIERS if tier.name in names))
-    try:
-        yield
-    finally:
-        _tiers.reset(token)
+    return restricted((ATTENTION, BACKWARD, JVP, MLA), names)
 
 
 def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
@@ -196,16 +189,13 @@ def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
         launch = tier.serves(call)
         if launch is not None:
             return launch.with_scores(call.score_mod)
-    names = ", ".join(tier.name for tier in tiers)
-    raise LookupError(f"none of the tiers {names} serves {call.spec} on {call.arch}")
+    raise nobody_serves(tiers, call.spec, call.arch)
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
-    for tier in TIERS:
-        yield from tier.variants(arch)
-    yield from gradient_variants(arch)
-    yield from mla_variants(arch)
+    for tiers in (ATTENTION, BACKWARD, JVP, MLA):
+        yield from tiers.variants(arch)
     yield from merge_variants()
     yield from cache_variants()
     yield from position_variants()

@@ -17,12 +17,12 @@ from cuattn.gpu.dispatch.backward import (
 )
 from cuattn.gpu.dispatch.gradients_sm80 import SM80_TILES, sm80_passes
 from cuattn.gpu.dispatch.gradients_sm90 import Sm90Backward
-from cuattn.gpu.dispatch.launch import Call, Launch, capability
+from cuattn.gpu.dispatch.launch import Launch, capability
+from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.params import (
     backward_arguments,
     dropout_arguments,
     forward_arguments,
-    jvp_arguments,
 )
 from cuattn.gpu.structs import Arguments
 
@@ -54,30 +54,27 @@ SIMT_TILES = {
 SIMT_BIAS_TILE = (32, 32, 8, 3)  # no results but in shared memory, whatever head_dim
 
 
-def _config(dtype: str, head_dim: int, *, keys_stationary: bool) -> SimtGradientConfig:
+def simt_config(dtype: str, head_dim: int, *, keys_stationary: bool) -> SimtGradientConfig:
+    """The simt pass for rows of a padded head_dim."""
     *tile, blocks = SIMT_TILES[8 if dtype == "float64" else 4][head_dim]
     if keys_stationary and head_dim == 128:
         blocks = 2  # three leave 168 registers, of which sm_120 spills four
     return SimtGradientConfig(dtype, keys_stationary, head_dim, *tile, blocks)
 
 
-def _padded(head_dim: int) -> int:
+def padded_dim(head_dim: int) -> int:
+    """The head_dim that the simt kernels are compiled for."""
     return next(n for n in SIMT_TILES[4] if head_dim <= n)
 
 
 def _pass_variant(dtype: str, head_dim: int, *, keys_stationary: bool) -> Variant:
-    config = _config(dtype, head_dim, keys_stationary=keys_stationary)
+    config = simt_config(dtype, head_dim, keys_stationary=keys_stationary)
     return Variant("gradients/backward_simt.cu", "backward_simt", config)
 
 
 def _bias_variant(dtype: str) -> Variant:
     config = SimtGradientConfig(dtype, False, 0, *SIMT_BIAS_TILE)
     return Variant("gradients/bias_simt.cu", "bias_simt", config)
-
-
-def _jvp_variant(dtype: str, head_dim: int) -> Variant:
-    config = _config(dtype, head_dim, keys_stationary=False)
-    return Variant("gradients/jvp_simt.cu", "jvp_simt", config)
 
 
 def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunches:
@@ -165,7 +162,7 @@ class SimtBackward:
     def serves(self, call: BackwardCall) -> BackwardLaunches | None:
         """The launches for a call."""
         spec = call.forward.spec
-        dims = _padded(spec.head_dim), _padded(max(spec.head_dim, spec.head_dim_v))
+        dims = padded_dim(spec.head_dim), padded_dim(max(spec.head_dim, spec.head_dim_v))
         return _launches(
             call,
             *(
@@ -185,43 +182,18 @@ class SimtBackward:
                     yield _pass_variant(dtype, head_dim, keys_stationary=keys_stationary)
 
 
-class SimtJvp:
-    """Every derivative in a direction, after the forward pass."""
-
-    name = "jvp_simt"
-
-    def serves(self, call: Call, tangents: tuple[tuple[int, ...], ...]) -> Launch:
-        """The launch for a call; `tangents` are the byte strides of the direction's q, k and v."""
-        spec = call.spec
-        variant = _jvp_variant(spec.dtype.name, _padded(spec.head_dim_v))
-        tile_m = variant.config.tile_m  # type: ignore[attr-defined]
-        grid = rows_grid(False, spec.batch, spec.seqlen_q, tile_m, spec.heads_q)
-        arguments = (
-            forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes),
-            jvp_arguments(spec, tangents),
-            dropout_arguments(spec),
-        )
-        return Launch(variant, grid, arguments)
-
-    def variants(self, arch: str) -> Iterator[Variant]:
-        """Every variant that `serves` can choose."""
-        for dtype in FLOAT_DTYPES.values():
-            for head_dim in SIMT_TILES[4]:
-                yield _jvp_variant(dtype, head_dim)
+#: The kernels of the backward pass, the fastest first.
+BACKWARD: TierList[BackwardTier] = TierList(Sm90Backward(), Sm80Backward(), SimtBackward())
 
 
-#: The kernels of the backward pass; a call goes to the first that serves it.
-BACKWARD_TIERS: tuple[BackwardTier, ...] = (Sm90Backward(), Sm80Backward(), SimtBackward())
-JVP = SimtJvp()
+def choose_backward(
+    call: BackwardCall, tiers: tuple[BackwardTier, ...] = BACKWARD.all
+) -> BackwardLaunches:
+    """Choose the kernels of a backward call: the first of `tiers` that serves it.
 
-
-def choose_backward(call: BackwardCall) -> BackwardLaunches:
-    """Choose the kernels of a backward call: the first of `BACKWARD_TIERS` that serves it."""
-    chosen = (tier.serves(call) for tier in BACKWARD_TIERS)
-    return next(launches for launches in chosen if launches is not None)
-
-
-def gradient_variants(arch: str) -> Iterator[Variant]:
-    """Every variant of the kernels in gradients/."""
-    for tier in (*BACKWARD_TIERS, JVP):
-        yield from tier.variants(arch)
+    Raises
+    ------
+    LookupError
+        None does, which all of them together never leave.
+    """
+    return first_serving(tiers, call, call.forward.spec, call.forward.arch)

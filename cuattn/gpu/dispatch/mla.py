@@ -11,6 +11,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
+from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.params import MLA_MAPS, mla_arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -380,16 +381,9 @@ def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
 
 
 #: The kernels, the fastest first.
-MLA_TIERS: tuple[MlaTier, ...] = (Sm90Mla(), Sm80Mla(), SimtMla())
+MLA: TierList[MlaTier] = TierList(Sm90Mla(), Sm80Mla(), SimtMla())
 
 
-def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA_TIERS) -> MlaLaunches:
+def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA.all) -> MlaLaunches:
     """Choose the kernel of a call: the first of `tiers` that serves it."""
-    chosen = (tier.serves(call) for tier in tiers)
-    return next(launches for launches in chosen if launches is not None)
-
-
-def mla_variants(arch: str) -> Iterator[Variant]:
-    """Every variant of the kernels of latent attention on an architecture."""
-    for tier in MLA_TIERS:
-        yield from tier.variants(arch)
+    return first_serving(tiers, call, call.spec, call.arch)
