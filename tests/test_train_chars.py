@@ -37,7 +37,8 @@ def test_gradients_of_the_model(rng, dropout):
             model.weights[name] = w + step * direction
             expected += factor / 12e-6 * model.loss(inputs, targets, seed=5)[0]
         model.weights[name] = w
-        # The error of differences does not shrink where gradient and direction happen to be at right angles.
+        # The error of differences does not shrink where gradient and direction happen to be at
+        # right angles.
         size = np.linalg.norm(grads[name]) * np.linalg.norm(direction)
         assert abs((grads[name] * direction).sum() - expected) < 1e-7 * size, name
 

@@ -80,6 +80,7 @@ from cuattn.gpu.dispatch.split_sm90 import Sm90Prefix, Sm90Split
 from cuattn.gpu.dispatch.tiers import TierList, nobody_serves, restricted
 
 __all__ = [
+    "ATTENTION",
     "BACKWARD",
     "CACHE_UPDATE",
     "JVP",
