@@ -1,7 +1,7 @@
-"""Recorded figures -> the README's table, the documentation's benchmarks page and the plot.
+"""Recorded figures -> the README's table, the documentation's benchmarks page and the pictures.
 
 ``python -m benchmarks.report`` prints all tables; with ``--write`` they go into docs/benchmarks.md,
-the one table of README.md between its ``benchmarks`` marks, and the plot into docs/images/.
+the one table of README.md between its ``benchmarks`` marks, and the pictures into docs/images/.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ import argparse
 import json
 import math
 import pathlib
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from benchmarks import plots
+from benchmarks.plots import COLOURS
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = "docs/benchmarks.md"
-IMAGE = "docs/images/attention_forward.png"
-CAPTION = "TFLOP/s of forward attention by sequence length, cuattn and its peers"
+IMAGES = "docs/images"
+#: The pictures: a file's name, and what it shows.
+PICTURES = {
+    "attention.png": "TFLOP/s of causal attention, forward and backward, by sequence length",
+    "random_shapes.png": "cuattn's speed over the best peer's, for shapes drawn at random",
+    "attention_forward.png": "TFLOP/s of forward attention, full and causal, with all tiers",
+    "attention_backward.png": "TFLOP/s of backward attention, full and causal",
+    "quantized_caches.png": "The speed of decoding over quantised caches, of 16 bits'",
+}
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 #: The head_dim of the README's table.
 README_HEAD_DIM = 128
-
-#: The columns of the tables in order, and their colours in the plot.
-COLOURS = {
-    "cuattn": "#d1495b",
-    "cuattn sm80": "#edae9f",
-    "cuattn simt": "#f5d9cf",
-    "FA-2": "#9fb1bd",
-    "cuDNN": "#66829a",
-    "FA-3": "#2e4057",
-}
 
 
 def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
@@ -66,28 +67,25 @@ def beside(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Forward attention in TFLOP/s as Markdown: a row for each shape, the fastest in bold."""
-    rows = sorted({(r["head_dim"], r["seqlen"]) for r in records})
-    columns = [
-        (causal, name)
-        for causal in sorted({r["causal"] for r in records})
-        for name in COLOURS
-        if any(name in r["tflops"] for r in records)
-    ]
-    cells = {(r["head_dim"], r["seqlen"], r["causal"]): r["tflops"] for r in records}
-    heading = [f"{'causal' if causal else 'full'}: {name}" for causal, name in columns]
+    """Attention in TFLOP/s as Markdown: a row for each shape and mask, the fastest in bold."""
+    names = [name for name in COLOURS if any(name in r["tflops"] for r in records)]
     lines = [
-        "| head_dim | seqlen | " + " | ".join(heading) + " |",
-        "|" + " --- |" * (2 + len(columns)),
+        "| head_dim | mask | seqlen | " + " | ".join(names) + " |",
+        "|" + " --- |" * (3 + len(names)),
     ]
-    for head_dim, seqlen in rows:
-        line = [str(head_dim), str(seqlen)]
-        for causal, name in columns:
-            cell = cells.get((head_dim, seqlen, causal), {})
-            bold = "**" if cell.get(name) == max(cell.values(), default=None) else ""
-            line.append(f"{bold}{cell[name]:.0f}{bold}" if name in cell else "")
+    for r in sorted(records, key=lambda r: (r["head_dim"], r["causal"], r["seqlen"])):
+        line = [str(r["head_dim"]), mask(r), str(r["seqlen"])]
+        for name in names:
+            speed = r["tflops"].get(name)
+            bold = "**" if speed == max(r["tflops"].values()) else ""
+            line.append("" if speed is None else f"{bold}{speed:.0f}{bold}")
         lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines)
+
+
+def mask(record: dict[str, Any]) -> str:
+    """The name of a record's mask."""
+    return "causal" if record["causal"] else "full"
 
 
 def comparison(records: list[dict[str, Any]], what: str = "cuattn") -> list[str]:
@@ -263,75 +261,69 @@ def options(records: list[dict[str, Any]]) -> str:
     )
 
 
+def random_shapes(records: list[dict[str, Any]]) -> str:
+    """Of forward attention and of decoding one line each on cuattn's speed over the best peer's,
+    for shapes that were drawn at random."""
+    lines = []
+    for what, length in (("forward attention", "seqlen"), ("decoding", "length")):
+        compared = [r for r in records if length in r["shape"] and r["of_best"]]
+        ratios = [r["of_best"] for r in compared]
+        worst = min(compared, key=lambda r: r["of_best"])
+        shape = ", ".join(f"{name} {value}" for name, value in worst["shape"].items())
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        lines.append(
+            f"- {what}, seed {worst['seed']}: {mean:.2f}× in the geometric mean of the "
+            f"{len(ratios)} shapes that a peer serves, {min(ratios):.2f}× at least ({shape})."
+        )
+    return "\n".join(lines)
+
+
 def section(
     title: str,
     introduction: str,
     draw: Callable[[list[dict[str, Any]]], str],
     records: list[dict[str, Any]],
     what: str,
+    picture: str = "",
 ) -> list[str]:
-    """A title, what is shown, a table and where its figures come from; nothing without records."""
+    """A title, what is shown, a picture, a table and where its figures come from; nothing without
+    records."""
     if not records:
         return []
-    return ["", f"## {title}", "", introduction, "", draw(records), "", provenance(records, what)]
+    images = [] if not picture else [markdown(picture, PAGE), ""]
+    lines = ["", f"## {title}", "", introduction, "", *images, draw(records)]
+    return [*lines, "", provenance(records, what)]
 
 
-def plot(records: list[dict[str, Any]], file: pathlib.Path) -> None:
-    """Draw bars of TFLOP/s over seqlen: a row of panels for each mask, a column for each
-    head_dim."""
-    import matplotlib
+def markdown(picture: str, page: str) -> str:
+    """A picture as a page shows it."""
+    place = pathlib.PurePosixPath(IMAGES).relative_to(pathlib.PurePosixPath(page).parent)
+    return f"![{PICTURES[picture]}]({place / picture})"
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    head_dims = sorted({r["head_dim"] for r in records})
-    masks = sorted({r["causal"] for r in records})
-    seqlens = sorted({r["seqlen"] for r in records})
-    names = [name for name in COLOURS if any(name in r["tflops"] for r in records)]
-    figure, axes = plt.subplots(
-        len(masks),
-        len(head_dims),
-        figsize=(3.6 * len(head_dims), 2.6 * len(masks)),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for row, causal in enumerate(masks):
-        for column, head_dim in enumerate(head_dims):
-            axis = axes[row][column]
-            panel = {
-                r["seqlen"]: r
-                for r in records
-                if (r["causal"], r["head_dim"]) == (causal, head_dim)
-            }
-            for i, name in enumerate(names):
-                offset = (i - (len(names) - 1) / 2) * 0.8 / len(names)
-                speed = [panel.get(s, {"tflops": {}})["tflops"].get(name, 0) for s in seqlens]
-                places = [place + offset for place in range(len(seqlens))]
-                axis.bar(places, speed, 0.8 / len(names), label=name, color=COLOURS[name])
-            axis.axhline(
-                max(r["matmul_tflops"] for r in records),
-                color="black",
-                linewidth=0.8,
-                linestyle=":",
-            )
-            axis.set_xticks(range(len(seqlens)), [str(s) for s in seqlens])
-            axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[row][0].set_ylabel("TFLOP/s")
-    for axis in axes[-1]:
-        axis.set_xlabel("sequence length")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False)
-    gpu = records[0]["machine"]["gpu"]
-    figure.supxlabel(
-        f"attention forward, {records[0]['dtype']}, {gpu}; "
-        "dotted: cuBLAS matmul in the same process",
-        fontsize=9,
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+def draw_pictures(files: list[pathlib.Path], folder: pathlib.Path) -> None:
+    """Write the pictures of what is recorded."""
+
+    def by_mask(records: list[dict[str, Any]], what: str) -> dict[str, list[dict[str, Any]]]:
+        masks = sorted({mask(r) for r in records}, reverse=True)
+        return {f"{what}, {name}": [r for r in records if mask(r) == name] for name in masks}
+
+    forward, backward = (load(files, f"attention {what}") for what in ("forward", "backward"))
+    rows = by_mask(forward, "forward") | by_mask(backward, "backward")
+    causal = {name: records for name, records in rows.items() if name.endswith("causal")}
+    plots.speeds(causal or rows, folder / "attention.png")
+    for tier in ("sm80", "simt"):
+        forward = beside(forward, tier, load(files, f"attention forward, {tier} tier"))
+    plots.speeds(by_mask(forward, "forward"), folder / "attention_forward.png")
+    if backward:
+        plots.speeds(by_mask(backward, "backward"), folder / "attention_backward.png")
+    random = [load(files, f"random {what} shapes") for what in ("forward", "decoding")]
+    if all(random):
+        plots.random_shapes(*random, folder / "random_shapes.png")
+    wanted = ([32, 8, 128], 0)
+    quantized = load(files, "quantized")
+    if caches := [r for r in quantized if (r.get("heads"), r.get("page_size")) == wanted]:
+        plots.caches(caches, folder / "quantized_caches.png")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -352,6 +344,8 @@ def main(argv: list[str] | None = None) -> None:
     what = "bfloat16, 16384 tokens, heads · head_dim = 2048"
     summary = "\n".join(
         [
+            "TFLOP/s of forward attention:",
+            "",
             table([r for r in records if r["head_dim"] == README_HEAD_DIM] or records),
             "",
             *comparison(records),
@@ -371,7 +365,9 @@ def main(argv: list[str] | None = None) -> None:
         [
             "## Forward attention",
             "",
-            "TFLOP/s, the fastest of a row and mask in bold.",
+            "TFLOP/s, the fastest of a row in bold.",
+            "",
+            markdown("attention_forward.png", PAGE),
             "",
             table(records),
             "",
@@ -380,11 +376,12 @@ def main(argv: list[str] | None = None) -> None:
             *sources,
             *section(
                 "Gradients",
-                "TFLOP/s of the backward pass, as 2.5 forward passes, the fastest of a row and "
-                "mask in bold.",
+                "TFLOP/s of the backward pass, as 2.5 forward passes, the fastest of a row in "
+                "bold.",
                 gradients,
                 load(files, "attention backward"),
                 what,
+                "attention_backward.png",
             ),
             *section(
                 "Options",
@@ -409,6 +406,16 @@ def main(argv: list[str] | None = None) -> None:
                 quantized,
                 [r for r in load(files, "quantized") if r.get("page_size") in (0, 16)],
                 "scales by token and head",
+                "quantized_caches.png",
+            ),
+            *section(
+                "Shapes drawn at random",
+                "Users' shapes are in no table: the benchmark draws these, and compares each with "
+                "the best of the peers that serve it.",
+                random_shapes,
+                [*load(files, "random forward shapes"), *load(files, "random decoding shapes")],
+                "bfloat16",
+                "random_shapes.png",
             ),
             *section(
                 "Sampling",
@@ -424,22 +431,20 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.write:
         print(text)
         return
+    draw_pictures(files, ROOT / IMAGES)
     readme = ROOT / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
-    readme.write_text(
-        f"{before}{BEGIN}\n![{CAPTION}]({IMAGE})\n\n{summary}\n{END}{after}", encoding="utf-8"
-    )
+    chart = markdown("attention.png", "README.md")
+    readme.write_text(f"{before}{BEGIN}\n{chart}\n\n{summary}\n{END}{after}", encoding="utf-8")
     page = ROOT / PAGE
-    picture = pathlib.PurePosixPath(IMAGE).relative_to(pathlib.PurePosixPath(PAGE).parent)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(
         "# Benchmarks\n\nWritten by `python -m benchmarks.report --write` from "
         "`benchmarks/results/`. [How they are run](notes/benchmarks.md) says what a figure "
-        f"means.\n\n![{CAPTION}]({picture})\n\n{text}\n",
+        f"means.\n\n{text}\n",
         encoding="utf-8",
     )
-    plot(records, ROOT / IMAGE)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import threading
 import urllib.parse
 
 WIDTHS = (1280, 400)  # of a laptop's window and of a phone, in CSS pixels
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 #: Opens each page in a frame and says on the console what reaches beyond its right edge without
 #: standing in something that scrolls.

@@ -51,5 +51,7 @@ html_theme_options = {
     "footer_end": ["sphinx-version"],
 }
 html_sidebars = {"install": [], "tutorial": [], "semantics": [], "benchmarks": []}
+html_static_path = ["_static"]
+html_css_files = ["cuattn.css"]
 html_copy_source = False
 html_show_sourcelink = False

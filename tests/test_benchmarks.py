@@ -75,10 +75,9 @@ def test_report_compares_and_says_where_the_figures_come_from(results, capsys):
     report.main([str(file) for file in results])
     text = capsys.readouterr().out
     lines = text.splitlines()
-    first = lines.index(
-        "| head_dim | seqlen | full: cuattn | full: FA-2 | causal: cuattn | causal: FA-2 |"
-    )
-    assert lines[first + 2] == "| 64 | 512 | **300** | 200 | **150** | 100 |"
+    first = lines.index("| head_dim | mask | seqlen | cuattn | FA-2 |")
+    assert lines[first + 2] == "| 64 | full | 512 | **300** | 200 |"
+    assert lines[first + 3] == "| 64 | causal | 512 | **150** | 100 |"
     # 300 / 200 and 150 / 100
     assert (
         "over FA-2's: 1.50× in the geometric mean of 2 shapes, 1.50× at least, 1.50× at most"
@@ -201,11 +200,24 @@ def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
     speeds = {(64, 512, False): {"cuattn": 1.0, "FA-3": 2.0}, (64, 1024, False): {"cuattn": 1.0}}
     file = recorded(tmp_path, "run", "2026-01-01", speeds)
     text = report.table(report.load([file], "attention forward"))
-    assert "| 64 | 512 | 1 | **2** |" in text
-    assert "| 64 | 1024 | **1** |  |" in text
+    assert "| 64 | full | 512 | 1 | **2** |" in text
+    assert "| 64 | full | 1024 | **1** |  |" in text
 
 
-def test_write_puts_table_and_plot_in_their_places(results, tmp_path, monkeypatch):
+def test_random_shapes_name_the_worst():
+    def drawn(of_best, **shape):
+        return {"seed": 7, "of_best": of_best, "shape": shape}
+
+    records = [drawn(4.0, seqlen=3), drawn(0.25, seqlen=5), drawn(2.0, length=9)]
+    assert report.random_shapes([*records, drawn(None, length=8)]).splitlines() == [
+        "- forward attention, seed 7: 1.00× in the geometric mean of the 2 shapes that a peer "
+        "serves, 0.25× at least (seqlen 5).",
+        "- decoding, seed 7: 2.00× in the geometric mean of the 1 shapes that a peer serves, "
+        "2.00× at least (length 9).",
+    ]
+
+
+def test_write_puts_table_and_pictures_in_their_places(results, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
@@ -214,13 +226,14 @@ def test_write_puts_table_and_plot_in_their_places(results, tmp_path, monkeypatc
         page = readme.read_text(encoding="utf-8")
         assert page.startswith(f"before\n{report.BEGIN}\n![")
         assert page.endswith(f"\n{report.END}\nafter\n")
-        assert page.count("| 64 | 512 |") == 1
+        assert page.count("| 64 | full | 512 |") == 1
         assert "old" not in page
         documentation = (tmp_path / report.PAGE).read_text(encoding="utf-8")
-        assert documentation.count("| 64 | 512 |") == 1
+        assert documentation.count("| 64 | full | 512 |") == 1
         assert "A call takes the host 9.0 µs" in documentation
         assert "](images/attention_forward.png)" in documentation
-    assert (tmp_path / report.IMAGE).read_bytes().startswith(b"\x89PNG")
+        assert "](docs/images/attention.png)" in page
+    assert (tmp_path / report.IMAGES / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_documentation_shows_what_is_recorded(capsys):

@@ -6,10 +6,20 @@ Causal masks, sliding windows and sequences of different lengths, drawn from wha
 compute: with an identity matrix as values, the output is the attention weights themselves.
 """
 
+# sphinx_gallery_start_ignore
+import argparse
+
+# sphinx_gallery_end_ignore
 import matplotlib.pyplot as plt
 import numpy as np
 
 import cuattn
+
+# sphinx_gallery_start_ignore
+argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+).parse_args()
+# sphinx_gallery_end_ignore
 
 rng = np.random.default_rng(0)
 queries, keys = 24, 32

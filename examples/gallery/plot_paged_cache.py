@@ -7,10 +7,20 @@ that begin with the same tokens share the pages that hold them; a page is copied
 is about to write into it.
 """
 
+# sphinx_gallery_start_ignore
+import argparse
+
+# sphinx_gallery_end_ignore
 import matplotlib.pyplot as plt
 import numpy as np
 
 import cuattn
+
+# sphinx_gallery_start_ignore
+argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+).parse_args()
+# sphinx_gallery_end_ignore
 
 PAGE = 8
 rng = np.random.default_rng(0)

@@ -6,10 +6,20 @@ Temperature, top-k, top-p and min-p change the distribution that a token is draw
 are ``softmax(filter_logits(...))``, the dots are frequencies of 20,000 draws.
 """
 
+# sphinx_gallery_start_ignore
+import argparse
+
+# sphinx_gallery_end_ignore
 import matplotlib.pyplot as plt
 import numpy as np
 
 from cuattn import sampling
+
+# sphinx_gallery_start_ignore
+argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+).parse_args()
+# sphinx_gallery_end_ignore
 
 vocab, draws = 24, 20_000
 rng = np.random.default_rng(1)

@@ -6,10 +6,20 @@ ALiBi, softcap and sinks act on the scores of a query before the softmax. This d
 that one query gives to 64 keys.
 """
 
+# sphinx_gallery_start_ignore
+import argparse
+
+# sphinx_gallery_end_ignore
 import matplotlib.pyplot as plt
 import numpy as np
 
 import cuattn
+
+# sphinx_gallery_start_ignore
+argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+).parse_args()
+# sphinx_gallery_end_ignore
 
 rng = np.random.default_rng(3)
 q = 3 * rng.standard_normal((1, 1, 32))
