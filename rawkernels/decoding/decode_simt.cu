@@ -9,7 +9,7 @@
 //   warps of a block take keys in turn, kBatch at a time, a row of K and V spread over a warp's
 //   lanes; each warp keeps the running maximum, sum and O of every row (online softmax), and the
 //   block merges its warps' results at the end of a split (schedule.cuh).
-#include "decoding/combine.cuh"
+#include "decoding/rows_simt.cuh"
 #include "kvcache/stored.cuh"
 #include "tile/operands.cuh"
 
@@ -32,18 +32,15 @@ using Writer = decoding::Writer<T, kRows, kHeadDim, false, 1>;
 static_assert(kHeadDim % 32 == 0, "lanes must share a row evenly");
 
 struct Smem {
-  alignas(16) Acc o[kWarps][kRows][kHeadDim];
-  Acc max_sum[kWarps][kRows][2];
-  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
-  decoding::SplitPlace last_place;
+  decoding::WarpResults<Acc, kWarps, kRows, kHeadDim> results;
+  decoding::LastMerge last;
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
 
 // A warp's share of a split.
 struct Slice {
   Acc q[kRows][kLaneDims];
-  Acc o[kRows][kLaneDims] = {};
-  Acc row_max[kRows], row_sum[kRows] = {};
+  decoding::WarpRows<Acc, kRows, kLaneDims> rows;
   tile::Range visible[kRows];
   tile::ScoreRow<Acc> score_row[kRows];
 
@@ -66,7 +63,6 @@ struct Slice {
       const int position = split.seq.seqlen_k - split.seq.seqlen_q + token;
       score_row[r] = {split.seq.index, head, token, position,
                       score_mod.slope(split.seq.index, head)};
-      row_max[r] = tile::negative_infinity<Acc>();
     }
   }
 
@@ -80,7 +76,7 @@ struct Slice {
     for (int r = 0; r < kRows; ++r) {
       const ScoreMod<T, false, false> score_mod = {
           Config::elementwise ? inputs.of_head<T>(score_row[r].batch, score_row[r].head) : inputs};
-      Acc s[kBatch], new_max = row_max[r];
+      Acc s[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int key = first + j;
@@ -93,23 +89,8 @@ struct Slice {
         score_mod.terms([&](const auto& term) { s[j] = term(s[j], score_row[r], key); });
         if (key < visible[r].begin || key >= min(visible[r].end, end))
           s[j] = tile::negative_infinity<Acc>();
-        new_max = fmax(new_max, ceil(s[j] * static_cast<Acc>(1.4426950408889634)));
       }
-      const Acc shift = new_max == tile::negative_infinity<Acc>() ? 0 : new_max;
-      const Acc factor = decoding::power_of_two(row_max[r] - shift);
-      Acc sum = 0, weighted[kLaneDims] = {};
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const Acc weight = decoding::weight(s[j], shift);
-        if (weight == 0) continue;  // a hidden key's value may be NaN
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < kLaneDims; ++i) weighted[i] = fma(weight, v[j][i], weighted[i]);
-      }
-      row_max[r] = new_max;
-      row_sum[r] = fma(row_sum[r], factor, sum);
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) o[r][i] = fma(o[r][i], factor, weighted[i]);
+      rows.add(r, s, v);
     }
   }
 };
@@ -159,14 +140,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, kMinBlocks)
     decode_simt(const __grid_constant__ DecodeParams params,
                 const __grid_constant__ ScoreParams scores) {
   __shared__ Smem smem;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const kvcache::PageTable table = page_table(params);
   const auto k_pages = pages_of_k(params);
   const auto v_pages = pages_of_v(params);
   Schedule schedule;
   if (!schedule.start(params)) return;
   decoding::Split split;
-  if (threadIdx.x == 0) smem.last_place.merges = false;
+  smem.last.init();
   while (schedule.next(params, split)) {
     const decoding::SplitPlace place = schedule.place_of(params, split);
     Slice slice(params, split);
@@ -181,38 +162,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, kMinBlocks)
       }
       slice.attend(params, scores, first, split.end, k, v);
     }
-
-    __syncthreads();  // the split before has been merged
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) smem.o[warp][r][lane + 32 * i] = slice.o[r][i];
-      if (lane == 0) {
-        smem.max_sum[warp][r][0] = slice.row_max[r];
-        smem.max_sum[warp][r][1] = slice.row_sum[r];
-      }
-    }
-    __syncthreads();
     const Writer writer = {params, split, place};
-    for (int i = threadIdx.x; i < writer.rows() * Writer::kVecs; i += Config::threads) {
-      const int row = i / Writer::kVecs, column = i % Writer::kVecs * 4;
-      if (column >= params.head_dim_v) continue;
-      decoding::Partial<T> whole;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w)
-        whole.add(reinterpret_cast<const decoding::FourColumns<Acc>&>(smem.o[w][row][column]),
-                  smem.max_sum[w][row][0], smem.max_sum[w][row][1]);
-      writer.put(row, column, whole);
-    }
-    if (place.merges && place.alone) {
-      writer.merge_partials();
-    } else if (place.merges && threadIdx.x == 0) {
-      smem.last_split = split;
-      smem.last_place = place;
-    }
+    smem.results.write(slice.rows, writer);
+    smem.last.merge_or_keep(writer);
   }
-  __syncthreads();
-  if (smem.last_place.merges) Writer{params, smem.last_split, smem.last_place}.merge_partials();
+  smem.last.finish<Writer>(params);
 }

@@ -9,7 +9,7 @@
 //   and a head. The warps of a block take keys in turn, kBatch at a time, a row spread over a
 //   warp's lanes; each warp keeps the running maximum, sum and O of every row (online softmax), and
 //   the block merges its warps' results at the end of a split (schedule.cuh).
-#include "decoding/combine.cuh"
+#include "decoding/rows_simt.cuh"
 #include "mla/params.cuh"
 #include "tile/operands.cuh"
 #include "tile/score_mod.cuh"
@@ -31,10 +31,8 @@ using Writer = decoding::Writer<T, kRows, kLatent, false, 1>;
 static_assert(kLatent % 64 == 0 && kRope % 32 == 0, "lanes must share both parts evenly");
 
 struct Smem {
-  alignas(16) Acc o[kWarps][kRows][kLatent];
-  Acc max_sum[kWarps][kRows][2];
-  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
-  decoding::SplitPlace last_place;
+  decoding::WarpResults<Acc, kWarps, kRows, kLatent> results;
+  decoding::LastMerge last;
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
 
@@ -55,8 +53,7 @@ __device__ __forceinline__ void load_row(Acc (&row)[kDims], const T* latent, con
 // A warp's share of a split.
 struct Slice {
   Acc q[kRows][kDims];
-  Acc o[kRows][kLatentDims] = {};
-  Acc row_max[kRows], row_sum[kRows] = {};
+  decoding::WarpRows<Acc, kRows, kLatentDims> rows;
   tile::Range visible[kRows];
 
   __device__ __forceinline__ Slice(const DecodeParams& params, const MlaParams& mla,
@@ -74,7 +71,6 @@ struct Slice {
       load_row(q[r], row_at(params.q, params.q_stride), row_at(mla.q_rope, mla.q_rope_stride),
                params);
       visible[r] = visible_keys(params, split.seq, token);
-      row_max[r] = tile::negative_infinity<Acc>();
     }
   }
 
@@ -85,7 +81,7 @@ struct Slice {
     const Acc scale = static_cast<Acc>(params.scale);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Acc s[kBatch], new_max = row_max[r];
+      Acc s[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int key = first + j;
@@ -98,23 +94,8 @@ struct Slice {
         s[j] *= scale;
         if (!exists[j] || key < visible[r].begin || key >= min(visible[r].end, end))
           s[j] = tile::negative_infinity<Acc>();
-        new_max = fmax(new_max, ceil(s[j] * static_cast<Acc>(1.4426950408889634)));
       }
-      const Acc shift = new_max == tile::negative_infinity<Acc>() ? 0 : new_max;
-      const Acc factor = decoding::power_of_two(row_max[r] - shift);
-      Acc sum = 0, weighted[kLatentDims] = {};
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const Acc weight = decoding::weight(s[j], shift);
-        if (weight == 0) continue;  // a hidden key's latent may be NaN
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < kLatentDims; ++i) weighted[i] = fma(weight, k[j][i], weighted[i]);
-      }
-      row_max[r] = new_max;
-      row_sum[r] = fma(row_sum[r], factor, sum);
-#pragma unroll
-      for (int i = 0; i < kLatentDims; ++i) o[r][i] = fma(o[r][i], factor, weighted[i]);
+      rows.add(r, s, k);
     }
   }
 };
@@ -123,14 +104,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     mla_decode_simt(const __grid_constant__ DecodeParams params,
                     const __grid_constant__ MlaParams mla) {
   __shared__ Smem smem;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const kvcache::PageTable table = page_table(params);
   const kvcache::Pages<const T> latents = {static_cast<const T*>(params.k), params.k_stride};
   const kvcache::Pages<const T> rotated = {static_cast<const T*>(mla.rope), mla.rope_stride};
   Schedule schedule;
   if (!schedule.start(params)) return;
   decoding::Split split;
-  if (threadIdx.x == 0) smem.last_place.merges = false;
+  smem.last.init();
   while (schedule.next(params, split)) {
     const decoding::SplitPlace place = schedule.place_of(params, split);
     const mla::Tokens tokens = mla::tokens_of(params, mla, split.seq.index);
@@ -148,38 +129,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       }
       slice.attend(params, first, split.end, k, exists);
     }
-
-    __syncthreads();  // the split before has been merged
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int i = 0; i < kLatentDims; ++i) smem.o[warp][r][lane + 32 * i] = slice.o[r][i];
-      if (lane == 0) {
-        smem.max_sum[warp][r][0] = slice.row_max[r];
-        smem.max_sum[warp][r][1] = slice.row_sum[r];
-      }
-    }
-    __syncthreads();
     const Writer writer = {params, split, place};
-    for (int i = threadIdx.x; i < writer.rows() * Writer::kVecs; i += Config::threads) {
-      const int row = i / Writer::kVecs, column = i % Writer::kVecs * 4;
-      if (column >= params.head_dim_v) continue;
-      decoding::Partial<T> whole;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) whole.max = fmax(whole.max, smem.max_sum[w][row][0]);
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w)
-        whole.add(reinterpret_cast<const decoding::FourColumns<Acc>&>(smem.o[w][row][column]),
-                  smem.max_sum[w][row][0], smem.max_sum[w][row][1]);
-      writer.put(row, column, whole);
-    }
-    if (place.merges && place.alone) {
-      writer.merge_partials();
-    } else if (place.merges && threadIdx.x == 0) {
-      smem.last_split = split;
-      smem.last_place = place;
-    }
+    smem.results.write(slice.rows, writer);
+    smem.last.merge_or_keep(writer);
   }
-  __syncthreads();
-  if (smem.last_place.merges) Writer{params, smem.last_split, smem.last_place}.merge_partials();
+  smem.last.finish<Writer>(params);
 }

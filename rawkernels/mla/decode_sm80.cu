@@ -11,7 +11,7 @@
 //     Oᵀ (latent × rows) += Vᵀ Pᵀ: a warp has 64 columns, V is the same tile as K.
 //   O of 16 rows would take a warp 256 registers; so it takes each of eight 32. Tiles of keys
 //   arrive by cp.async in a ring of stages.
-#include "decoding/combine.cuh"
+#include "decoding/last_merge.cuh"
 #include "mla/params.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -53,8 +53,7 @@ struct Smem {
   float factor[kRows];  // of O, where a maximum has moved
   float2 max_sum[kRows];
   unsigned char exists[kStages][kKeys];
-  decoding::Split last_split;  // of a work tile that other blocks began: to be merged at the end
-  decoding::SplitPlace last_place;
+  decoding::LastMerge last;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 
@@ -279,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   if (!schedule.start(params)) return;
   Loader loader = {smem, params, mla};
   decoding::Split split;
-  if (threadIdx.x == 0) smem.last_place.merges = false;
+  smem.last.init();
   while (schedule.next(params, split)) {
     const decoding::SplitPlace place = schedule.place_of(params, split);
     Slice slice = {smem, params};
@@ -303,13 +302,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::cp_async_wait_all();
     const Writer writer = {params, split, place};
     slice.put(writer);
-    if (place.merges && place.alone) {
-      writer.merge_partials();
-    } else if (place.merges && threadIdx.x == 0) {
-      smem.last_split = split;
-      smem.last_place = place;
-    }
+    smem.last.merge_or_keep(writer);
   }
-  __syncthreads();
-  if (smem.last_place.merges) Writer{params, smem.last_split, smem.last_place}.merge_partials();
+  smem.last.finish<Writer>(params);
 }
