@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch, params
+from cuattn.gpu.arguments import backward_arguments
 from cuattn.gpu.dispatch import BackwardCall, Call, JvpCall, Layout, Strides
 from tests.test_dispatch import MAX_GRID, SMEM_LIMITS, specs
 
@@ -139,7 +140,7 @@ def test_dropout_goes_to_a_kernel_that_has_it(spec, arch):
 
 
 def test_values_are_in_their_fields():
-    packed = params.backward_arguments(
+    packed = backward_arguments(
         small_spec(),
         (4000, 400, 40, 4),
         (1, 6, 1, 9),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cuattn.gpu import dispatch
-from cuattn.gpu.params import ROPE_PARAMS, rope_arguments
+from cuattn.gpu.arguments import rope_arguments
+from cuattn.gpu.params import ROPE_PARAMS
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import numpy as np
 
 from cuattn._quantized import QuantizedArray
 from cuattn.gpu import compiler, dispatch
+from cuattn.gpu.arguments import Scales, cache_write_arguments, quantized_write_arguments
 from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
-from cuattn.gpu.params import Scales, cache_write_arguments, quantized_write_arguments
 from cuattn.gpu.plan import Plan
 from cuattn.gpu.quantization import format_of, operand, scale_addresses
 

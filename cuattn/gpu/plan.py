@@ -10,8 +10,8 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, tensormap
+from cuattn.gpu.arguments import Scales
 from cuattn.gpu.memory import scratch
-from cuattn.gpu.params import Scales
 from cuattn.gpu.structs import MAP_BYTES, WORD, launch_id
 
 _ALIGNMENT = 64  # of a struct that holds tensor maps

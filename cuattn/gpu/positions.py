@@ -9,8 +9,8 @@ import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import dispatch
+from cuattn.gpu.arguments import rope_arguments
 from cuattn.gpu.memory import use_device
-from cuattn.gpu.params import rope_arguments
 from cuattn.gpu.plan import Plan
 
 __all__ = ["rope"]

@@ -11,9 +11,10 @@ import numpy as np
 
 from cuattn._quantized import BFLOAT16, FLOAT32, FORMATS, QuantizedArray, code_columns
 from cuattn.gpu import compiler, dispatch
+from cuattn.gpu.arguments import Scales
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.memory import contiguous_last_axis, pointer, scratch_array, use_device
-from cuattn.gpu.params import QUANTIZE_PARAMS, Scales, divisor
+from cuattn.gpu.params import QUANTIZE_PARAMS, divisor
 from cuattn.gpu.plan import as_kernel_argument
 
 

@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn.gpu.arguments import dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
-from cuattn.gpu.params import dropout_arguments, forward_arguments
 from cuattn.gpu.structs import Arguments
 
 # ------------------------------------------------------------------------------------ forward, simt

@@ -12,10 +12,11 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.arguments import Scales, decode_arguments, score_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.dispatch.routing import UNIT_KEYS, key_bytes, rows_of_sequence
-from cuattn.gpu.params import DECODE_MAPS, UNBOUNDED, Scales, decode_arguments, score_arguments
+from cuattn.gpu.params import DECODE_MAPS, UNBOUNDED
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn.gpu.arguments import backward_arguments, dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.backward import (
     BackwardCall,
@@ -19,11 +20,6 @@ from cuattn.gpu.dispatch.gradients_sm80 import SM80_TILES, sm80_passes
 from cuattn.gpu.dispatch.gradients_sm90 import Sm90Backward
 from cuattn.gpu.dispatch.launch import Launch, capability
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
-from cuattn.gpu.params import (
-    backward_arguments,
-    dropout_arguments,
-    forward_arguments,
-)
 from cuattn.gpu.structs import Arguments
 
 

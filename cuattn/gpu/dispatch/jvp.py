@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn.gpu.arguments import dropout_arguments, forward_arguments, jvp_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.backward import rows_grid
 from cuattn.gpu.dispatch.gradients import SIMT_TILES, padded_dim, simt_config
 from cuattn.gpu.dispatch.launch import Call, Launch
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
-from cuattn.gpu.params import dropout_arguments, forward_arguments, jvp_arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ import numpy as np
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.arguments import Scales
 from cuattn.gpu.compiler import CONTRACT_SCORES, Variant
-from cuattn.gpu.params import UNBOUNDED, Scales
+from cuattn.gpu.params import UNBOUNDED
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 

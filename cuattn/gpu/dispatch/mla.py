@@ -8,11 +8,12 @@ from typing import Protocol
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.arguments import mla_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
-from cuattn.gpu.params import MLA_MAPS, mla_arguments
+from cuattn.gpu.params import MLA_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 LATENT = 512  # width that kernels pad latents to

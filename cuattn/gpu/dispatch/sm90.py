@@ -12,16 +12,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch, Layout
-from cuattn.gpu.dispatch.routing import MIN_PAGE
-from cuattn.gpu.params import (
+from cuattn.gpu.arguments import (
     CONTIGUOUS_PAGE_SHIFT,
-    SM90_PARAMS,
     divisor,
     dropout_arguments,
     forward_arguments,
 )
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch, Layout
+from cuattn.gpu.dispatch.routing import MIN_PAGE
+from cuattn.gpu.params import SM90_PARAMS
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.arguments import forward_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.launch import Call, Launch
 from cuattn.gpu.dispatch.routing import SPLIT_TILE_KEYS, best_parts, can_split
@@ -18,7 +19,6 @@ from cuattn.gpu.dispatch.sm90 import (
     score_scales,
     variant_of,
 )
-from cuattn.gpu.params import forward_arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 MIN_PREFIX_ROWS = 9  # packed
