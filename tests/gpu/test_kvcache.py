@@ -16,8 +16,8 @@ from hypothesis import settings
 import cuattn
 from cuattn.decoding import paged_attention
 from cuattn.kvcache import PagedKVCache
+from tests.caches import CacheMachine
 from tests.formulas import assert_accurate
-from tests.test_kvcache import CacheMachine
 
 cupy = pytest.importorskip("cupy")
 
