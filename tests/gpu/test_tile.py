@@ -114,7 +114,7 @@ __device__ Result evaluate(const tile::ScoreInputs& inputs, double product, int 
                            int key) {
   using Acc = tile::Accumulator<T>;
   const ScoreMod<T, kFast, kLog2> score_mod = {inputs.of_head<T>(1, head)};
-  const tile::ScoreRow<Acc> row = {1, head, query, query + inputs.seqlen_k - inputs.seqlen_q,
+  const tile::ScoreRow<Acc> row = {1, head, query, query + inputs.cols - inputs.rows,
                                    score_mod.slope(1, head)};
   Acc score = static_cast<Acc>(product), derivative = 1;
   score_mod.terms([&](const auto& term) {
@@ -130,8 +130,8 @@ extern "C" __global__ void example(const double* products, int queries, int keys
   tile::ScoreInputs inputs = {scale, softcap, bias, mask, slopes};
   inputs.bias_stride = inputs.mask_stride = {3 * queries * keys, queries * keys, keys, 1};
   inputs.alibi_batch_stride = 3;
-  inputs.seqlen_q = queries;
-  inputs.seqlen_k = keys;
+  inputs.rows = queries;
+  inputs.cols = keys;
   tile::ScoreInputs floats = inputs;
   floats.alibi_slopes = float_slopes;
   floats.bias = nullptr;
