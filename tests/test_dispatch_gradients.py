@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cuattn._spec import attention_spec
@@ -27,8 +27,8 @@ KNOWN = [
 ]
 
 
-def small_spec():
-    dtypes = [np.dtype(np.float32)] * 3
+def small_spec(dtype=np.float32):
+    dtypes = [np.dtype(dtype)] * 3
     return attention_spec("flash_attention", (2, 8, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), *dtypes)
 
 
@@ -43,6 +43,7 @@ def fits(launch: dispatch.Launch) -> bool:
     grads=st.tuples(*[st.booleans()] * 3),
     aligned=st.booleans(),
 )
+@example("sm_90a", small_spec(np.float16), (False, False, True), True)
 def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
     call = Call.contiguous(spec, arch)
     if spec.rows == "ragged":
@@ -62,11 +63,13 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
         assert arch == "sm_90a"
         assert whole
         names = {name for name, _ in chosen.workspaces}
-        assert all(
-            arguments.wanted <= {*names, *KNOWN, "q_map", "k_map", "v_map", "dout_map"}
+        filled = {
+            fill.argument
             for launch in chosen.launches
             for arguments in launch.arguments
-        )
+            for fill in arguments.fills
+        }
+        assert filled <= {*names, *KNOWN, "q_map", "k_map", "v_map", "dout_map"}
         assert entries[0] == "prepare_sm90"
         assert entries[-1] == "backward_sm80"
         return
