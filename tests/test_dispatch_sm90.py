@@ -14,7 +14,7 @@ import pytest
 from cuattn._spec import attention_spec
 from cuattn.gpu import compiler, dispatch, structs, tensormap
 from cuattn.gpu.compiler import Variant
-from cuattn.gpu.dispatch import Call, Layout, sm90
+from cuattn.gpu.dispatch import Call, Layout, arguments_sm90, order_sm90, sm90
 from cuattn.gpu.params import FORWARD_PARAMS, SM90_PARAMS
 from cuattn.gpu.tensormap import TensorMap
 
@@ -49,7 +49,7 @@ def test_maps_of_varlen_calls_end_where_sequences_do(heads):
     launch = choose((700, 8, 128), (900, heads, 128), (900, heads, 64), sequences=3)
     assert launch.workspace_bytes > 0
     assert launch.variant.config.pack_gqa == (heads == 4)
-    far = sm90.FAR_ROWS
+    far = arguments_sm90.FAR_ROWS
     for array in "qkv":
         m = launch.tensor_maps[array]
         if array == "q" and heads == 4:  # packed: heads come before rows
@@ -274,7 +274,7 @@ COMBINATIONS = [
 @pytest.mark.skipif(sys.platform == "darwin", reason="NVIDIA's compiler does not exist for macOS")
 @pytest.mark.parametrize("features", COMBINATIONS, ids=lambda features: "+".join(features))
 def test_features_combine(features):
-    plain = sm90.Sm90ForwardConfig(
+    plain = dispatch.Sm90ForwardConfig(
         "bfloat16", 128, 128, tile_n=128, warpgroups=2, q_stages=2, bound_left=False,
         bound_right=False, varlen=False, score=False, elementwise=False,
     )  # fmt: skip
@@ -324,9 +324,8 @@ def test_scales_of_scores():
         spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3, **options)
         call = Call.contiguous(spec, "sm_90a")
         bias = Layout((300, 300), (600, 2), BFLOAT16)
-        plain, with_bias = (
-            sm90.score_scales(each) for each in (call, dataclasses.replace(call, bias=bias))
-        )
+        calls = call, dataclasses.replace(call, bias=bias)
+        plain, with_bias = map(arguments_sm90.score_scales, calls)
         assert with_bias[:2] == plain[:2]
         assert with_bias[2] == pytest.approx(np.log2(np.e))
         return plain
@@ -388,5 +387,5 @@ def test_every_tile_sees_all_keys_where_nothing_is_bounded(rng):
         shapes = [(1, n, 2, 64) for n in (seqlen_q, seqlen_k, seqlen_k)]
         spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3)
         for config in {v.config for v in dispatch.variants("sm_90a") if "forward_sm90" in v.source}:
-            counts = sm90.blocks_of_keys(spec, config)
+            counts = order_sm90.blocks_of_keys(spec, config)
             assert (counts == -(-seqlen_k // config.tile_n)).all()

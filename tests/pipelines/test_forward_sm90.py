@@ -10,7 +10,7 @@ import pytest
 
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
-from cuattn.gpu.dispatch import sm90
+from cuattn.gpu.dispatch.order_sm90 import blocks_of_keys, sm90_section
 from tests.pipelines import explorer, forward_sm90
 from tests.pipelines.forward_sm90 import Tile, pipeline, protocols
 
@@ -153,8 +153,8 @@ BLOCKS = 132  # of a grid
 def tiles_of_block(spec, config, block):
     """The tiles that a thread block works on in a call of fixed lengths, as its scheduler deals
     them out: heads in sections, the last rows first, forward and backward in turn."""
-    counts = sm90.blocks_of_keys(spec, config).tolist()
-    heads, section = spec.batch * spec.heads_q, sm90.sm90_section(spec, config, BLOCKS)
+    counts = blocks_of_keys(spec, config).tolist()
+    heads, section = spec.batch * spec.heads_q, sm90_section(spec, config, BLOCKS)
     even, section = section == 0, section or heads
     for number, first in enumerate(range(0, heads, section)):
         size = min(section, heads - first)

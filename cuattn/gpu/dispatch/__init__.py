@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
+from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding import (
     SimtDecode,
     Sm80Decode,
@@ -48,6 +49,7 @@ from cuattn.gpu.dispatch.launch import (
     usable_strides,
 )
 from cuattn.gpu.dispatch.mla import MLA
+from cuattn.gpu.dispatch.order_sm90 import products_of_tiles, sm90_section
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.quantization import (
     dequantize,
@@ -70,12 +72,7 @@ from cuattn.gpu.dispatch.sampling import (
     softmax,
     speculate,
 )
-from cuattn.gpu.dispatch.sm90 import (
-    Sm90Forward,
-    Sm90ForwardConfig,
-    products_of_tiles,
-    sm90_section,
-)
+from cuattn.gpu.dispatch.sm90 import Sm90Forward
 from cuattn.gpu.dispatch.split_sm90 import Sm90Prefix, Sm90Split
 from cuattn.gpu.dispatch.tiers import TierList, nobody_serves, restricted
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import backward_arguments, dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.arguments_sm90 import rows_map
 from cuattn.gpu.dispatch.backward import (
     BackwardCall,
     BackwardLaunches,
@@ -18,7 +19,6 @@ from cuattn.gpu.dispatch.backward import (
 )
 from cuattn.gpu.dispatch.gradients_sm80 import sm80_passes
 from cuattn.gpu.dispatch.launch import Launch
-from cuattn.gpu.dispatch.sm90 import rows_map
 from cuattn.gpu.params import SM90_BACKWARD_PARAMS
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable

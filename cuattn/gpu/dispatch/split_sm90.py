@@ -9,16 +9,11 @@ from collections.abc import Iterator
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import forward_arguments
 from cuattn.gpu.compiler import Variant
+from cuattn.gpu.dispatch.arguments_sm90 import kernel_arguments, maps_of, score_scales
+from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig, variant_of
 from cuattn.gpu.dispatch.launch import Call, Launch
 from cuattn.gpu.dispatch.routing import SPLIT_TILE_KEYS, best_parts, can_split
-from cuattn.gpu.dispatch.sm90 import (
-    SCHEDULER_BYTES,
-    Sm90ForwardConfig,
-    kernel_arguments,
-    maps_of,
-    score_scales,
-    variant_of,
-)
+from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 MIN_PREFIX_ROWS = 9  # packed

@@ -1,0 +1,189 @@
+"""The second argument of attention/forward_sm90.cu, the tensor maps of q, k and v among it."""
+
+from __future__ import annotations
+
+import math
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.arguments import CONTIGUOUS_PAGE_SHIFT
+from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
+from cuattn.gpu.dispatch.launch import Call, Layout
+from cuattn.gpu.params import SM90_PARAMS, divisor
+from cuattn.gpu.structs import Arguments
+from cuattn.gpu.tensormap import TensorMap, addressable
+
+FAR_ROWS = 1 << 30  # kFarRows of tile/ragged.cuh
+ROUND = 1 << 64  # bytes, once round the address space
+_PANEL_COLUMNS = 64  # 128 bytes
+_WARPGROUP_ROWS = 64
+_ANY_STRIDE = 16  # of an axis of length 1
+
+
+def kernel_arguments(
+    spec: AttentionSpec,
+    config: Sm90ForwardConfig,
+    tensor_maps: dict[str, TensorMap | None],
+    *,
+    scales: tuple[float, float, float],
+    section: int = 0,
+    table_stride: int = 0,
+    num_pages: int = 0,
+    num_splits: int = 1,
+    min_queries: int = 0,
+) -> Arguments:
+    """Pack SM90_PARAMS but for what each launch fills in."""
+    cap_scale, score_scale, scale_log2 = scales
+    return SM90_PARAMS.arguments(
+        section=section,
+        cap_scale=cap_scale,
+        score_scale=score_scale,
+        scale_log2=scale_log2,
+        # A key's page, and the box of a block that a lane loads: shifts of a key's number.
+        page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
+        box_shift=(_box_keys(spec, config) - 1).bit_length(),
+        bias_mapped=tensor_maps["bias"] is not None,
+        mask_mapped=tensor_maps["mask"] is not None,
+        pairs_of_boxes="k_pair" in tensor_maps,
+        num_splits=num_splits,
+        table_stride=table_stride,
+        num_pages=num_pages,
+        min_queries=min_queries,
+        by_queries_of_tile=divisor(config.queries_of_tile(spec)),
+    )
+
+
+def score_scales(call: Call) -> tuple[float, float, float]:
+    """What scores are multiplied by: before a tanh, after it, and before exp2."""
+    spec = call.spec
+    cap_scale = spec.scale / spec.softcap if spec.softcap else 0.0
+    score_scale = spec.softcap or spec.scale
+    natural = call.bias is not None or call.has_own_scores
+    return cap_scale, score_scale, (1.0 if natural else score_scale) / math.log(2.0)
+
+
+def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
+    """The maps of q, k, v, bias and mask; None for one that is not there, or out of TMA's reach."""
+    spec, strides = call.spec, call.strides
+    if config.pack_gqa:
+        q = _packed_rows(spec, strides.q)
+    else:
+        q = rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
+    keys = _pages if config.paged_kv else _keys
+    mapped = config.elementwise and call.score_aligned
+    return {
+        "q": q,
+        "k": keys(call, config, spec.head_dim, strides.k),
+        "v": keys(call, config, spec.head_dim_v, strides.v),
+        **_pairs(call, config),
+        "bias": _scores(call.bias if mapped else None, config.bias_pitch),
+        "mask": _scores(call.mask if mapped else None, config.tile_n),
+    }
+
+
+def rows_map(
+    spec: AttentionSpec, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
+) -> TensorMap:
+    """The axes (head_dim, row, head, outer) of an array (batch, row, head, head_dim), or (total,
+    head, head_dim).
+
+    Outer is the batch. For varlen it counts rows once more, and there is another axis, which leads
+    back by FAR_ROWS: tile/ragged.cuh says why.
+    """
+    length, heads, head_dim = shape
+    row, head = strides[-3:-1]
+    box = (_PANEL_COLUMNS, box_rows, 1, 1)
+    dtype = spec.dtype
+    if spec.rows == "ragged":
+        far = (head_dim, FAR_ROWS, heads, length + 1, FAR_ROWS + 1)
+        return TensorMap(dtype, far, (row, head, row, ROUND // FAR_ROWS - row), (*box, 1))
+    return TensorMap(dtype, (head_dim, length, heads, spec.batch), (row, head, strides[0]), box)
+
+
+def _packed_rows(spec: AttentionSpec, strides: tuple[int, ...]) -> TensorMap:
+    """The axes (head_dim, head, row, outer) of q, as `rows_map` has them: a box has all heads that
+    share a key head."""
+    group = spec.heads_q // spec.heads_kv
+    rows = rows_map(
+        spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS // group
+    )
+    head_dim, length, heads, *outer = rows.shape
+    row, head, *steps = rows.strides
+    column, box_rows, _, *box = rows.box
+    return TensorMap(
+        spec.dtype,
+        (head_dim, heads, length, *outer),
+        (head, row, *steps),
+        (column, group, box_rows, *box),
+    )
+
+
+def _keys(
+    call: Call, config: Sm90ForwardConfig, head_dim: int, strides: tuple[int, ...]
+) -> TensorMap:
+    """The axes of k or v whose rows are batched or ragged."""
+    spec = call.spec
+    return rows_map(spec, (spec.seqlen_k, spec.heads_kv, head_dim), strides, config.tile_n)
+
+
+def _pages(
+    call: Call,
+    config: Sm90ForwardConfig,
+    head_dim: int,
+    strides: tuple[int, ...],
+    boxes: int = 1,
+) -> TensorMap:
+    """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence."""
+    spec = call.spec
+    pages, slots = spec.batch, spec.seqlen_k
+    if spec.keys == "paged":
+        pages, slots = call.num_pages, spec.page_size
+    page, slot, head = strides[:3]
+    return TensorMap(
+        spec.dtype,
+        (head_dim, slots, spec.heads_kv, pages),
+        (slot, head, page),
+        (_PANEL_COLUMNS, boxes * _box_keys(spec, config), 1, 1),
+    )
+
+
+def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
+    """The maps of k and v in boxes of twice as many keys, where a block consists of an odd number
+    of boxes and pages have room for two."""
+    spec = call.spec
+    box = _box_keys(spec, config)
+    if spec.keys != "paged" or config.tile_n % (2 * box) == 0 or spec.page_size < 2 * box:
+        return {}
+    return {
+        f"{name}_pair": _pages(call, config, head_dim, strides, boxes=2)
+        for name, head_dim, strides in (
+            ("k", spec.head_dim, call.strides.k),
+            ("v", spec.head_dim_v, call.strides.v),
+        )
+    }
+
+
+def _box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
+    """Keys in a box: a whole block, or the largest power of two that divides both a block and a
+    page."""
+    if spec.keys != "paged":
+        return config.tile_n
+    return min(spec.page_size, config.tile_n & -config.tile_n)
+
+
+def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
+    """The axes (key, query, head, batch) of a bias or mask, where TMA can address it
+    and each query has a row of its own."""
+    if layout is None:
+        return None
+    shape, strides, dtype = layout
+    missing = 4 - len(shape)
+    lengths = (1,) * missing + shape
+    steps = tuple(
+        _ANY_STRIDE if n == 1 else stride
+        for n, stride in zip(lengths, (0,) * missing + strides, strict=True)
+    )
+    contiguous = strides[-1] == dtype.itemsize and shape[-1] > 1 and lengths[-2] > 1
+    if not (contiguous and addressable(steps[:3])):
+        return None
+    box = (pitch, _WARPGROUP_ROWS, 1, 1)
+    return TensorMap(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)

@@ -1,0 +1,170 @@
+"""The variants of attention/forward_sm90.cu, Hopper's forward kernel: their tiles and speeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Config, Variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90ForwardConfig(Config):
+    """attention/forward_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # padded
+    head_dim_v: int
+    tile_n: int
+    warpgroups: int  # of 64 queries each
+    q_stages: int
+    bound_left: bool
+    bound_right: bool
+    varlen: bool  # rows of q are ragged; those of k and v too, unless paged_kv or seq_lens
+    score: bool  # softcap, alibi_slopes or what is elementwise
+    elementwise: bool  # bias or mask
+    pack_gqa: bool = False  # rows of a tile are those of all query heads that share a key head
+    paged_kv: bool = False  # k and v lie in pages
+    seq_lens: bool = False  # the device knows how many keys there are; slots beyond hold anything
+    split_kv: bool = False  # the keys of a tile are cut into parts, with a result each
+    out_dtype: str = ""  # of what is written: dtype where not said, or float32
+    dropout: bool = False
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.out_dtype:
+            object.__setattr__(self, "out_dtype", self.dtype)
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile: queries, or with pack_gqa queries and heads."""
+        return 64 * self.warpgroups
+
+    def queries_of_tile(self, spec: AttentionSpec) -> int:
+        """How many queries a tile has, of one head or of all that share a key head."""
+        if self.pack_gqa:
+            return 64 // (spec.heads_q // spec.heads_kv) * self.warpgroups
+        return self.tile_m
+
+    @property
+    def bias_pitch(self) -> int:
+        """Elements of a row of bias in shared memory: kBiasPitch of attention/layout_sm90.cuh."""
+        return self.tile_n + 8
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup that loads, beside those that compute, and one for dropout."""
+        return 128 * (self.warpgroups + 1 + self.dropout)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask, or masks of dropout
+        with as many bytes as P."""
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        queries = self.q_stages * self.tile_m * panels * 128
+        keys = self.stages * self.tile_n * (panels + panels_v) * 128
+        rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
+        masks = self.tile_m * self.tile_n * 2 + 256 * self.warpgroups if self.dropout else 0
+        return queries + keys + 1024 + rows + masks
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90Tile:
+    """A tile of attention/forward_sm90.cu, and how fast it is beside the others of its head_dims
+    where both fit evenly."""
+
+    tile_n: int
+    warpgroups: int
+    q_stages: int = 2  # of queries: with two, one tile's products run into the next's
+    speed: float = 1.0
+
+
+#: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups
+#: hide each other's exponentials best, two waste fewer rows of short sequences; varlen calls, whose
+#: lengths are unknown here, get the first. Where keys, values and queries fill shared memory,
+#: tile_n comes first.
+SM90_TILES = {
+    (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
+    (96, 96): (Sm90Tile(112, 3), Sm90Tile(128, 2, speed=0.9)),
+    (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
+    (64, 256): (Sm90Tile(96, 2),),
+    (192, 128): (Sm90Tile(128, 2, q_stages=1),),
+    (192, 192): (Sm90Tile(112, 2, q_stages=1),),
+    (256, 256): (Sm90Tile(80, 2, q_stages=1),),
+}
+#: The tile of calls with softcap or alibi_slopes: registers are what these take.
+SM90_SCORE_TILES = {
+    (64, 64): Sm90Tile(128, 3),
+    (96, 96): Sm90Tile(96, 3),
+    (128, 128): Sm90Tile(80, 3),
+    (64, 256): Sm90Tile(80, 2),
+    (192, 128): Sm90Tile(112, 2, q_stages=1),
+    (192, 192): Sm90Tile(96, 2, q_stages=1),
+    (256, 256): Sm90Tile(80, 2, q_stages=1),
+}
+#: The tile of calls with bias or mask, which take their share of shared memory.
+SM90_ELEMENTWISE_TILES = {
+    (64, 64): Sm90Tile(112, 3),
+    (96, 96): Sm90Tile(80, 3, q_stages=1),
+    (128, 128): Sm90Tile(80, 3, q_stages=1),
+    (64, 256): Sm90Tile(80, 2),
+    (192, 128): Sm90Tile(80, 2, q_stages=1),
+    (192, 192): Sm90Tile(80, 2, q_stages=1),
+    (256, 256): Sm90Tile(48, 2, q_stages=1),
+}
+#: The tile of calls with dropout: their mask takes a share of shared memory, and the warps that
+#: compute it one of registers. (With 512 threads ptxas takes no product of 256 columns.)
+SM90_DROPOUT_TILES = {
+    (64, 64): Sm90Tile(128, 2),
+    (96, 96): Sm90Tile(128, 2),
+    (128, 128): Sm90Tile(128, 2),
+    (192, 128): Sm90Tile(96, 2, q_stages=1),
+    (192, 192): Sm90Tile(64, 2, q_stages=1),
+}
+#: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
+#: bounds more. Prompts over a cache are causal, and no variant is for those that are not.
+SM90_BOUNDS = ((False, False), (False, True), (True, True))
+SM90_CACHE_BOUNDS = SM90_BOUNDS[1:]
+
+
+def configs_of(
+    dtype: str,
+    dims: tuple[int, int],
+    score: bool,
+    elementwise: bool,
+    *,
+    varlen: bool,
+    cached: bool,
+    pack_gqa: bool = False,
+    dropout: bool = False,
+) -> Iterator[Sm90ForwardConfig]:
+    """Every Config for these; those that bound fewer keys come first."""
+    tiles = SM90_TILES[dims][: 1 if varlen else None]
+    if score:
+        tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
+    elif dropout:
+        tiles = (SM90_DROPOUT_TILES[dims],)
+    all_bounds = SM90_CACHE_BOUNDS if cached else SM90_BOUNDS
+    for bounds in all_bounds[-1:] if score or dropout else all_bounds:
+        for tile in tiles:
+            yield Sm90ForwardConfig(
+                dtype,
+                *dims,
+                tile_n=tile.tile_n,
+                warpgroups=tile.warpgroups,
+                q_stages=tile.q_stages,
+                bound_left=bounds[0],
+                bound_right=bounds[1],
+                varlen=varlen,
+                score=score,
+                elementwise=elementwise,
+                pack_gqa=pack_gqa,
+                paged_kv=cached,
+                seq_lens=cached,
+                dropout=dropout,
+            )
+
+
+def variant_of(config: Sm90ForwardConfig) -> Variant:
+    return Variant("attention/forward_sm90.cu", "forward_sm90", config)

@@ -1,0 +1,110 @@
+"""The order in which the thread blocks of attention/forward_sm90.cu take tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
+
+#: A little more than L2 holds: not all of a section is needed at a time, and a block that has less
+#: to do than others costs more. 70 MiB instead of 40: causal at head_dim 128, seqlen 8192 and 16384
+#: 1.01 and 1.03 times as fast, 140 again slower (H200).
+SECTION_BYTES = 70 << 20
+SECTION_TILES = 4096
+LONG = 4  # times the mean length, of a varlen call
+SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
+
+
+def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
+    """How many heads' tiles are dealt out to the blocks at a time, the last rows' first; 0 where
+    the tiles of all heads cost the same.
+
+    The keys and values that their tiles see at the same time should stay in L2; among the counts
+    for which they do, the best is the one that keeps the busiest block's sum of tiles lowest. For
+    sequences of unknown lengths, of which some may be a few times as long as the mean, it is the
+    most: the more tiles of a length there are, the less the last ones leave blocks idle.
+    """
+    dynamic = config.varlen or config.seq_lens
+    shared = 1 if config.pack_gqa else spec.heads_q // spec.heads_kv  # keys, by so many heads
+    heads = spec.heads_kv * shared * (1 if dynamic else spec.batch)
+    seqlen_k = spec.seqlen_k
+    if spec.keys == "ragged":
+        seqlen_k = min(seqlen_k, LONG * -(-seqlen_k // max(1, spec.batch)))
+    key_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize / shared
+    window = sum(
+        seqlen_k if side is None else side for side in (spec.window_left, spec.window_right)
+    )
+
+    def seen_bytes(section: int) -> float:
+        rows = -(-blocks // section) * config.queries_of_tile(spec)  # of a head, at a time
+        return section * min(seqlen_k, rows + window) * key_bytes
+
+    if dynamic:
+        most = max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
+        return -(-heads // -(-heads // most))
+    cost = costs_of_tiles(spec, config)
+    if cost.min() == cost.max():
+        return 0
+
+    def busiest(section: int) -> float:
+        load = np.zeros(blocks)
+        for number, first in enumerate(range(0, heads, section)):
+            tiles = np.repeat(cost[::-1], min(section, heads - first))
+            place, block = np.divmod(np.arange(len(tiles)), blocks)
+            backward = (place + number) % 2 == 1
+            np.add.at(load, np.where(backward, blocks - 1 - block, block), tiles)
+            if number == SECTIONS_SEEN:
+                break
+        return load.max() / load.sum()
+
+    most = min(heads, max(1, SECTION_TILES // len(cost)))
+    # Tiles that all blocks together have at the same time are read at the same time anyway: fewer
+    # would leave blocks idle.
+    stay = [
+        section
+        for section in range(1, most + 1)
+        if seen_bytes(section) <= SECTION_BYTES or section * len(cost) <= blocks
+    ]
+    return min(stay or [1], key=busiest)
+
+
+def blocks_of_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """Count the blocks of keys that some query of each tile of one head sees."""
+    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
+    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    return end - begin
+
+
+def products_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """Count the products of 64 queries with a block of keys that each tile of one head computes:
+    of all its blocks, but for those that kSkipsBlocks in attention/layout_sm90.cuh leaves out."""
+    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
+    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    count = config.warpgroups * (end - begin)
+    if config.elementwise or not (config.bound_left or config.bound_right):
+        return count
+    for row in range(0, config.tile_m, 64):
+        own_begin, own_end = _blocks_seen(spec, config, first_row + row, 64)
+        hidden = own_end < end if row < config.tile_m - 64 else own_begin > begin
+        count = count - (hidden & (end - begin > 1))
+    return count
+
+
+def _blocks_seen(
+    spec: AttentionSpec, config: Sm90ForwardConfig, first_row: np.ndarray, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first block of keys of which some of `rows` queries from each of `first_row` on see some,
+    and the one after the last."""
+    last_row = np.minimum(first_row + rows, spec.seqlen_q) - 1
+    diagonal = spec.seqlen_k - spec.seqlen_q
+    right = spec.seqlen_k + spec.seqlen_q if spec.window_right is None else spec.window_right
+    left = spec.seqlen_k + spec.seqlen_q if spec.window_left is None else spec.window_left
+    end = np.clip(last_row + diagonal + right + 1, 0, spec.seqlen_k)
+    begin = np.clip(first_row + diagonal - left, 0, end)
+    return begin // config.tile_n, -(-end // config.tile_n)
+
+
+def costs_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """What each tile of a head costs, in blocks of keys: those it sees, and about one more."""
+    return 1.0 + blocks_of_keys(spec, config)
