@@ -5,103 +5,23 @@
 // candidates. After the exchange every block has the whole list and draws the same conclusions.
 #pragma once
 
-#include "ptx/prefetch.cuh"
 #include "ptx/registers.cuh"
 #include "sampling/penalty_table.cuh"
-#include "sampling/row.cuh"
+#include "sampling/tiles.cuh"
 
 using Key = unsigned long long;  // a rank_key; 0 is none
 
-constexpr int kUnroll = Config::unroll;   // groups that a warp has in flight
-constexpr int kTileTokens = 8 * kUnroll;  // tokens of a thread in them
-constexpr int kPilotSize = 4096;          // tokens in the pilot sample
+constexpr int kPilotSize = 4096;  // tokens in the pilot sample
 constexpr int kPilotPerThread = kPilotSize / Config::threads;
 constexpr int kMaxCandidates = 2048;
 constexpr int kCandidatesPerBlock = kMaxCandidates / Config::cluster;
 constexpr int kCandidatesPerThread = kMaxCandidates / Config::threads;
-
-struct Row {
-  const Config::dtype* logits;
-
-  __device__ __forceinline__ float operator()(int i) const { return to_float(logits[i]); }
-
-  // Asks L2 for a segment ahead of its use.
-  __device__ __forceinline__ void prefetch(Segment segment) const {
-    constexpr int kLine = 128 / sizeof(Config::dtype);
-    for (int i = segment.begin + threadIdx.x * kLine; i < segment.end; i += Config::threads * kLine)
-      ptx::prefetch_l2(logits + i);
-  }
-};
 
 struct CandidateSmem {
   Key keys[kMaxCandidates];    // place p of the block of rank r at p * cluster + r
   int found[Config::cluster];  // tokens that each block found, whether or not there was a place
   int bad[Config::cluster];    // whether each block met a NaN or +inf
 };
-
-// Token j of a thread in the groups from `base` on.
-__device__ __forceinline__ int tile_token(int base, int j) {
-  return base + 32 * j + int(threadIdx.x % 32);
-}
-
-// Whether there are registers to hold the next tile while one is worked on.
-constexpr bool kDoubleBuffer = Config::blocks_per_sm == 1;
-
-// A warp's tiles of a segment, each of kTokens tokens of each thread; beyond the segment's end a
-// logit is -inf. Tiles go to kTeam warps in turn.
-template <int kTokens, int kTeam = kWarps>
-struct Tiles {
-  const Row& logits;
-  const Segment segment;
-  int base;
-
-  __device__ __forceinline__ Tiles(const Row& logits, Segment segment)
-      : logits(logits),
-        segment(segment),
-        base(segment.begin + int(threadIdx.x / 32) % kTeam * 32 * kTokens) {}
-
-  __device__ __forceinline__ bool any() const { return base < segment.end; }
-
-  __device__ __forceinline__ void next() { base += kTeam * 32 * kTokens; }
-
-  __device__ __forceinline__ void load(float (&x)[kTokens]) const {
-    if (base + 32 * kTokens <= segment.end) {
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) x[j] = logits(tile_token(base, j));
-    } else {
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) {
-        const int i = tile_token(base, j);
-        x[j] = i < segment.end ? logits(i) : -kInfinity;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_ahead(float (&ahead)[kTokens]) const {
-    if (kDoubleBuffer) load(ahead);
-  }
-};
-
-// f(base, logits) for each tile. With kDoubleBuffer, `ahead` holds the first tile, from
-// load_ahead(), and then each tile that follows, which is loaded while f runs.
-template <int kTokens, class F>
-__device__ __forceinline__ void for_each_tile(Tiles<kTokens> tiles, float (&ahead)[kTokens], F f) {
-  float x[kTokens];
-  while (tiles.any()) {
-    const int base = tiles.base;
-    if (kDoubleBuffer) {
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) x[j] = ahead[j];
-      tiles.next();
-      if (tiles.any()) tiles.load(ahead);
-    } else {
-      tiles.load(x);
-      tiles.next();
-    }
-    f(base, x);
-    __syncwarp();  // diverged lanes would go on alone, each with loads of its own
-  }
-}
 
 // x[j] by selection, so that x stays in registers.
 __device__ __forceinline__ float select_register(const float (&x)[kTileTokens], int j) {
@@ -154,29 +74,18 @@ __device__ __forceinline__ void add_candidate(Key key, CandidateSmem& smem) {
 __device__ __forceinline__ void add_penalized(const Row& logits, const PenalizedRow& penalized,
                                               Key threshold, CandidateSmem& smem) {
   if (!penalized.slots) return;
-  constexpr int kAhead = 4, kStep = Config::cluster * Config::threads;
-  const int slots = 1 << penalized.bits;
-#pragma unroll 1
-  for (int first = rank_in_cluster() * Config::threads + threadIdx.x; first < slots;
-       first += kAhead * kStep) {
-    PenalizedLogit entries[kAhead];
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      const int slot = first + n * kStep;
-      entries[n] = slot < slots ? penalized.slots[slot] : PenalizedLogit{-1, 0.0f};
-    }
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      const int token = entries[n].token;
-      const float value = entries[n].logit + 0.0f;
-      if (token < 0) continue;
-      if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
-      const Key key = rank_key(value, token);
-      if (key >= threshold && rank_key(logits(token) + 0.0f, token) < threshold) {
-        add_candidate(key, smem);
-      }
-    }
-  }
+  const auto load = [&](int slot) { return penalized.slots[slot]; };
+  for_each_ahead<4>(
+      rank_in_cluster() * Config::threads + threadIdx.x, 1 << penalized.bits,
+      Config::cluster * Config::threads, load, [&](int, PenalizedLogit entry) {
+        if (entry.token < 0) return;
+        const float value = entry.logit + 0.0f;
+        if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
+        const Key key = rank_key(value, entry.token);
+        if (key >= threshold && rank_key(logits(entry.token) + 0.0f, entry.token) < threshold) {
+          add_candidate(key, smem);
+        }
+      });
 }
 
 // Gives each block the candidates of all blocks.

@@ -72,11 +72,7 @@ struct AnyRow {
   }
 };
 
-extern "C" __global__ void
-#if __CUDA_ARCH__ >= 900
-__cluster_dims__(Config::cluster, 1, 1)
-#endif
-    __launch_bounds__(Config::threads, Config::blocks_per_sm) filter(const SampleParams params) {
+ROW_KERNEL filter(const SampleParams params) {
   __shared__ Smem smem;
   const int row = ptx::opaque(blockIdx.x / Config::cluster);  // computed once, or it would spill
   if (params.only_fallback && params.tokens[row] != kNeedsFallback) return;
@@ -89,23 +85,12 @@ __cluster_dims__(Config::cluster, 1, 1)
 
   // The row, and its largest and smallest finite logit. A largest of +inf marks a bad row.
   Range range = {-kInfinity, kInfinity};
-  constexpr int kUnroll = 8;
-  for (int base = segment.begin + threadIdx.x; base < segment.end;
-       base += kUnroll * Config::threads) {
-    float x[kUnroll];
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int i = base + j * Config::threads;
-      x[j] = i < segment.end ? read(i) : -kInfinity;
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int i = base + j * Config::threads;
-      if (Config::resident && i < segment.end) resident_row[i - segment.begin] = x[j];
-      range.high = fmaxf(range.high, x[j] < kInfinity ? x[j] : kInfinity);
-      range.low = fminf(range.low, x[j] > -kInfinity ? x[j] : kInfinity);
-    }
-  }
+  const int first = segment.begin + threadIdx.x;
+  for_each_ahead<8>(first, segment.end, Config::threads, read, [&](int i, float x) {
+    if (Config::resident) resident_row[i - segment.begin] = x;
+    range.high = fmaxf(range.high, x < kInfinity ? x : kInfinity);
+    range.low = fminf(range.low, x > -kInfinity ? x : kInfinity);
+  });
   range = reduce_cluster(range, Widen(), {-kInfinity, kInfinity}, smem.range);
   const float high = range.high, low = range.low;
   const bool bad = high == kInfinity;

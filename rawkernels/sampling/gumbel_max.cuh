@@ -10,7 +10,6 @@
 // true comparison.
 #pragma once
 
-#include "ptx/math.cuh"
 #include "sampling/row.cuh"
 #include "tile/philox.cuh"
 
@@ -42,9 +41,16 @@ __device__ __forceinline__ float approx_key(float log2_p, float u) {
 
 __device__ __forceinline__ float approx_error(float key) { return fmaf(fabsf(key), 2e-6f, 5e-4f); }
 
-// The largest of four, NaN if one of them is.
-__device__ __forceinline__ float largest_of_four(const float* x) {
-  return ptx::max_nan(ptx::max_nan(x[0], x[1]), ptx::max_nan(x[2], x[3]));
+// The words of which a tile's uniform numbers have their upper halves, those of a lane's tokens in
+// kGroups groups; `block` is the philox_block() of the lane's first token.
+template <int kGroups>
+__device__ __forceinline__ void draw_upper_halves(uint4 (&words)[kGroups], unsigned block,
+                                                  PhiloxKey key) {
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    words[n] = philox_counter(block + 32 * n, kTokenStream, kUpper, key);
+  }
+  philox4x32(words, key.seed);
 }
 
 // 1/2 + u, or 2 u if that is more, from 16 bits of a word: the upper half of u's bits. So it is at
@@ -74,6 +80,27 @@ __device__ __forceinline__ unsigned which_may_pass(const float* x, uint4 words, 
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (!(half_plus_uniform(bits[j], side) > limit(x[j]))) which |= 1u << j;
+  }
+  return which;
+}
+
+// Which tokens of kGroups groups may pass; bit j is token j of a thread. Nearly always none does:
+// that costs one branch.
+template <int kGroups, class Limit>
+__device__ __forceinline__ unsigned which_of_tile(const float* x, const uint4 (&words)[kGroups],
+                                                  Limit limit) {
+  bool may[2 * kGroups], any = false;
+#pragma unroll
+  for (int four = 0; four < 2 * kGroups; ++four) {
+    may[four] = any_may_pass(largest_of_four(x + 4 * four), words[four / 2], four % 2, limit);
+    any |= may[four];
+  }
+  if (!any) return 0;
+  unsigned which = 0;
+#pragma unroll
+  for (int four = 0; four < 2 * kGroups; ++four) {
+    if (may[four])
+      which |= which_may_pass(x + 4 * four, words[four / 2], four % 2, limit) << 4 * four;
   }
   return which;
 }
@@ -118,10 +145,8 @@ __device__ __forceinline__ Draw best_of_cluster(Draw best, ArgmaxSmem& smem) {
 // How many of the block's threads have a token that may have the largest key, by their approximate
 // keys, -inf for none. `may_win` says whether the thread's own may. `slots` has kWarps values.
 __device__ __forceinline__ int count_possible_winners(float key, bool& may_win, float* slots) {
-  float threshold = largest_of_warp(key > -kInfinity ? key - approx_error(key) : key);
-  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = threshold;
-  __syncthreads();
-  threshold = largest_of_warp(slots[threadIdx.x % kWarps]);
+  const float least = key > -kInfinity ? key - approx_error(key) : key;
+  const float threshold = largest_of_block(least, slots);
   may_win = key > -kInfinity && !(key + approx_error(key) < threshold);
   return __syncthreads_count(may_win);
 }
@@ -272,8 +297,8 @@ __device__ __forceinline__ bool gumbel_max(Load load, Scaled scaled, Segment seg
     }
     if (!__any_sync(0xffffffffu, any)) continue;
     const float threshold = read_threshold(smem);
-    uint4 words[1] = {philox_counter(philox_block(base + lane), kTokenStream, kUpper, key)};
-    philox4x32(words, key.seed);
+    uint4 words[1];
+    draw_upper_halves(words, philox_block(base + lane), key);
     const auto limit = [&](float y) { return 0.5f + ptx::ex2(fmaf(y, slope, -threshold)); };
     unsigned contenders = which_may_pass(x, words[0], philox_side(base), limit);
     for (; contenders != 0; contenders &= contenders - 1) {

@@ -80,8 +80,8 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
         const int first = waiting.tokens[num_waiting + lane];
         const float4 four = waiting.fours[num_waiting + lane];
         const float own[4] = {four.x, four.y, four.z, four.w};
-        uint4 words[1] = {philox_counter(philox_block(first), kTokenStream, kUpper, key)};
-        philox4x32(words, key.seed);
+        uint4 words[1];
+        draw_upper_halves(words, philox_block(first), key);
         const int side = philox_side(first);
         if (!any_may_pass(largest_of_four(own), words[0], side, limit)) continue;
         const unsigned which = which_may_pass(own, words[0], side, limit);
@@ -97,33 +97,17 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
 #pragma unroll
     for (int first = 0; first < kUnroll; first += kGroupsAtOnce) {
       uint4 words[kGroupsAtOnce];
+      draw_upper_halves(words, block + 32 * first, key);
+      if constexpr (kHistogram) {
 #pragma unroll
-      for (int n = 0; n < kGroupsAtOnce; ++n) {
-        words[n] = philox_counter(block + 32 * (first + n), kTokenStream, kUpper, key);
-      }
-      philox4x32(words, key.seed);
-      bool may[2 * kGroupsAtOnce], any = false;
-#pragma unroll
-      for (int n = 0; n < 2 * kGroupsAtOnce; ++n) {
-        const float* const four = x + 4 * (2 * first + n);
-        if constexpr (kHistogram) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float log2_p = state.log2_probability(four[j]);
-            char* const column = reinterpret_cast<char*>(&thread_bins[0][threadIdx.x]);
-            const unsigned offset = __float_as_uint(state.bin(log2_p)) * sizeof(thread_bins[0]);
-            *reinterpret_cast<float*>(column + offset) += ptx::ex2(log2_p);
-          }
+        for (int j = 8 * first; j < 8 * (first + kGroupsAtOnce); ++j) {
+          const float log2_p = state.log2_probability(x[j]);
+          char* const column = reinterpret_cast<char*>(&thread_bins[0][threadIdx.x]);
+          const unsigned offset = __float_as_uint(state.bin(log2_p)) * sizeof(thread_bins[0]);
+          *reinterpret_cast<float*>(column + offset) += ptx::ex2(log2_p);
         }
-        may[n] = any_may_pass(tops[2 * first + n], words[n / 2], n % 2, limit);
-        any |= may[n];
       }
-      if (!any) continue;
-#pragma unroll
-      for (int n = 0; n < 2 * kGroupsAtOnce; ++n) {
-        const int token = 4 * (2 * first + n);
-        if (may[n]) which |= which_may_pass(x + token, words[n / 2], n % 2, limit) << token;
-      }
+      which |= which_of_tile(x + 8 * first, words, limit) << 8 * first;
     }
     for (; which != 0; which &= which - 1) {
       const int j = __ffs(which) - 1;

@@ -125,10 +125,7 @@ __device__ __forceinline__ void estimate_state(const Row& logits, int vocab, flo
   float high = -kInfinity;
 #pragma unroll
   for (int j = 0; j < kPilotPerThread; ++j) high = fmaxf(high, x[j]);
-  high = largest_of_warp(high);
-  if (threadIdx.x % 32 == 0) smem.pilot_high[threadIdx.x / 32] = high;
-  __syncthreads();
-  high = largest_of_warp(smem.pilot_high[threadIdx.x % kWarps]);
+  high = largest_of_block(high, smem.pilot_high);
 
   NucleusState state;
   state.temperature = temperature;

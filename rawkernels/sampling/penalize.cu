@@ -26,7 +26,6 @@ __device__ __forceinline__ void make_table(const PenaltyParams& params, int row,
   struct Count {
     int token, count;
   };
-  constexpr int kAhead = 4;  // loads in flight together
   const int slots = 1 << bits;
   Count* const counts = reinterpret_cast<Count*>(biases + (params.triples ? slots : 0));
   for (int slot = threadIdx.x; slot < slots; slot += Config::threads) {
@@ -43,45 +42,27 @@ __device__ __forceinline__ void make_table(const PenaltyParams& params, int row,
       if (there == -1 || there == token) return int(slot);
     }
   };
-  const int* const tokens = params.tokens + static_cast<long long>(row) * params.length;
-  for (int first = threadIdx.x; first < params.length; first += kAhead * Config::threads) {
-    int token[kAhead];
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int n = first + k * Config::threads;
-      token[k] = n < params.length ? tokens[n] : -1;
-    }
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int slot = slot_of(token[k]);
-      if (slot >= 0) atomicAdd(&counts[slot].count, 1);
-    }
-  }
+  for_each_earlier(params, row, [&](int token) {
+    const int slot = slot_of(token);
+    if (slot >= 0) atomicAdd(&counts[slot].count, 1);
+  });
   for (int n = threadIdx.x; n < params.triples; n += Config::threads) {
     const int slot = params.triple_rows[n] == row ? slot_of(params.triple_tokens[n]) : -1;
     if (slot >= 0) atomicAdd(&biases[slot], double(params.triple_values[n]));
   }
   __syncthreads();
-  for (int first = threadIdx.x; first < slots; first += kAhead * Config::threads) {
-    PenalizedLogit entries[kAhead];
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int slot = first + k * Config::threads;
-      const int token = slot < slots ? counts[slot].token : -1;
-      entries[k] = {token, token < 0 ? 0.0f : to_float(logits[token])};
+  const auto load = [&](int slot) -> PenalizedLogit {
+    const int token = counts[slot].token;
+    return {token, token < 0 ? 0.0f : to_float(logits[token])};
+  };
+  for_each_ahead<4>(threadIdx.x, slots, Config::threads, load, [&](int slot, PenalizedLogit entry) {
+    if (entry.token >= 0) {
+      double y = penalized(params, row, entry.logit, counts[slot].count);
+      if (params.triples) y += biases[slot];
+      entry.logit = rounded(y, Config::dtype());
     }
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int slot = first + k * Config::threads;
-      if (slot >= slots) continue;
-      if (entries[k].token >= 0) {
-        double y = penalized(params, row, entries[k].logit, counts[slot].count);
-        if (params.triples) y += biases[slot];
-        entries[k].logit = rounded(y, Config::dtype());
-      }
-      out[slot] = entries[k];
-    }
-  }
+    out[slot] = entry;
+  });
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 4)

@@ -43,6 +43,15 @@ __device__ __forceinline__ double penalized(const PenaltyParams& params, int row
   return y - double(params.presence[row]);
 }
 
+// f(token) for each of the row's earlier tokens, -1 for none.
+template <class F>
+__device__ __forceinline__ void for_each_earlier(const PenaltyParams& params, int row, F f) {
+  const int* const tokens = params.tokens + static_cast<long long>(row) * params.length;
+  for_each_ahead<4>(
+      threadIdx.x, params.length, Config::threads, [&](int n) { return tokens[n]; },
+      [&](int, int token) { f(token); });
+}
+
 // Memory of Penalties (penalty_bytes() of cuattn/gpu/dispatch/sampling.py), or of a table.
 extern __shared__ double penalty_smem[];
 
@@ -160,19 +169,9 @@ class Penalties {
   template <class F>
   __device__ __forceinline__ static void each_token(const PenaltyParams& params, int row,
                                                     Segment segment, F f) {
-    constexpr int kAhead = 4;
-    const int* const tokens = params.tokens + static_cast<long long>(row) * params.length;
-    for (int n = threadIdx.x; n < params.length; n += kAhead * Config::threads) {
-      int i[kAhead];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        i[k] = n + k * Config::threads < params.length ? tokens[n + k * Config::threads] : -1;
-      }
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (i[k] >= segment.begin && i[k] < segment.end) f(i[k] - segment.begin);
-      }
-    }
+    for_each_earlier(params, row, [&](int token) {
+      if (token >= segment.begin && token < segment.end) f(token - segment.begin);
+    });
   }
 
   // f(place in the segment, value) for the row's triples that lie in the segment.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/cluster.cuh"
+#include "ptx/math.cuh"
 
 constexpr int kGroup = 256;  // tokens that a warp takes together: eight a lane, 32 apart, as
                              // tile/philox.cuh numbers them
@@ -11,6 +12,15 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxFloat = 3.402823466e38f;
 #define kInfinity __int_as_float(0x7f800000)
 #define kNaN __int_as_float(0x7fc00000)
+
+// A kernel whose clusters of Config::cluster blocks share a row.
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER_DIMS __cluster_dims__(Config::cluster, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+#define ROW_KERNEL \
+  extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(Config::threads, Config::blocks_per_sm)
 
 struct Segment {  // tokens [begin, end)
   int begin, end;
@@ -35,34 +45,27 @@ __device__ __forceinline__ Segment own_segment(int vocab) {
 // The two halves of a first cluster barrier, before blocks write to each other's shared memory: it
 // says that all blocks run, and orders no memory.
 __device__ __forceinline__ void arrive_cluster() {
-#if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) ptx::cluster_arrive_relaxed();
-#endif
 }
 
 __device__ __forceinline__ void wait_cluster() {
-#if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) ptx::cluster_wait();
-#endif
 }
 
 __device__ __forceinline__ void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (Config::cluster > 1) {
+  if constexpr (Config::cluster > 1)
     ptx::cluster_barrier();
-    return;
-  }
-#endif
-  __syncthreads();
+  else
+    __syncthreads();
 }
 
 // The address, through distributed shared memory, of the same variable in the block of that rank.
 template <class T>
 __device__ __forceinline__ T* of_rank(T* pointer, int rank) {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (Config::cluster > 1) return ptx::mapa(pointer, rank);
-#endif
-  return pointer;
+  if constexpr (Config::cluster > 1)
+    return ptx::mapa(pointer, rank);
+  else
+    return pointer;
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -100,6 +103,25 @@ __device__ __forceinline__ float log2_per_logit(float temperature) {
   return fminf(kLog2e / temperature, kMaxFloat);
 }
 
+// The largest of four, NaN if one of them is.
+__device__ __forceinline__ float largest_of_four(const float* x) {
+  return ptx::max_nan(ptx::max_nan(x[0], x[1]), ptx::max_nan(x[2], x[3]));
+}
+
+// use(i, load(i)) for i = first, first + step, … below `end`; kAhead loads are in flight together.
+template <int kAhead, class Load, class Use>
+__device__ __forceinline__ void for_each_ahead(int first, int end, int step, Load load, Use use) {
+  for (; first < end; first += kAhead * step) {
+    decltype(load(first)) loaded[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) loaded[k] = load(min(first + k * step, end - 1));
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (first + k * step < end) use(first + k * step, loaded[k]);
+    }
+  }
+}
+
 struct Add {
   template <class T>
   __device__ __forceinline__ T operator()(T a, T b) const {
@@ -129,6 +151,14 @@ __device__ __forceinline__ T reduce_warp(T value, Op op) {
 // The largest of a warp's floats, none of which is NaN.
 __device__ __forceinline__ float largest_of_warp(float value) {
   return from_ordered(__reduce_max_sync(0xffffffffu, ordered(value)));
+}
+
+// The largest of a block's floats, none of which is NaN. `slots` has kWarps values.
+__device__ __forceinline__ float largest_of_block(float value, float* slots) {
+  value = largest_of_warp(value);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = value;
+  __syncthreads();
+  return largest_of_warp(slots[threadIdx.x % kWarps]);
 }
 
 // The sum of the lanes up to a thread's own, that one included.

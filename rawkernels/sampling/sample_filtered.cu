@@ -23,12 +23,7 @@ struct Smem {
   };
 };
 
-extern "C" __global__ void
-#if __CUDA_ARCH__ >= 900
-__cluster_dims__(Config::cluster, 1, 1)
-#endif
-    __launch_bounds__(Config::threads, Config::blocks_per_sm)
-        sample_filtered(const SampleParams params) {
+ROW_KERNEL sample_filtered(const SampleParams params) {
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
   const Segment segment = own_segment(params.vocab);

@@ -3,26 +3,23 @@
 //
 // The row is read once, with its penalties applied if there are any, and nothing of it is stored. A
 // cluster of Config::cluster blocks shares a row; grid (rows * cluster).
-#include "ptx/math.cuh"
-#include "ptx/prefetch.cuh"
 #include "ptx/registers.cuh"
 #include "sampling/gumbel_max.cuh"
 #include "sampling/params.cuh"
 #include "sampling/penalties.cuh"
+#include "sampling/tiles.cuh"
 #include "sampling/vector_access.cuh"
-
-constexpr int kLoads = 8 * Config::unroll;  // of a thread, in flight together
 
 // The first of the largest logits, as a draw whose key is the logit; +inf for a bad row.
 template <class AnyPenalties>
-__device__ __forceinline__ Draw argmax(const Config::dtype* logits, Segment segment, bool vectors,
+__device__ __forceinline__ Draw argmax(const Row& logits, Segment segment, bool vectors,
                                        const AnyPenalties& penalties) {
-  constexpr int kCount = 2 * kLoads;
+  constexpr int kCount = 2 * kTileTokens;
   Draw best = {-kInfinity, -1};
   for (int begin = segment.begin; begin < segment.end; begin += kCount * Config::threads) {
     const ThreadTokens tokens = {begin, segment.end, vectors};
     float x[kCount];
-    load_tokens(x, logits, tokens);
+    load_tokens(x, logits.logits, tokens);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       if (tokens.has(n)) x[n] = penalties.dense(tokens.token(n), x[n]);
@@ -40,7 +37,7 @@ __device__ __forceinline__ Draw argmax(const Config::dtype* logits, Segment segm
     __syncwarp();  // diverged lanes would go on with loads of their own
   }
   penalties.each_listed([&](int i) {
-    const float x = penalties.of(i, to_float(logits[i]));
+    const float x = penalties.of(i, logits(i));
     const Draw other = {x < kInfinity ? x : kInfinity, i};
     if (x != -kInfinity && beats(other, best)) best = other;
   });
@@ -51,52 +48,32 @@ __device__ __forceinline__ Draw argmax(const Config::dtype* logits, Segment segm
 // largest of their logits with the smallest of their uniform numbers would be. Gives the winner to
 // the thread of the cluster that returns true.
 template <class AnyPenalties>
-__device__ __forceinline__ bool gumbel_max_dense(const Config::dtype* logits, Segment segment,
+__device__ __forceinline__ bool gumbel_max_dense(const Row& logits, Segment segment,
                                                  float temperature, PhiloxKey key,
                                                  const AnyPenalties& penalties, GumbelSmem& smem,
                                                  int& winner) {
-  constexpr int kUnroll = Config::unroll;
-  constexpr int kTile = kGroup * kUnroll;  // of a warp
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   const float slope = log2_per_logit(temperature);
-  const auto load = [&](int i) { return penalties.of(i, to_float(logits[i])); };
-  int base = segment.begin + warp * kTile;
-  float ahead[kLoads];  // of the next tile
-  const auto load_tile = [&] {
-    if (base + kTile <= segment.end) {
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) ahead[j] = to_float(logits[base + 32 * j + lane]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        const int i = base + 32 * j + lane;
-        ahead[j] = i < segment.end ? to_float(logits[i]) : -kInfinity;
-      }
-    }
-  };
-  float x[kLoads];
+  const auto load = [&](int i) { return penalties.of(i, logits(i)); };
+  Tiles<kTileTokens> tiles(logits, segment);
+  float ahead[kTileTokens], x[kTileTokens];  // of the next tile, and of this one
   uint4 words[kUnroll];
-  const auto start_tile = [&] {
-    const unsigned block = philox_block(base + lane);
-#pragma unroll
-    for (int group = 0; group < kUnroll; ++group) {
-      words[group] = philox_counter(block + 32 * group, kTokenStream, kUpper, key);
-    }
-    philox4x32(words, key.seed);
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int i = min(base + 32 * j + lane, segment.end - 1);
-      x[j] = penalties.dense(i, ahead[j]);
-    }
-  };
-  const auto prefetch_next = [&] {
-    if (Config::cluster == 1) return;  // with many rows it costs more than it gains
+  const auto load_ahead = [&] {
+    tiles.load(ahead);
+    if (Config::cluster == 1) return;  // a prefetch costs more than it gains with many rows
     constexpr int kLine = 64 / sizeof(Config::dtype);
-    const int next = base + Config::threads * kLoads + lane * kLine;
-    if (lane * kLine < kTile && next < segment.end) ptx::prefetch_l2(logits + next);
+    const int next = tiles.base + Config::threads * kTileTokens + lane * kLine;
+    if (lane * kLine < kGroup * kUnroll && next < segment.end)
+      ptx::prefetch_l2(logits.logits + next);
   };
-  load_tile();
-  prefetch_next();
+  const auto start_tile = [&] {
+    draw_upper_halves(words, philox_block(tile_token(tiles.base, 0)), key);
+#pragma unroll
+    for (int j = 0; j < kTileTokens; ++j) {
+      x[j] = penalties.dense(min(tile_token(tiles.base, j), segment.end - 1), ahead[j]);
+    }
+  };
+  load_ahead();
   start_tile();
 
   float start = -kMaxFloat;  // a first threshold from four tokens a thread
@@ -109,32 +86,17 @@ __device__ __forceinline__ bool gumbel_max_dense(const Config::dtype* logits, Se
   init_threshold(start, smem);
 
   while (true) {
-    const int here = base;
-    base += Config::threads * kLoads;
-    load_tile();
-    prefetch_next();
+    const int here = tiles.base;
+    tiles.next();
+    load_ahead();
     const float threshold = read_threshold(smem);
     const auto limit = [&](float y) { return 0.5f + ptx::ex2(fmaf(y, slope, -threshold)); };
-    bool may_win[2 * kUnroll], any = false;
-#pragma unroll
-    for (int four = 0; four < 2 * kUnroll; ++four) {
-      const float top = largest_of_four(x + 4 * four);
-      may_win[four] = any_may_pass(top, words[four / 2], four % 2, limit);
-      any |= may_win[four];
+    unsigned contenders = which_of_tile(x, words, limit);
+    for (; contenders != 0; contenders &= contenders - 1) {
+      const int i = tile_token(here, __ffs(contenders) - 1);
+      if (i < segment.end) add_contender(i, load(i), slope, key, smem);
     }
-    if (any) {
-      unsigned contenders = 0;  // bit j: token j
-#pragma unroll
-      for (int four = 0; four < 2 * kUnroll; ++four) {
-        if (!may_win[four]) continue;
-        contenders |= which_may_pass(x + 4 * four, words[four / 2], four % 2, limit) << (4 * four);
-      }
-      for (; contenders != 0; contenders &= contenders - 1) {
-        const int i = here + 32 * (__ffs(contenders) - 1) + lane;
-        if (i < segment.end) add_contender(i, load(i), slope, key, smem);
-      }
-    }
-    if (base >= segment.end) break;
+    if (!tiles.any()) break;
     __syncwarp();  // lanes that added a token would compute Philox by themselves
     start_tile();
   }
@@ -153,9 +115,9 @@ __device__ __forceinline__ bool gumbel_max_dense(const Config::dtype* logits, Se
 
 // Whether this thread is to write the row's token, and the token.
 template <class AnyPenalties>
-__device__ __forceinline__ bool draw(const SampleParams& params, int row, Segment segment,
-                                     const AnyPenalties& penalties, GumbelSmem& smem, int& token) {
-  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
+__device__ __forceinline__ bool draw(const SampleParams& params, int row, const Row& logits,
+                                     Segment segment, const AnyPenalties& penalties,
+                                     GumbelSmem& smem, int& token) {
   const float temperature = fmaxf(params.temperature[row], 0.0f);
   if (temperature > 0.0f) {
     const PhiloxKey key = {params.seed[row], params.offset[row]};
@@ -169,28 +131,23 @@ __device__ __forceinline__ bool draw(const SampleParams& params, int row, Segmen
   return threadIdx.x == 0 && rank_in_cluster() == 0;
 }
 
-extern "C" __global__ void
-#if __CUDA_ARCH__ >= 900
-__cluster_dims__(Config::cluster, 1, 1)
-#endif
-    __launch_bounds__(Config::threads, Config::blocks_per_sm)
-        sample_unfiltered(const SampleParams params, const PenaltyParams penalty_params) {
+ROW_KERNEL sample_unfiltered(const SampleParams params, const PenaltyParams penalty_params) {
   __shared__ GumbelSmem smem;
   arrive_cluster();
   init_contenders(smem);
   const int row = ptx::opaque(blockIdx.x / Config::cluster);  // computed once, or it would spill
   const Segment segment = own_segment(params.vocab);
-  const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
+  const Row logits = {static_cast<const Config::dtype*>(params.logits) + row * params.row_stride};
   int token;
   bool writes;
   bool plain = true;
   if constexpr (Config::penalized) {
     if (penalty_params.any) {
-      const Penalties penalties(penalty_params, row, segment, logits);
-      writes = draw(params, row, segment, penalties, smem, token);
+      const Penalties penalties(penalty_params, row, segment, logits.logits);
+      writes = draw(params, row, logits, segment, penalties, smem, token);
       plain = false;
     }
   }
-  if (plain) writes = draw(params, row, segment, NoPenalties(), smem, token);
+  if (plain) writes = draw(params, row, logits, segment, NoPenalties(), smem, token);
   if (writes) params.tokens[row] = token;
 }

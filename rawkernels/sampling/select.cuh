@@ -7,7 +7,6 @@
 // time. Once few enough tokens are left, they are sorted.
 #pragma once
 
-#include "ptx/math.cuh"
 #include "sampling/row.cuh"
 
 constexpr int kMaxSorted = Config::threads;  // tokens that are sorted in the end

@@ -6,7 +6,6 @@
 // logit and its sum to all blocks through distributed shared memory, and each block waits only for
 // these, on an mbarrier. A part of a row that does not fit into registers is read twice, in chunks.
 // Grid: (rows * cluster).
-#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sampling/params.cuh"
 #include "sampling/row.cuh"
@@ -42,19 +41,16 @@ struct ExchangeSmem {
 
 // By one thread of each block, before the first cluster barrier.
 __device__ __forceinline__ void init_exchange(ExchangeSmem& smem) {
-#if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) {
     ptx::mbarrier_init(smem.arrived, 1);
     ptx::fence_mbarrier_init();
   }
-#endif
 }
 
 // Sends a warp's partial result to all blocks of the cluster, and waits for those of all warps. A
 // cluster barrier in its place would fence all memory, the writes of other rows included.
 __device__ __forceinline__ void exchange(ExchangeSmem& smem, Partial own) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#if __CUDA_ARCH__ >= 900
   if constexpr (Config::cluster > 1) {
     if (threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect_tx(smem.arrived, sizeof(smem.partials));
@@ -64,11 +60,10 @@ __device__ __forceinline__ void exchange(ExchangeSmem& smem, Partial own) {
       ptx::store_async(smem.partials[n], own.max, own.sum, smem.arrived, lane);
     }
     ptx::mbarrier_wait_cluster(smem.arrived, 0);
-    return;
+  } else {
+    if (lane == 0) smem.partials[warp] = own;
+    __syncthreads();
   }
-#endif
-  if (lane == 0) smem.partials[warp] = own;
-  __syncthreads();
 }
 
 __device__ __forceinline__ void store_tokens(const float (&x)[kValues], float factor, float* out,
@@ -110,11 +105,7 @@ __device__ __forceinline__ void write_greedy(const Config::dtype* logits, float*
   sync_cluster();  // the slots are read by other blocks
 }
 
-extern "C" __global__ void
-#if __CUDA_ARCH__ >= 900
-__cluster_dims__(Config::cluster, 1, 1)
-#endif
-    __launch_bounds__(Config::threads, Config::blocks_per_sm) softmax(const SoftmaxParams params) {
+ROW_KERNEL softmax(const SoftmaxParams params) {
   __shared__ ExchangeSmem smem;
   __shared__ unsigned long long slots[kWarps];
   const int lane = threadIdx.x % 32;

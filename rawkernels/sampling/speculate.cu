@@ -11,7 +11,6 @@
 #include "sampling/params.cuh"
 
 constexpr int kMaxDrafts = 256;  // of a tree; in a chain no second draft is rejected
-constexpr int kAhead = 8;        // loads in flight together
 
 // A probability; a negative one counts as 0, a NaN as a NaN.
 __device__ __forceinline__ float probability(float p) { return ptx::max_nan(p, 0.0f); }
@@ -35,12 +34,7 @@ struct Smem {
   double left[kMaxDrafts];   // what each rejection left of the residual's sum
 };
 
-extern "C" __global__ void
-#if __CUDA_ARCH__ >= 900
-__cluster_dims__(Config::cluster, 1, 1)
-#endif
-    __launch_bounds__(Config::threads, Config::blocks_per_sm)
-        speculate(const SpeculateParams params) {
+ROW_KERNEL speculate(const SpeculateParams params) {
   __shared__ Smem smem;
   const int row = blockIdx.x / Config::cluster;
   const bool writes = threadIdx.x == 0 && rank_in_cluster() == 0;
@@ -85,26 +79,18 @@ __cluster_dims__(Config::cluster, 1, 1)
       const double rest = p - double(q);
       sum += rest > 0.0 || rest != rest ? rest : 0.0;
     };
+    const int first = segment.begin + threadIdx.x;
     if (rejected > 0) {
-      for (int i = segment.begin + threadIdx.x; i < segment.end; i += Config::threads) {
+      for (int i = first; i < segment.end; i += Config::threads) {
         add(residual(i), probability(proposal[i]));
       }
     } else {
       const float* const target = targets + (node + 1) * vocab;
-      for (int base = segment.begin + threadIdx.x; base < segment.end;
-           base += kAhead * Config::threads) {
-        float p[kAhead], q[kAhead];
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          const int i = min(base + k * Config::threads, segment.end - 1);
-          p[k] = probability(target[i]);
-          q[k] = probability(proposal[i]);
-        }
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          if (base + k * Config::threads < segment.end) add(p[k], q[k]);
-        }
-      }
+      const auto load = [&](int i) -> float2 {
+        return {probability(target[i]), probability(proposal[i])};
+      };
+      for_each_ahead<8>(first, segment.end, Config::threads, load,
+                        [&](int, float2 each) { add(each.x, each.y); });
     }
     sum = reduce_cluster(sum, Add(), 0.0, smem.sums[sums++ % 2]);
     if (sum > 0.0) {  // else rounding left nothing, and the proposal was the target

@@ -5,7 +5,6 @@
 // once, and the cluster needs two barriers.
 #pragma once
 
-#include "ptx/math.cuh"
 #include "ptx/registers.cuh"
 #include "sampling/candidates.cuh"
 #include "sampling/vector_access.cuh"
@@ -64,8 +63,7 @@ __device__ __forceinline__ Key candidates_from_registers(const Row& logits, Segm
   float tops_of_four[kTokensPerThread / 4], top = -kInfinity;
 #pragma unroll
   for (int four = 0; four < kTokensPerThread / 4; ++four) {
-    tops_of_four[four] = ptx::max_nan(ptx::max_nan(x[4 * four], x[4 * four + 1]),
-                                      ptx::max_nan(x[4 * four + 2], x[4 * four + 3]));
+    tops_of_four[four] = largest_of_four(x + 4 * four);
     top = ptx::max_nan(top, tops_of_four[four]);
   }
   if (!(top < kInfinity)) smem.bad[rank_in_cluster()] = 1;
