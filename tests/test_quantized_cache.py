@@ -228,9 +228,13 @@ def test_wrong_quantization(quantization, message):
         new_cache(quantization)
 
 
-def test_joined_pages_are_not_quantised():
-    with pytest.raises(ValueError, match="joined is True, must be False with quantization"):
-        new_cache("int8", joined=True)
+def test_keys_of_joined_pages_are_not_quantised():
+    for given in ("k8v4", KVQuantization("int8", "int8")):
+        with pytest.raises(ValueError, match="PagedKVCache: quantization is "):
+            new_cache(given, joined=True)
+    for given in ("int8", KVQuantization(None, "int8")):
+        cache = new_cache(given, joined=True)
+        assert (cache.quantization.k, cache.quantization.v) == (None, "int8")
 
 
 def test_wrong_arguments_of_kvquantization():

@@ -137,7 +137,8 @@ class PagedKVCache:
     joined : bool
         Whether a token is one row, its value and then its key, of which ``pages`` gives two views:
         for :func:`cuattn.mla_decode`, whose values are latents and whose keys are what is rotated.
-        A row is then read in one piece.
+        A row is then read in one piece. With `quantization`, which is then a format, or a
+        KVQuantization with ``k=None``, values are codes and keys stay as they are.
     xp : module
         ``numpy`` (the default) or ``cupy``: where the pages are. CuPy's current device.
 
@@ -230,12 +231,11 @@ class PagedKVCache:
         if self.dtype not in FLOAT_DTYPES:
             allowed = ", ".join(FLOAT_DTYPES.values())
             raise TypeError(f"{name}: dtype is {self.dtype}, must be one of {allowed}")
-        self.quantization = as_quantization(name, quantization)
+        joined = check_bool(name, "joined", joined)
+        self.quantization = as_quantization(name, quantization, joined=joined)
         xp = np if xp is None else xp
         if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
             raise TypeError(f"{name}: xp is {xp!r}, must be numpy or cupy")
-        if check_bool(name, "joined", joined) and self.quantization is not None:
-            raise ValueError(f"{name}: joined is True, must be False with quantization")
         heads, head_dims = sizes["num_kv_heads"], (sizes["head_dim"], sizes["head_dim_v"])
         self._store = PageStore(
             xp,

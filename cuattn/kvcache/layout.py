@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -126,13 +125,20 @@ PRESETS = {format: KVQuantization(format, format) for format in FORMATS} | {
 }
 
 
-def as_quantization(function: str, given: Any) -> KVQuantization | None:
-    """Check `quantization` of a cache."""
+def as_quantization(function: str, given: Any, *, joined: bool) -> KVQuantization | None:
+    """Check `quantization` of a cache. In one of `joined` rows keys stay as they are."""
+    if isinstance(given, KVQuantization) and joined and given.k is not None:
+        raise ValueError(
+            f"{function}: quantization is {given!r}, must have k=None with joined=True: what is "
+            "rotated stays as it is"
+        )
     if given is None or isinstance(given, KVQuantization):
         return given
-    preset = PRESETS.get(given) if isinstance(given, str) else None
+    if joined and isinstance(given, str) and given in FORMATS:
+        return KVQuantization(None, given)
+    preset = PRESETS.get(given) if isinstance(given, str) and not joined else None
     if preset is None:
-        names = ", ".join(f'"{known}"' for known in PRESETS)
+        names = ", ".join(f'"{known}"' for known in (FORMATS if joined else PRESETS))
         raise ValueError(
             f"{function}: quantization is {given!r}, must be one of {names}, or a KVQuantization"
         )
@@ -264,7 +270,8 @@ def _shared(
 
 
 class PageLayout:
-    """Where the parts of a page lie: codes of keys, codes of values, their scales.
+    """Where the parts of a page lie: codes of keys, codes of values, their scales; or rows of a
+    value and a key, then the scales.
 
     Parameters
     ----------
@@ -272,68 +279,88 @@ class PageLayout:
         What keys and values are.
     page_size : int
         Tokens in a page.
+    joined : bool
+        Whether a token's value and its key are one row.
     """
 
-    def __init__(self, k: Side, v: Side, page_size: int) -> None:
+    def __init__(self, k: Side, v: Side, page_size: int, *, joined: bool) -> None:
         self.k, self.v = k, v
         self.page_size = page_size
-        sizes = (k.token_bytes, v.token_bytes, k.scale_bytes, v.scale_bytes)
-        self._offsets, end = [], 0
-        for size in sizes:
-            self._offsets.append(end)
-            end += -(-size * page_size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        rows = [k.token_bytes, v.token_bytes]
+        first = [0, _aligned(k.token_bytes * page_size)]
+        end = first[1] + _aligned(v.token_bytes * page_size)
+        if joined:
+            first = [_aligned(v.token_bytes), 0]
+            rows = [_aligned(first[0] + k.token_bytes)] * 2
+            end = rows[0] * page_size
+        self._rows, self._codes_at = rows, first
+        self._scales_at = []
+        for size in (k.scale_bytes, v.scale_bytes):
+            self._scales_at.append(end)
+            end += _aligned(size * page_size)
         self.page_bytes = -(-end // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
     def layers(self, xp: ModuleType, memory: Any) -> list[tuple[Any, Any]]:
         """Each layer's keys and values, as views of `memory`: uint8 (num_layers, num_pages,
         page_bytes)."""
-        pairs = zip(
-            self._views(xp, memory, self.k, self._offsets[0], self._offsets[2]),
-            self._views(xp, memory, self.v, self._offsets[1], self._offsets[3]),
-            strict=True,
-        )
-        return list(pairs)
+        pairs = (self._views(xp, memory, of, side) for side, of in enumerate((self.k, self.v)))
+        return list(zip(*pairs, strict=True))
 
-    def _views(
-        self, xp: ModuleType, memory: Any, side: Side, codes_at: int, scales_at: int
-    ) -> list[Any]:
-        """Each layer's keys, or values."""
-        heads, slots = side.heads, self.page_size
-        storage, columns = side.dtype, side.head_dim
-        if side.format:
-            storage, columns = FORMATS[side.format].storage, code_columns(side.format, columns)
-        codes = _view(xp, memory, codes_at, storage, (slots, heads, columns))
-        if not side.format:
+    def _views(self, xp: ModuleType, memory: Any, of: Side, side: int) -> list[Any]:
+        """Each layer's keys (`side` 0), or values (1)."""
+        heads, slots = of.heads, self.page_size
+        storage, columns = of.dtype, of.head_dim
+        if of.format:
+            storage, columns = FORMATS[of.format].storage, code_columns(of.format, columns)
+        codes = _view(
+            xp, memory, self._codes_at[side], storage, (slots, heads, columns), self._rows[side]
+        )
+        if not of.format:
             return list(codes)
-        scale, minimum = side.scale, None
+        scale, minimum = of.scale, None
         if scale is not None:
             scale = scale[:, None, None]
         else:
-            parts = 2 if side.has_minimum else 1
-            words = _view(xp, memory, scales_at, BFLOAT16, (heads, slots, side.groups, parts))
+            parts = 2 if of.has_minimum else 1
+            shape = (heads, slots, of.groups, parts)
+            words = _view(xp, memory, self._scales_at[side], BFLOAT16, shape)
             words = words.swapaxes(2, 3)
-            scale, minimum = words[..., 0], words[..., 1] if side.has_minimum else None
+            scale, minimum = words[..., 0], words[..., 1] if of.has_minimum else None
         return [
             QuantizedArray(
                 codes[layer],
                 scale[layer],
-                dtype=side.format,
+                dtype=of.format,
                 minimum=None if minimum is None else minimum[layer],
-                offset=None if side.offset is None else side.offset[layer],
-                rotation="hadamard" if side.rotated else None,
-                like=side.dtype,
+                offset=None if of.offset is None else of.offset[layer],
+                rotation="hadamard" if of.rotated else None,
+                like=of.dtype,
             )
             for layer in range(len(memory))
         ]
 
 
-def _view(xp: ModuleType, memory: Any, at: int, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-    """A part of each page of `memory`, as an array (num_layers, num_pages, *shape)."""
-    size = math.prod(shape) * dtype.itemsize
-    part = memory[..., at : at + size]
+def _aligned(size: int) -> int:
+    """Bytes of what is followed by something else."""
+    return -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+
+
+def _view(
+    xp: ModuleType,
+    memory: Any,
+    at: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    row: int | None = None,
+) -> Any:
+    """A part of each page of `memory`, as an array (num_layers, num_pages, *shape), which begins
+    `at` bytes from the page's beginning; `row` bytes from one to the next along its first axis, by
+    default as many as it has."""
     strides = [dtype.itemsize]
     for n in shape[:0:-1]:
         strides.append(strides[-1] * n)
+    if row is not None:
+        strides[-1] = row
     arguments: Mapping[str, Any] = {
         "shape": (*memory.shape[:2], *shape),
         "dtype": dtype,
@@ -341,4 +368,4 @@ def _view(xp: ModuleType, memory: Any, at: int, dtype: np.dtype, shape: tuple[in
     }
     if xp is np:
         return np.ndarray(buffer=memory, offset=at, **arguments)
-    return xp.ndarray(memptr=part.data, **arguments)
+    return xp.ndarray(memptr=memory[..., at:].data, **arguments)

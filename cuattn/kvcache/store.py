@@ -88,7 +88,7 @@ class PageStore:
             self.arrays = {"k": k, "v": v}
             self.layers = list(zip(k, v, strict=True))
         else:
-            of_page = PageLayout(*quantized, page_size)
+            of_page = PageLayout(*quantized, page_size, joined=joined)
             memory = xp.empty((*pages, of_page.page_bytes), np.uint8)
             self.arrays = {"pages": memory}
             self.layers = of_page.layers(xp, memory)
