@@ -16,7 +16,7 @@ from cuattn.gradients import (
     flash_attention_vjp,
 )
 from cuattn.kvcache import KVQuantization, PagedKVCache, append_kv
-from cuattn.mla import mla_decode, mla_prefill
+from cuattn.mla import flashmla_pages, mla_decode, mla_prefill
 from cuattn.multihead import multi_head_attention
 from cuattn.positions import rope
 from cuattn.quantization import QuantizedArray, dequantize, quantize
@@ -37,6 +37,7 @@ __all__ = [
     "flash_attention_varlen_backward",
     "flash_attention_vjp",
     "flash_decode",
+    "flashmla_pages",
     "merge_attention",
     "mla_decode",
     "mla_prefill",

@@ -17,6 +17,7 @@ from cuattn._arrays import (
 from cuattn._backend import backend, contiguous
 from cuattn._backend import indices as as_indices
 from cuattn._keywords import explain_keywords
+from cuattn._quantized import BFLOAT16, FLOAT32, QuantizedArray, as_stored, codes_of
 from cuattn._spec import (
     AttentionSpec,
     attention_spec,
@@ -37,11 +38,12 @@ from cuattn.decoding import (
     merge_attention,
     paged_attention,
 )
+from cuattn.quantization import dequantize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["mla_decode", "mla_prefill"]
+__all__ = ["flashmla_pages", "mla_decode", "mla_prefill"]
 
 MAX_LATENT = 512
 MAX_ROPE = 64
@@ -52,7 +54,7 @@ PAGES = "(num_pages, page_size, {0}) or (num_pages, page_size, 1, {0})"
 def mla_decode(
     q_latent: NumPyArray,
     q_rope: Array,
-    latent_pages: Array,
+    latent_pages: Array | QuantizedArray,
     rope_pages: Array,
     page_table: Array,
     seq_lens: Array,
@@ -67,7 +69,7 @@ def mla_decode(
 def mla_decode(
     q_latent: NumPyArray,
     q_rope: Array,
-    latent_pages: Array,
+    latent_pages: Array | QuantizedArray,
     rope_pages: Array,
     page_table: Array,
     seq_lens: Array,
@@ -82,7 +84,7 @@ def mla_decode(
 def mla_decode(
     q_latent: Array,
     q_rope: Array,
-    latent_pages: Array,
+    latent_pages: Array | QuantizedArray,
     rope_pages: Array,
     page_table: Array,
     seq_lens: Array,
@@ -97,7 +99,7 @@ def mla_decode(
 def mla_decode(
     q_latent: Array,
     q_rope: Array,
-    latent_pages: Array,
+    latent_pages: Array | QuantizedArray,
     rope_pages: Array,
     page_table: Array,
     seq_lens: Array,
@@ -145,12 +147,17 @@ def mla_decode(
         heads, latent). float16, bfloat16, float32 or float64; NumPy or CuPy. latent from 1 to 512.
     q_rope : array of q_latent's shape with rope_dim in place of latent
         The rotated part of the queries. rope_dim from 0 to 64.
-    latent_pages : array (num_pages, page_size, latent) or (num_pages, page_size, 1, latent)
-        Latents, of q_latent's dtype; page_size is a power of two up to 256. What lies past a
-        sequence's length may be anything, NaN included, and does not count.
+    latent_pages : array or QuantizedArray
+        Latents (num_pages, page_size, latent) or (num_pages, page_size, 1, latent), of q_latent's
+        dtype or quantised; page_size is a power of two up to 256. What lies past a sequence's
+        length may be anything, NaN included, and does not count. Quantised latents count as what
+        :func:`cuattn.dequantize` makes of them. On tensor cores they are of 8 bits with a scale
+        for each token, or for each 128 or 256 features of one, and are rounded to q_latent's
+        dtype; others take slower kernels.
     rope_pages : array (num_pages, page_size, rope_dim) or (num_pages, page_size, 1, rope_dim)
-        The rotated parts of the keys. A token's latent and rotated part may lie side by side in one
-        row of an array, of which `latent_pages` and `rope_pages` are views, or in two arrays.
+        The rotated parts of the keys, of q_latent's dtype. A token's latent and rotated part may
+        lie side by side in one row of an array, of which `latent_pages` and `rope_pages` are views,
+        or in two arrays.
     page_table : int32 array (batch, max_pages)
         Token ``j`` of sequence ``b`` is in slot ``j % page_size`` of page ``page_table[b, j //
         page_size]``. Entries past a sequence's last page may be anything.
@@ -189,8 +196,9 @@ def mla_decode(
 
     Notes
     -----
-    A rotation of the cached latents (as some quantisations apply it) rotates the result too: it has
-    to be undone there, or folded into the value projection.
+    The rotation of a :class:`cuattn.QuantizedArray` is undone with its scales. One that the caller
+    applies to the cached latents rotates the result too: it has to be undone there, or folded into
+    the value projection.
 
     References
     ----------
@@ -222,11 +230,12 @@ def mla_decode(
         page_table=page_table,
         seq_lens=seq_lens,
     )
+    given_latents = latent_pages
     xp, arrays = as_arrays(
         name,
         q_latent=q_latent,
         q_rope=q_rope,
-        latent_pages=latent_pages,
+        latent_pages=codes_of(latent_pages),
         rope_pages=rope_pages,
         page_table=page_table,
         seq_lens=seq_lens,
@@ -237,6 +246,7 @@ def mla_decode(
     )
     q_latent, q_rope, latent_pages, rope_pages, page_table, seq_lens, *rest = arrays
     cu_seqlens_q, indices, sinks, out = rest
+    latent_pages, latent_dtype, format = as_stored(given_latents, latent_pages, q_latent.dtype)
     if scale is None:
         raise TypeError(
             f"{name}: scale must be a number, got None: it has no default, since it belongs to the "
@@ -273,8 +283,9 @@ def mla_decode(
         name,
         q_latent,
         q_rope,
-        latent_pages,
         rope_pages,
+        latents=(latent_dtype, format),
+        page_size=page_size,
         capacity=max_pages * page_size,
         sequences=batch if ragged else None,
         causal=check_bool(name, "causal", causal),
@@ -397,8 +408,10 @@ def mla_prefill(
         "w_uv": w_uv,
     }
     check_given(name, **given)
+    given_latents, given["latent_pages"] = latent_pages, codes_of(latent_pages)
     xp, arrays = as_arrays(name, **given, cu_seqlens_q=cu_seqlens_q)
     q_nope, q_rope, latent_pages, rope_pages, page_table, seq_lens, w_uk, w_uv, cu = arrays
+    latent_pages, _, _ = as_stored(given_latents, latent_pages, q_nope.dtype)
     _check_weights(name, q_nope, w_uk, w_uv, latent_pages, ragged=cu is not None)
     chunk = check_integer(name, "chunk", chunk)
     if chunk < 1:
@@ -439,8 +452,11 @@ def mla_prefill(
         q = q.reshape(-1, *shape[2:])
 
     def expand(latents: Any, rotated: Any) -> tuple[Any, Any]:
-        """Keys and values (tokens, heads, ...) of tokens."""
+        """Keys and values (tokens, heads, ...) of tokens, whose latents may be codes."""
         heads = w_uk.shape[0]
+        if isinstance(latents, QuantizedArray):
+            latents = dequantize(latents, q.dtype)
+        latents, rotated = latents.reshape(-1, latent), rotated.reshape(-1, rope_dim)
         k = xp.empty((len(latents), heads, w_uk.shape[1] + rope_dim), q.dtype)
         k[..., : w_uk.shape[1]] = _project(xp, latents, w_uk)
         k[..., w_uk.shape[1] :] = rotated[:, None]
@@ -459,7 +475,7 @@ def mla_prefill(
     parts = [
         flash_attention_varlen(
             q,
-            *expand(latent_pages[pages, slots, 0], rope_pages[pages, slots, 0]),
+            *expand(latent_pages[pages, slots], rope_pages[pages, slots]),
             cu,
             causal=True,
             scale=scale,
@@ -472,9 +488,7 @@ def mla_prefill(
     used = min(-(-check_integer(name, "max_prefix", max_prefix) // page_size), page_table.shape[1])
     for first in range(0, used, columns):
         table = xp.clip(page_table[:, first : min(first + columns, used)], 0, num_pages - 1)
-        k, v = expand(
-            latent_pages[table].reshape(-1, latent), rope_pages[table].reshape(-1, rope_dim)
-        )
+        k, v = expand(latent_pages[table], rope_pages[table])
         in_chunk = xp.clip(before - first * page_size, 0, table.shape[1] * page_size)
         parts.append(
             paged_attention(
@@ -494,6 +508,64 @@ def mla_prefill(
         out = out.reshape(*shape[:3], -1)
         lse = lse.reshape(shape[2], *shape[:2]).swapaxes(0, 1)
     return (out, lse) if return_lse else out
+
+
+#: A token's row in FlashMLA's cache of 8 bits: codes of a latent of 512, scales of 128 of them
+#: each, and 64 bfloat16 that are rotated.
+FLASHMLA_LATENT, FLASHMLA_SCALES, FLASHMLA_BYTES = 512, 4, 656
+
+
+def flashmla_pages(rows: Any) -> tuple[QuantizedArray, Any]:
+    """FlashMLA's cache of 8 bits as latents and rotated parts, for :func:`mla_decode`.
+
+    A token is 656 bytes there: 512 float8_e4m3 codes of its latent, four float32 scales, each of
+    128 of them, and 64 bfloat16 numbers, its rotated part. Nothing is copied: both results are
+    views.
+
+    Parameters
+    ----------
+    rows : uint8 array (num_pages, page_size, 656) or (num_pages, page_size, 1, 656)
+        The pages; NumPy or CuPy. The last axis is contiguous.
+
+    Returns
+    -------
+    latent_pages : QuantizedArray (num_pages, page_size, 1, 512)
+    rope_pages : bfloat16 array (num_pages, page_size, 1, 64)
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> latents, rotated = cuattn.flashmla_pages(np.zeros((8, 64, 656), np.uint8))
+    >>> latents.shape, latents.scale.shape, rotated.shape
+    ((8, 64, 1, 512), (8, 64, 1, 4), (8, 64, 1, 64))
+    """
+    name = "flashmla_pages"
+    check_given(name, rows=rows)
+    _, (rows,) = as_arrays(name, rows=rows)
+    if rows.dtype != np.uint8:
+        raise TypeError(f"{name}: rows has dtype {rows.dtype}, must be uint8")
+    shape = rows.shape
+    if rows.ndim == 3:
+        rows = rows[:, :, None]
+    if rows.ndim != 4 or rows.shape[2:] != (1, FLASHMLA_BYTES):
+        raise ValueError(f"{name}: rows has shape {shape}, must be {PAGES.format(FLASHMLA_BYTES)}")
+    if rows.strides[-1] != 1:
+        raise ValueError(
+            f"{name}: rows has a stride of {rows.strides[-1]} between bytes, must be contiguous "
+            "there"
+        )
+    rope_at = FLASHMLA_LATENT + 4 * FLASHMLA_SCALES
+    latents = QuantizedArray(
+        rows[..., :FLASHMLA_LATENT],
+        rows[..., FLASHMLA_LATENT:rope_at].view(FLOAT32),
+        dtype="float8_e4m3",
+    )
+    return latents, rows[..., rope_at:].view(BFLOAT16)
 
 
 def _project(xp: Any, latents: Any, weights: Any) -> Any:
@@ -528,9 +600,10 @@ def _latent_spec(
     function: str,
     q_latent: Any,
     q_rope: Any,
-    latent_pages: Any,
     rope_pages: Any,
     *,
+    latents: tuple[np.dtype, str],
+    page_size: int,
     capacity: int,
     sequences: int | None,
     causal: bool,
@@ -538,12 +611,14 @@ def _latent_spec(
     scale: float,
 ) -> AttentionSpec:
     """The call as attention of one key head whose rows are a latent and what is rotated, and whose
-    values are the latents: head_dim - head_dim_v is what is rotated."""
+    values are the latents: head_dim - head_dim_v is what is rotated. `latents` are the cached ones'
+    dtype, which codes have not, and their format."""
     for label, array in (("q_rope", q_rope), ("rope_pages", rope_pages)):
         if array.dtype != q_latent.dtype:
             raise TypeError(
                 f"{function}: {label} has dtype {array.dtype}, must be q_latent's {q_latent.dtype}"
             )
+    dtype, format = latents
     latent = q_latent.shape[-1]
     width = latent + q_rope.shape[-1]
     lengths = (capacity, 1) if sequences is not None else (q_latent.shape[0], capacity, 1)
@@ -553,14 +628,15 @@ def _latent_spec(
         (*lengths, width),
         (*lengths, latent),
         q_latent.dtype,
-        latent_pages.dtype,
-        latent_pages.dtype,
+        dtype,
+        dtype,
         causal=causal,
         window=window,
         scale=scale,
         sequences=sequences,
         keys="paged",
-        page_size=latent_pages.shape[1],
+        page_size=page_size,
+        formats=(format, format),
         names=("q_latent", "latent_pages", "latent_pages"),
         max_head_dim=MAX_LATENT + MAX_ROPE,
     )
@@ -600,7 +676,7 @@ def _check_latent_pages(
         ("rope_pages", rope_pages, rope_dim, "q_rope"),
     ):
         if pages.ndim == 3:
-            pages = pages[:, :, None]
+            pages = _with_head(function, label, pages)
         if pages.ndim != 4 or pages.shape[2] != 1:
             raise ValueError(
                 f"{function}: {label} has shape {pages.shape}, must be {PAGES.format(width)}"
@@ -617,6 +693,19 @@ def _check_latent_pages(
         )
     check_page_size(function, "latent_pages", checked[0].shape[1])
     return checked[0], checked[1]
+
+
+def _with_head(function: str, label: str, pages: Any) -> Any:
+    """Pages (num_pages, page_size, width) with an axis of one head."""
+    if not isinstance(pages, QuantizedArray):
+        return pages[:, :, None]
+    if pages.offset is not None:
+        raise ValueError(
+            f"{function}: {label} has shape {pages.shape}, must have an axis of one head, "
+            "(num_pages, page_size, 1, latent), since it has an offset"
+        )
+    parts = (pages.data, pages.scale, pages.minimum)
+    return pages.of(*(None if part is None else part[:, :, None] for part in parts))
 
 
 def _check_indices(function: str, indices: Any, rows: tuple[int, ...], single: bool) -> Any:

@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cuattn._quantized import FORMATS
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
+from cuattn.gpu.arguments import Scales
 from cuattn.gpu.dispatch.mla import MLA, MlaCall, choose_mla
 from cuattn.gpu.params import DECODE_PARAMS, MLA_PARAMS
 
@@ -19,7 +21,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def described(
     *, heads=16, seqlen_q=1, batch=3, dtype=BFLOAT16, latent=512, rope=64, page_size=64,
-    max_pages=8, joined=True, arch="sm_90a", window=None, **options,
+    max_pages=8, joined=True, arch="sm_90a", window=None, format="", **options,
 ):  # fmt: skip
     width = latent + rope
     spec = attention_spec(
@@ -29,6 +31,7 @@ def described(
         (batch, max_pages * page_size, 1, latent),
         *(np.dtype(dtype),) * 3,
         causal=True, window=window, scale=0.1, keys="paged", page_size=page_size, max_head_dim=576,
+        formats=(format, format),
     )  # fmt: skip
     size = spec.dtype.itemsize
 
@@ -40,19 +43,33 @@ def described(
 
     row = width if joined else latent
     pages = (page_size * row * size, row * size, 0, size)  # the head's axis is a new one
+    latent_pages = pages
+    if format:
+        row_bytes = latent + rope * size
+        latent_pages = (page_size * row_bytes, row_bytes, 0, 1)
+        pages = (*latent_pages[:3], size)
+        options.setdefault("scales", scales_of())
     return MlaCall(
         spec,
         arch,
         132,
         q_latent=strides(batch, seqlen_q, heads, latent),
         q_rope=strides(batch, seqlen_q, heads, rope),
-        latent=pages,
+        latent=latent_pages,
         rope=pages if joined else (page_size * rope * size, rope * size, 0, size),
         out=strides(batch, seqlen_q, heads, latent),
         num_pages=50,
         table_stride=max_pages,
         **options,
     )
+
+
+def scales_of(groups=1, **changes):
+    scales = Scales(
+        (64, 1, 0, 0), (0, 0, 0, 0), groups, is_float32=False, has_minimum=False, paired=False,
+        has_offset=False, rotated=False, aligned=True,
+    )  # fmt: skip
+    return scales._replace(**changes)
 
 
 def packed(launch, struct):
@@ -128,6 +145,44 @@ def test_keys_that_lie_apart_are_gathered(changes):
         launch = choose_mla(call).main
         assert launch.variant.config.gather is gathers
         assert (launch.tensor_maps["latent"] is None) is gathers
+
+
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3", "float8_e5m2"])
+@pytest.mark.parametrize(("arch", "tier"), [("sm_90a", "sm90"), ("sm_80", "sm80")])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_codes_of_8_bits_are_expanded(format, arch, tier, groups):
+    launch = choose_mla(described(format=format, arch=arch, scales=scales_of(groups))).main
+    assert launch.variant.source == f"mla/decode_{tier}.cu"
+    assert launch.variant.config.latent_format == FORMATS[format].number
+    assert launch.variant in set(dispatch.variants(arch))
+    both = packed(launch, DECODE_PARAMS)
+    assert both["k_stride"] == (64 * 640, 640, 0)
+    assert both["v_group"] == 512 // groups
+    assert packed(launch, MLA_PARAMS)["rope_stride"] == (64 * 320, 320, 0)
+    if arch == "sm_90a":
+        assert launch.variant.config.gather
+        assert launch.tensor_maps == {"latent": None, "rope": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "int4"},
+        {"scales": scales_of(8)},
+        {"scales": scales_of(512)},
+        {"scales": scales_of(rotated=True)},
+        {"scales": scales_of(has_offset=True)},
+        {"scales": scales_of(has_minimum=True)},
+        {"dtype": np.float32},
+        {"latent": 500},
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_other_codes_take_the_kernel_for_all(changes, arch):
+    launch = choose_mla(described(**({"format": "int8", "arch": arch} | changes))).main
+    assert launch.variant.source == "mla/decode_simt.cu"
+    assert launch.variant.config.quantized
+    assert launch.variant in set(dispatch.variants(arch))
 
 
 def test_queries_with_indices_are_sequences_of_their_own():

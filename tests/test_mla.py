@@ -433,6 +433,129 @@ def test_joined_rows_are_kept(joined_cache, kind, tmp_path):
                 assert np.array_equal(got[:length], wanted[:length])
 
 
+@pytest.fixture(params=[np.float32, ml_dtypes.bfloat16])
+def quantised_cache(request, rng):
+    """A joined cache whose latents are codes, with what was written."""
+    cache = cuattn.PagedKVCache(
+        12, 4, 1, 16, head_dim_v=64, joined=True, quantization="float8_e4m3", dtype=request.param
+    )
+    ids = [cache.add_sequence(), cache.add_sequence()]
+    cache.extend(ids, [10, 3])
+    rotated, latents = (rng.standard_normal((13, 1, n)).astype(request.param) for n in (16, 64))
+    cache.write(0, ids, rotated, latents)
+    return cache, ids, rotated, latents
+
+
+def test_a_cache_of_joined_rows_of_codes(quantised_cache, rng):
+    cache, ids, rotated, latents = quantised_cache
+    rope_pages, latent_pages = cache.pages(0)
+    row = 64 + 16 * cache.dtype.itemsize
+    assert latent_pages.data.strides[1] == rope_pages.strides[1] == row
+    table, lens = cache.page_table(ids), cache.seq_lens(ids)
+    q_latent, q_rope = (rng.standard_normal((2, 3, n)).astype(cache.dtype) for n in (64, 16))
+    out = mla_decode(q_latent, q_rope, latent_pages, rope_pages, table, lens, scale=0.2)
+    codes = cuattn.quantize(latents, "float8_e4m3")
+    for b, rows in enumerate((slice(0, 10), slice(10, 13))):
+        c, r = cuattn.dequantize(codes[rows], np.float32), rotated[rows].astype(np.float32)
+        k = np.concatenate([c, r], -1)[None]
+        q = np.concatenate([q_latent, q_rope], -1)[None, b : b + 1]
+        exact, plain = (
+            formulas.attention(q, k, k[..., :64], scale=0.2, precision=precision)[0]
+            for precision in (np.float64, cache.dtype)
+        )
+        formulas.assert_accurate(out[b], exact[0, 0], plain[0, 0])
+
+
+def test_codes_of_joined_rows_are_copied_and_saved(quantised_cache, tmp_path):
+    cache, ids, _, _ = quantised_cache
+    fork = cache.fork(ids[0])
+    cache.extend([fork], 1)
+    cache.write(0, [fork], np.ones((1, 1, 16), cache.dtype), np.ones((1, 1, 64), cache.dtype))
+    cache.save(tmp_path / "cache")
+    other = cuattn.PagedKVCache.load(tmp_path / "cache")
+    for pages in (cache.pages(0), other.pages(0)):
+        values = [np.asarray(part, np.float32) for part in pages]
+        for part in values:
+            mine, theirs = (part[cache.page_table([id])[0, :3]].reshape(12, -1)
+                            for id in (ids[0], fork))  # fmt: skip
+            assert np.array_equal(mine[:10], theirs[:10])
+            assert (np.abs(theirs[10] - 1) < 0.01).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"granularity": "group", "group_size": 16},
+        {"granularity": "channel"},
+        {"rotate": True},
+        {"offset": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3", "int4"])
+def test_codes_count_as_their_values(rng, format, options):
+    layer = Layer(rng, [50, 3], 4)
+    pages = np.nan_to_num(layer.latent_pages)[:, :, None].astype(np.float32)
+    if "offset" in options:
+        options = {"offset": rng.standard_normal((1, 96)).astype(np.float32)}
+    codes = cuattn.quantize(pages, format, **options)
+    q_latent, q_rope = (rng.standard_normal((2, 1, 4, n)).astype(np.float32) for n in (96, 16))
+    rest = (layer.rope_pages.astype(np.float32), layer.table, layer.lens)
+    indices = rng.integers(-1, 50, (2, 1, 20)).astype(np.int32)
+    for more in ({}, {"window": (7, 0)}, {"indices": indices}):
+        got, want = (
+            mla_decode(q_latent, q_rope, latents, *rest, scale=0.1, return_lse=True, **more)
+            for latents in (codes, cuattn.dequantize(codes))
+        )
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_codes_without_an_axis_of_heads(rng):
+    layer = Layer(rng, [20], 2)
+    pages = np.nan_to_num(layer.latent_pages).astype(np.float32)
+    q_latent, q_rope = (rng.standard_normal((1, 2, n)).astype(np.float32) for n in (96, 16))
+    rest = (layer.rope_pages.astype(np.float32), layer.table, layer.lens)
+    got, want = (
+        mla_decode(q_latent, q_rope, cuattn.quantize(x, "int8"), *rest, scale=0.1)
+        for x in (pages, pages[:, :, None])
+    )
+    assert np.array_equal(got, want)
+    wide = cuattn.quantize(pages, "int8", offset=np.zeros(pages.shape[-2:], np.float32))
+    with pytest.raises(ValueError, match=r"mla_decode: latent_pages .* since it has an offset"):
+        mla_decode(q_latent, q_rope, wide, *rest, scale=0.1)
+
+
+def test_flashmla_pages_are_views(rng):
+    latents = cuattn.quantize(
+        rng.standard_normal((3, 4, 1, 512)).astype(np.float32), "float8_e4m3",
+        granularity="group", group_size=128,
+    )  # fmt: skip
+    rotated = rng.standard_normal((3, 4, 1, 64)).astype(ml_dtypes.bfloat16)
+    scale = np.ascontiguousarray(latents.scale.astype(np.float32))
+    parts = (latents.data, scale.view(np.uint8), rotated.view(np.uint8))
+    rows = np.concatenate(parts, -1)
+    for pages in (rows, rows[:, :, 0]):
+        codes, rope_pages = cuattn.flashmla_pages(pages)
+        assert all(np.shares_memory(x, rows) for x in (codes.data, codes.scale, rope_pages))
+        assert np.array_equal(*(cuattn.dequantize(x, np.float32) for x in (codes, latents)))
+        assert np.array_equal(rope_pages, rotated)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.zeros((2, 4, 656), np.int8), "rows has dtype int8, must be uint8"),
+        (np.zeros((2, 4, 640), np.uint8), r"rows has shape \(2, 4, 640\), must be \(num_pages, "),
+        (np.zeros((2, 4, 2, 656), np.uint8), r"rows has shape \(2, 4, 2, 656\)"),
+        (np.zeros((2, 4, 1312), np.uint8)[:, :, ::2], "rows has a stride of 2 between bytes"),
+    ],
+)
+def test_errors_of_flashmla_pages(rows, message):
+    with pytest.raises((TypeError, ValueError), match=f"flashmla_pages: {message}"):
+        cuattn.flashmla_pages(rows)
+
+
 @pytest.mark.parametrize("absorbed", [True, False, None])
 @pytest.mark.parametrize("chunk", [16, 48, 10000])
 def test_prefill_by_either_way(rng, absorbed, chunk):
@@ -447,6 +570,20 @@ def test_prefill_by_either_way(rng, absorbed, chunk):
         want, want_lse = layer.unabsorbed(b, q_nope[b], q_rope[b])
         np.testing.assert_allclose(out[b], want, atol=1e-12)
         np.testing.assert_allclose(lse[b], want_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_prefill_over_codes(rng, absorbed):
+    """As over what the codes stand for, but for the order of sums."""
+    layer = Layer(rng, [9, 70], 3, 8)
+    q_nope, q_rope = layer.queries(rng, 2, 7)
+    codes = cuattn.quantize(np.nan_to_num(layer.latent_pages)[:, :, None], "int8")
+    rest = (np.nan_to_num(layer.rope_pages), layer.table, layer.lens, layer.w_uk, layer.w_uv)
+    got, want = (
+        mla_prefill(q_nope, q_rope, latents, *rest, scale=0.1, absorbed=absorbed, chunk=16)
+        for latents in (codes, cuattn.dequantize(codes, np.float64))
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("absorbed", [True, False])

@@ -6,8 +6,10 @@ import functools
 
 import cupy
 
+from cuattn._quantized import QuantizedArray
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch
+from cuattn.gpu.arguments import Scales
 from cuattn.gpu.memory import (
     contiguous,
     contiguous_last_axis,
@@ -18,13 +20,14 @@ from cuattn.gpu.memory import (
     use_device,
 )
 from cuattn.gpu.plan import Plan
+from cuattn.gpu.quantization import operand, scale_addresses
 from cuattn.gpu.structs import launch_id
 
 
 def forward(
     q_latent: cupy.ndarray,
     q_rope: cupy.ndarray,
-    latent_pages: cupy.ndarray,
+    latent_pages: cupy.ndarray | QuantizedArray,
     rope_pages: cupy.ndarray,
     spec: AttentionSpec,
     *,
@@ -43,9 +46,9 @@ def forward(
     Parameters and result as of :func:`cuattn.reference.mla.forward`.
     """
     with use_device(q_latent):
-        q_latent, q_rope, latent_pages, rope_pages = map(
-            contiguous_last_axis, (q_latent, q_rope, latent_pages, rope_pages)
-        )
+        q_latent, q_rope, rope_pages = map(contiguous_last_axis, (q_latent, q_rope, rope_pages))
+        stored = operand(latent_pages)
+        latents = stored.codes
         sinks = None if sinks is None else contiguous(sinks, spec.acc_dtype)
         result = target(out, spec.out_shape, spec.dtype)
         sparse = indices is not None
@@ -66,8 +69,8 @@ def forward(
         if spec.batch and result.size:
             addresses = {
                 "q": q_latent.data.ptr,
-                "k": latent_pages.data.ptr,
-                "v": latent_pages.data.ptr,
+                "k": latents.data.ptr,
+                "v": latents.data.ptr,
                 "out": result.data.ptr,
                 "lse": pointer(lse_rows),
                 "alibi_slopes": 0,
@@ -76,14 +79,15 @@ def forward(
                 "seq_lens": 0 if sparse else seq_lens.data.ptr,
                 "cu_seqlens_q": 0 if sparse else pointer(cu_seqlens_q),
                 "q_rope": q_rope.data.ptr,
-                "latent": latent_pages.data.ptr,
+                "latent": latents.data.ptr,
                 # Where nothing is rotated, the map of it is the latents'.
-                "rope": (rope_pages if spec.head_dim > spec.head_dim_v else latent_pages).data.ptr,
+                "rope": (rope_pages if spec.head_dim > spec.head_dim_v else latents).data.ptr,
                 "indices": pointer(indices),
                 "lengths": seq_lens.data.ptr,
                 "cu_tokens": pointer(cu_seqlens_q),
+                **scale_addresses(stored, stored),
             }
-            anywhere = q_latent.data.ptr | latent_pages.data.ptr | result.data.ptr
+            anywhere = q_latent.data.ptr | latents.data.ptr | result.data.ptr
             if spec.head_dim > spec.head_dim_v:
                 anywhere |= q_rope.data.ptr | rope_pages.data.ptr
             plans, part_bytes, task_bytes = _plans(
@@ -92,14 +96,15 @@ def forward(
                 dispatch.MLA.current(),
                 q_latent.strides,
                 q_rope.strides,
-                latent_pages.strides,
+                latents.strides,
                 rope_pages.strides,
                 result.strides,
                 anywhere % 16 == 0,
-                latent_pages.shape[0],
+                latents.shape[0],
                 page_table.strides[0] // page_table.itemsize,
                 num_splits,
                 indices.shape[-1] if sparse else None,
+                stored.scales,
             )
             addresses |= {"parts": 0, "tasks": 0, "call_id": launch_id()}
             if task_bytes:
@@ -136,6 +141,7 @@ def _plans(
     table_stride: int,
     num_splits: int | str | None,
     top_k: int | None,
+    scales: Scales | None,
 ) -> tuple[list[Plan], int, int]:
     """Choose and compile the kernels of a call on a device, which must be the current one; with the
     bytes of memory that they share.
@@ -144,7 +150,7 @@ def _plans(
     ----------
     tiers : tuple
         The kernels to choose from.
-    q_latent, q_rope, latent, rope, out, aligned, num_pages, table_stride, num_splits, top_k
+    q_latent, q_rope, latent, rope, out, aligned, num_pages, table_stride, num_splits, top_k, scales
         As in :class:`cuattn.gpu.dispatch.mla.MlaCall`.
     """
     call = dispatch.mla.MlaCall(
@@ -161,6 +167,7 @@ def _plans(
         table_stride,
         num_splits,
         top_k,
+        scales,
     )
     chosen = dispatch.mla.choose_mla(call, tiers)
     launches = (chosen.main, chosen.combine)

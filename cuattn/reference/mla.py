@@ -8,15 +8,17 @@ import dataclasses
 import numpy as np
 
 from cuattn._arrays import acc_dtype
+from cuattn._quantized import QuantizedArray
 from cuattn._spec import AttentionSpec
 from cuattn.reference import attention
 from cuattn.reference.layouts import Rows
+from cuattn.reference.quantization import dequantize
 
 
 def forward(
     q_latent: np.ndarray,
     q_rope: np.ndarray,
-    latent_pages: np.ndarray,
+    latent_pages: np.ndarray | QuantizedArray,
     rope_pages: np.ndarray,
     spec: AttentionSpec,
     *,
@@ -36,7 +38,7 @@ def forward(
     q_latent, q_rope : numpy.ndarray
         As ``spec.rows`` says that they lie.
     latent_pages, rope_pages : numpy.ndarray (num_pages, page_size, 1, width)
-        The pages.
+        The pages; latents may be codes, whose values are then taken in the accumulator's dtype.
     spec : AttentionSpec
         The call, with the widths of both parts together as head_dim.
     indices : numpy.ndarray, optional
@@ -52,7 +54,9 @@ def forward(
     lse : numpy.ndarray or None
         Of ``spec.lse_shape``, where asked for.
     """
-    inputs = (q_latent, q_rope, latent_pages, rope_pages)
+    inputs = (q_latent, q_rope, rope_pages)
+    if not isinstance(latent_pages, QuantizedArray):
+        inputs = (*inputs, latent_pages)
     overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
     lse = np.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
@@ -62,7 +66,11 @@ def forward(
         q = np.concatenate([rows.of(q_latent, b), rows.of(q_rope, b)], axis=-1)
         page, slot = np.divmod(np.arange(length), spec.page_size)
         at = page_table[b, page], slot
-        keys = np.concatenate([latent_pages[at], rope_pages[at]], axis=-1)
+        latents, rotated = latent_pages[at], rope_pages[at]
+        if isinstance(latents, QuantizedArray):
+            latents = dequantize(latents, spec.acc_dtype)
+            rotated = rotated.astype(spec.acc_dtype)
+        keys = np.concatenate([latents, rotated], axis=-1)
         of_sequence = dataclasses.replace(
             spec,
             batch=1,
@@ -71,6 +79,8 @@ def forward(
             rows="batched",
             keys="batched",
             page_size=0,
+            k_format="",
+            v_format="",
         )
         parts = [(slice(None), keys, of_sequence)]
         if indices is not None:

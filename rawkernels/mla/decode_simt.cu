@@ -3,13 +3,15 @@
 //
 //   q_latent, out (batch, seqlen_q, heads, latent) or (total, heads, latent), q_rope with rope_dim
 //   in place of latent; pages of latents and of rotated parts, any strides; float16, bfloat16,
-//   float32, float64; latent up to kLatent, rope_dim up to kRope. DecodeParams and MlaParams have
-//   the rest. All heads share one key a token, its latent and its rotated part side by side, and
-//   the latent is the value too: it is read once. A tile's rows are kRows pairs of a query token
-//   and a head. The warps of a block take keys in turn, kBatch at a time, a row spread over a
+//   float32, float64; latent up to kLatent, rope_dim up to kRope. Latents may be codes of any
+//   format (Config::quantized), which become numbers as they are read. DecodeParams and MlaParams
+//   have the rest. All heads share one key a token, its latent and its rotated part side by side,
+//   and the latent is the value too: it is read once. A tile's rows are kRows pairs of a query
+//   token and a head. The warps of a block take keys in turn, kBatch at a time, a row spread over a
 //   warp's lanes; each warp keeps the running maximum, sum and O of every row (online softmax), and
 //   the block merges its warps' results at the end of a split (schedule.cuh).
 #include "decoding/rows_simt.cuh"
+#include "kvcache/stored.cuh"
 #include "mla/params.cuh"
 #include "tile/operands.cuh"
 #include "tile/score_mod.cuh"
@@ -36,18 +38,49 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every architecture has");
 
-// A latent and a rotated part, spread over the warp.
-__device__ __forceinline__ void load_row(Acc (&row)[kDims], const T* latent, const T* rope,
-                                         const DecodeParams& params) {
+// A token's latent and its rotated part, spread over the warp: column 32 i + lane to row[i], the
+// rotated part's to those behind.
+__device__ __forceinline__ void load_rotated(Acc (&row)[kDims], const T* rope,
+                                             const DecodeParams& params) {
   const int lane = threadIdx.x % 32, rope_dim = params.head_dim - params.head_dim_v;
-#pragma unroll
-  for (int i = 0; i < kLatentDims; ++i)
-    row[i] = lane + 32 * i < params.head_dim_v ? tile::to_operand<Acc>(latent[lane + 32 * i]) : 0;
 #pragma unroll
   for (int i = kLatentDims; i < kDims; ++i) {
     const int column = lane + 32 * (i - kLatentDims);
     row[i] = column < rope_dim ? tile::to_operand<Acc>(rope[column]) : 0;
   }
+}
+__device__ __forceinline__ void load_row(Acc (&row)[kDims], const T* latent, const T* rope,
+                                         const DecodeParams& params) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kLatentDims; ++i)
+    row[i] = lane + 32 * i < params.head_dim_v ? tile::to_operand<Acc>(latent[lane + 32 * i]) : 0;
+  load_rotated(row, rope, params);
+}
+__device__ __forceinline__ void load_key(Acc (&row)[kDims], const kvcache::Pages<const T>& latents,
+                                         int page, int slot, const T* rope,
+                                         const DecodeParams& params) {
+  load_row(row, latents.row(page, slot, 0), rope, params);
+}
+__device__ __forceinline__ void load_key(Acc (&row)[kDims], const kvcache::Stored<T>& latents,
+                                         int page, int slot, const T* rope,
+                                         const DecodeParams& params) {
+  Acc latent[kLatentDims];
+  latents.load(latent, page, slot, 0);
+#pragma unroll
+  for (int i = 0; i < kLatentDims; ++i) row[i] = latent[i];
+  load_rotated(row, rope, params);
+}
+
+// As values: of keys the latents are a part.
+__device__ __forceinline__ auto pages_of_latents(const DecodeParams& params) {
+  if constexpr (Config::quantized)
+    return kvcache::Stored<T>{
+        params.v,        params.v_stride,         params.v_scale,          params.v_minimum,
+        params.v_offset, params.v_scale_stride,   params.v_minimum_stride, params.v_format,
+        params.v_group,  params.v_scale_is_float, params.v_rotated,        params.head_dim_v};
+  else
+    return kvcache::Pages<const T>{static_cast<const T*>(params.k), params.v_stride};
 }
 
 // A warp's share of a split.
@@ -106,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   __shared__ Smem smem;
   const int warp = threadIdx.x / 32;
   const kvcache::PageTable table = page_table(params);
-  const kvcache::Pages<const T> latents = {static_cast<const T*>(params.k), params.k_stride};
+  const auto latents = pages_of_latents(params);
   const kvcache::Pages<const T> rotated = {static_cast<const T*>(mla.rope), mla.rope_stride};
   Schedule schedule;
   if (!schedule.start(params)) return;
@@ -125,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         exists[i] = tokens.has(token);
         const int there = exists[i] ? token : 0;
         const int page = table.page(tokens.sequence, there), slot = table.slot(there);
-        load_row(k[i], latents.row(page, slot, 0), rotated.row(page, slot, 0), params);
+        load_key(k[i], latents, page, slot, rotated.row(page, slot, 0), params);
       }
       slice.attend(params, first, split.end, k, exists);
     }

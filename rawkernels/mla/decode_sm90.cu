@@ -2,20 +2,22 @@
 // 64 × 512 in the registers of two warpgroups.
 //
 //   q_latent, out (batch, seqlen_q, heads, latent) or (total, heads, latent), q_rope with rope_dim
-//   in place of latent; pages of latents and of rotated parts; float16 or bfloat16, latent a
-//   multiple of 64 up to 512, rope_dim a multiple of 8 up to 64, pages of at least 8 keys unless
-//   Config::gather, everything 16-byte aligned, scale > 0. DecodeParams and MlaParams have the
-//   rest. A tile's rows are query tokens times heads; where there are several tiles of heads,
-//   params has a key head for each, all of the same keys, so that thread blocks read them side by
-//   side.
+//   in place of latent; pages of latents and of rotated parts; float16 or bfloat16, latents also
+//   codes of 8 bits (Config::latent_format); latent a multiple of 64 up to 512, rope_dim a multiple
+//   of 8 up to 64, pages of at least 8 keys unless Config::gather, everything 16-byte aligned,
+//   scale > 0. DecodeParams and MlaParams have the rest. A tile's rows are query tokens times
+//   heads; where there are several tiles of heads, params has a key head for each, all of the same
+//   keys, so that thread blocks read them side by side.
 //
 // O of 64 rows takes half of a multiprocessor's registers. So each of two consumers holds 256
 // columns of it, computes the scores of every second block of keys, and gives its probabilities to
 // the other through shared memory, after FlashMLA. One's softmax runs beside the other's products.
 // Row maxima lag (tile/softmax.cuh): what the two tell each other about them moves O in few rounds.
 // Probabilities take the place of the keys' rotated panel, which is dead by then, so that two
-// blocks of keys and Q fill shared memory. A third warpgroup finds splits and loads keys, each
-// warp half of a buffer (mla/produce_sm90.cuh).
+// blocks of keys and Q fill shared memory. A third warpgroup finds splits and loads keys: each
+// warp half of a buffer (mla/produce_sm90.cuh), or some keys of each block where they lie apart
+// (gather_sm90.cuh) or are codes (expand_sm90.cuh).
+#include "mla/expand_sm90.cuh"
 #include "mla/gather_sm90.cuh"
 #include "mla/operands_sm90.cuh"
 #include "ptx/bar.cuh"
@@ -379,7 +381,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     mla::Consumer{smem, params, mla_params, warpgroup == 1}.run();
   } else {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if (Config::gather)
+    if constexpr (Config::latent_format != tile::kPlain)
+      mla::expand<Config::latent_format>(smem, params, mla_params);
+    else if (Config::gather)
       mla::gather(smem, params, mla_params);
     else
       mla::produce(smem, params, maps);

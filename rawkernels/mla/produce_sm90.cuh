@@ -12,8 +12,10 @@ namespace mla {
 
 // By one thread, before all else.
 __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
-  ptx::prefetch_tensormap(maps.latent);
-  ptx::prefetch_tensormap(maps.rope);
+  if (!Config::gather) {  // else there are none
+    ptx::prefetch_tensormap(maps.latent);
+    ptx::prefetch_tensormap(maps.rope);
+  }
   for (int buffer = 0; buffer < 2; ++buffer) {
     for (int panel = 0; panel < kPanels; ++panel)
       ptx::mbarrier_init(smem.full_k[buffer][panel], Config::gather ? 4 : 1);

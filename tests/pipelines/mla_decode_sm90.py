@@ -70,8 +70,8 @@ def second(buffer: int) -> tuple[str, ...]:
 
 
 class Producer:
-    """A producing warp: it has half of a buffer, or gathers some keys of both. The first one tells
-    consumers of splits."""
+    """A producing warp: it has half of a buffer, or gathers or expands some keys of both. The first
+    one tells consumers of splits."""
 
     def __init__(self, warp: int, gathers: bool) -> None:
         self.warp, self.gathers = warp, gathers

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from cuattn._arrays import FLOAT_DTYPES
+from cuattn._quantized import format_number
 from cuattn._spec import AttentionSpec
-from cuattn.gpu.arguments import mla_arguments
+from cuattn.gpu.arguments import Scales, mla_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
@@ -19,6 +20,10 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 LATENT = 512  # width that kernels pad latents to
 ROPE = 64  # … and what is rotated
 TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
+#: Formats of latents that kernels with tensor cores expand; "": as they are. Others go to `simt`.
+LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
+#: Columns that share a scale there, or twice as many, or all: kScaleColumns of mla/codes.cuh.
+SCALE_COLUMNS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,7 @@ class MlaCall:
     table_stride: int = 0  # elements from row to row of the page table
     num_splits: int | str | None = None
     top_k: int | None = None  # tokens of a query, where they are given by their positions
+    scales: Scales | None = None  # where the spec says that latents are codes
 
     @property
     def rope_dim(self) -> int:
@@ -56,6 +62,19 @@ class MlaCall:
         """Whether all arrays can be read and written 16 bytes at a time."""
         arrays = (self.q_latent, self.q_rope, self.latent, self.rope, self.out)
         return self.aligned and all(stride % 16 == 0 for array in arrays for stride in array[:-1])
+
+    @property
+    def expandable(self) -> bool:
+        """Whether latents are plain, or codes that kernels with tensor cores expand."""
+        spec, scales = self.spec, self.scales
+        if scales is None:
+            return True
+        width = spec.head_dim_v // scales.groups
+        return (
+            spec.k_format in LATENT_FORMATS
+            and not (scales.has_minimum or scales.has_offset or scales.rotated)
+            and (scales.groups == 1 or width in (SCALE_COLUMNS, 2 * SCALE_COLUMNS))
+        )
 
     def as_call(self, head_tiles: int = 1) -> Call:
         """The call as decoding of one key head, or of so many that have the same keys: with its
@@ -84,6 +103,8 @@ class MlaCall:
             num_pages=self.num_pages,
             table_stride=self.table_stride,
             num_splits=self.num_splits,
+            k_scales=self.scales,
+            v_scales=self.scales,
         )
 
 
@@ -120,6 +141,7 @@ class SimtMlaConfig(Config):
     batch_keys: int
     blocks_per_sm: int
     tile_keys: int
+    quantized: bool  # latents are codes, of a format that is known at run time
 
     @property
     def threads(self) -> int:
@@ -137,7 +159,8 @@ class Sm90MlaConfig(Config):
     """mla/decode_sm90.cu."""
 
     dtype: str
-    gather: bool  # keys are copied one by one: chosen tokens, small pages
+    gather: bool  # keys are read one by one: chosen tokens, small pages, codes
+    latent_format: int  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
     consumer_registers: int
     producer_registers: int
     blocks_per_sm: int = 1
@@ -159,8 +182,8 @@ class Sm90MlaConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Q, two blocks of keys, then what is small."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + 2048
+        """Q, two blocks of keys, then what is small: more of it where latents are codes."""
+        return 3 * self.rows * (LATENT + ROPE) * 2 + (3072 if self.latent_format else 2048)
 
     @property
     def part_bytes(self) -> int:
@@ -199,15 +222,16 @@ class Sm90Mla:
         spec = call.spec
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or not call.vectors:
             return None
-        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0:
+        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0 or not call.expandable:
             return None
         mapped = addressable((*call.latent[:2], *call.rope[:2])) and call.num_pages > 0
         gather = call.top_k is not None or spec.page_size < 8 or not mapped
+        gather |= call.scales is not None
         latent = rope = None
         if not gather:
             latent = _panels(call, call.latent, spec.head_dim_v)
             rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
-        variant = _sm90_variant(spec.dtype.name, gather=gather)
+        variant = _sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
         spec = call.as_call().spec
         head_tiles = _head_tiles(spec, variant.config.rows)
         launch = _partitioned(call, variant, head_tiles)
@@ -236,15 +260,18 @@ class Sm90Mla:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                for gather in (False, True):
-                    yield _sm90_variant(dtype, gather=gather)
+                yield _sm90_variant(dtype, "", gather=False)
+                for format in LATENT_FORMATS:
+                    yield _sm90_variant(dtype, format, gather=True)
                 for columns in (LATENT // 4, LATENT):
                     yield _combine_variant(dtype, columns)
 
 
-def _sm90_variant(dtype: str, *, gather: bool) -> Variant:
+def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
     registers = (208, 88) if gather else (216, 72)  # of consumers, of producers: nothing spills
-    config = Sm90MlaConfig(dtype, gather, *registers)
+    if format:
+        registers = (208, 96)
+    config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
 
@@ -280,6 +307,7 @@ class Sm80MlaConfig(Config):
     rows: int
     tile_keys: int
     stages: int
+    latent_format: int  # as in Sm90MlaConfig
     blocks_per_sm: int = 1
 
     @property
@@ -289,10 +317,16 @@ class Sm80MlaConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Q, the ring, the warps' parts of the scores, then what is small."""
-        rows = (self.rows + self.stages * self.tile_keys) * (LATENT + ROPE) * 2
+        """Q, the ring, the warps' parts of the scores, then what is small. Codes have a tile
+        beside the ring, which they are expanded to."""
+        row = (LATENT + ROPE) * 2
+        stage = self.tile_keys * row
+        if self.latent_format:
+            stage = self.tile_keys * (LATENT + ROPE * 2 + LATENT // SCALE_COLUMNS * 4)
+        ring = self.stages * stage + (self.tile_keys * row if self.latent_format else 0)
+        ring = -(-ring // 1024) * 1024
         scores = 4 * self.rows * (self.tile_keys + 4) * 4
-        return rows + scores + 2048
+        return self.rows * row + ring + scores + 2048
 
     @property
     def part_bytes(self) -> int:
@@ -310,9 +344,10 @@ class Sm80Mla:
         spec = call.spec
         if capability(call.arch) not in SHARED_KIB or spec.dtype.itemsize != 2:
             return None
-        if not call.vectors or spec.head_dim_v % 8 or call.rope_dim % 8:
+        chunk = 16 // spec.k_itemsize  # columns of a latent that are copied at once
+        if not call.vectors or spec.head_dim_v % chunk or call.rope_dim % 8 or not call.expandable:
             return None
-        variant = _sm80_variant(spec.dtype.name, call.arch)
+        variant = _sm80_variant(spec.dtype.name, spec.k_format, call.arch)
         head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
         return MlaLaunches(_partitioned(call, variant, head_tiles))
 
@@ -320,12 +355,22 @@ class Sm80Mla:
         """Every variant that `serves` can choose."""
         if capability(arch) in SHARED_KIB:
             for dtype in ("float16", "bfloat16"):
-                yield _sm80_variant(dtype, arch)
+                for format in LATENT_FORMATS:
+                    yield _sm80_variant(dtype, format, arch)
 
 
-def _sm80_variant(dtype: str, arch: str) -> Variant:
+def _sm80_variant(dtype: str, format: str, arch: str) -> Variant:
     stages = 5 if SHARED_KIB[capability(arch)] > 164 else 3
-    config = Sm80MlaConfig(dtype, LATENT, rows=16, tile_keys=32, stages=stages)
+    if format:
+        stages = 7 if SHARED_KIB[capability(arch)] > 164 else 4
+    config = Sm80MlaConfig(
+        dtype,
+        LATENT,
+        rows=16,
+        tile_keys=32,
+        stages=stages,
+        latent_format=format_number(format),
+    )
     return Variant("mla/decode_sm80.cu", "mla_decode_sm80", config)
 
 
@@ -336,15 +381,18 @@ class SimtMla:
 
     def serves(self, call: MlaCall) -> MlaLaunches:
         """The launch for a call."""
-        return MlaLaunches(_partitioned(call, _simt_variant(call.spec.dtype.name)))
+        spec = call.spec
+        variant = _simt_variant(spec.dtype.name, quantized=spec.quantized)
+        return MlaLaunches(_partitioned(call, variant))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         for dtype in FLOAT_DTYPES.values():
-            yield _simt_variant(dtype)
+            for quantized in (False, True):
+                yield _simt_variant(dtype, quantized=quantized)
 
 
-def _simt_variant(dtype: str) -> Variant:
+def _simt_variant(dtype: str, *, quantized: bool) -> Variant:
     wide = dtype == "float64"
     config = SimtMlaConfig(
         dtype,
@@ -354,6 +402,7 @@ def _simt_variant(dtype: str) -> Variant:
         batch_keys=1 if wide else 2,
         blocks_per_sm=2,
         tile_keys=64,
+        quantized=quantized,
     )
     return Variant("mla/decode_simt.cu", "mla_decode_simt", config)
 
