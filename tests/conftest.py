@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests import watchdog
+from tests.emulator import plugin as emulator
 
 # A first example may compile a kernel or load a library: time is no sign of a fault.
 hypothesis.settings.register_profile("cuattn", deadline=None, print_blob=True)
@@ -33,7 +34,9 @@ def missing_gpu() -> str:
     return ""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.is_registered(emulator):
+        pluginmanager.register(emulator)
     parser.addoption(
         "--random-seed",
         type=int,

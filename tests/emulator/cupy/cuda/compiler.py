@@ -1,0 +1,5 @@
+"""``cupy.cuda.compiler``."""
+
+from cupy._build import CompileException
+
+__all__ = ["CompileException"]
