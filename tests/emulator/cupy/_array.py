@@ -75,7 +75,9 @@ class ndarray:
     def data(self) -> _memory.MemoryPointer:
         if not self._host.size and self.base is None:
             return _memory.MemoryPointer(self._mem, 0)
-        return _memory.MemoryPointer(self._mem, self._host.ctypes.data - self._mem.ptr)
+        return _memory.MemoryPointer(
+            self._mem, self._host.__array_interface__["data"][0] - self._mem.ptr
+        )
 
     @property
     def device(self) -> _streams.Device:
@@ -164,10 +166,10 @@ class ndarray:
         return functools.partial(forward(functools.partial(_method, name)), self)
 
     def __getitem__(self, index: Any) -> Any:
-        return forward(_getitem)(self, index)
+        return forward(_getitem)(self, _index(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        index, value = unwrap(index), unwrap(value)
+        index, value = unwrap(_index(index)), unwrap(value)
 
         def action() -> None:
             self._host[index] = value
@@ -226,6 +228,10 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
+def _address(host: np.ndarray) -> int:
+    return host.__array_interface__["data"][0]
+
+
 def _method(name: str, host: np.ndarray, *args: Any, **options: Any) -> Any:
     return getattr(host, name)(*args, **options)
 
@@ -236,6 +242,13 @@ def _getitem(host: np.ndarray, index: Any) -> Any:
     if not any(i is Ellipsis for i in index):
         index = (*index, Ellipsis)
     return host[index]
+
+
+def _index(index: Any) -> Any:
+    """An index in which arrays on the host are on the device."""
+    if isinstance(index, tuple):
+        return tuple(map(_index, index))
+    return array(index) if isinstance(index, np.ndarray) else index
 
 
 def _in_place(function: Callable, target: ndarray, *args: Any, **options: Any) -> ndarray:
@@ -281,15 +294,13 @@ def wrap(value: Any, parents: tuple[ndarray, ...] = ()) -> Any:
     for parent in parents:
         if value is parent._host:
             return parent
-    root = value
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    if type(root) is _memory.Block:
-        memory = root.memory()
+    if value.base is not None:
+        address = value.__array_interface__["data"][0]
         for parent in parents:
-            if parent._mem is memory:
-                return ndarray._of(value, memory, parent.base or parent)
-        return ndarray._of(value, memory, None)
+            if address in parent._mem:
+                return ndarray._of(
+                    value, parent._mem, parent if parent.base is None else parent.base
+                )
     strides = None if value.flags.c_contiguous else np.empty_like(value, order="K").strides
     new = ndarray(value.shape, value.dtype, None, strides)
     new._host[...] = value

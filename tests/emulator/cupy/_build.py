@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from cupy import _errors
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
 
 
 class CompileException(Exception):
@@ -57,21 +58,27 @@ def library() -> pathlib.Path:
     command = compiler()
     if command is None:
         raise _errors.EmulationError("the emulator needs a host compiler: g++, or what CXX names")
-    texts = sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")))
-    sources = [str(file) for file in texts if file.suffix == ".cpp"]
     version = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
     cpu = pathlib.Path("/proc/cpuinfo")  # -march=native is another machine's on another machine
     features = [line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Feat"))]
-    key = (command, version, *features[:1], *FLAGS, *(file.read_text() for file in texts))
+    headers = [file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.h"))]
+    key = (command, version, *features[:1], *FLAGS, *headers)
 
-    def make(file: pathlib.Path) -> None:
-        done = subprocess.run(
-            [command, *FLAGS, *sources, "-o", str(file)], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise _errors.EmulationError(f"{command} does not build the emulator:\n{done.stderr}")
+    def compiled(source: pathlib.Path) -> pathlib.Path:
+        flags = [*FLAGS, "-c", str(source)]
+        text = source.read_text(encoding="utf-8")
+        return _kept((*key, text), ".o", lambda file: _run(command, *flags, "-o", str(file)))
 
-    return _kept(key, ".so", make)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(file) for file in pool.map(compiled, sorted(FOLDER.glob("*.cpp")))]
+    linked = ("-shared", *objects)
+    return _kept(linked, ".so", lambda file: _run(command, *linked, "-o", str(file)))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise _errors.EmulationError(f"{' '.join(command)} failed:\n{done.stderr}")
 
 
 @functools.cache

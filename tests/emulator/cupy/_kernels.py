@@ -39,6 +39,12 @@ _CTYPES = {
 }
 
 
+#: What CuPy adds to the options of all kernels.
+_CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
+#: What CuPy makes of Python's numbers.
+_SCALARS = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
 class CUDADriverError(RuntimeError):
     """An error of the CUDA driver."""
 
@@ -199,11 +205,10 @@ def _bytes_of(argument: Any) -> bytes:
         return argument.data.ptr.to_bytes(8, "little")
     if isinstance(argument, _memory.MemoryPointer):
         return argument.ptr.to_bytes(8, "little")
-    if isinstance(argument, (bool, int, float)):
-        kind = {bool: np.bool_, int: np.int64, float: np.float64}[type(argument)]
-        return kind(argument).tobytes()
-    if isinstance(argument, (np.generic, np.ndarray)):
+    if isinstance(argument, np.generic):
         return argument.tobytes()
+    if type(argument) in _SCALARS:
+        return _SCALARS[type(argument)](argument).tobytes()
     raise TypeError(f"unsupported type of a kernel's argument: {type(argument)}")
 
 
@@ -285,7 +290,7 @@ class RawModule:
             raise _errors.NotEmulated(f"modules with {', '.join(others)}")
         if not any("-arch" in option for option in options):
             options = (*options, "-arch=sm_{}{}".format(*_settings.current().capability))
-        self.code, self.options = code, tuple(options)
+        self.code, self.options = code, (*options, *_CUPY_OPTIONS)
 
     def compile(self, log_stream: Any = None) -> None:
         _module(self.code, self.options)

@@ -53,13 +53,6 @@ def _remove(address: int, nbytes: int, _block: np.ndarray) -> None:
             _watch(address, nbytes, False)
 
 
-class Block(np.ndarray):
-    """Bytes of an allocation. NumPy's views lead back to it, and from it to the allocation, which
-    device arrays keep."""
-
-    memory: weakref.ref[BaseMemory]
-
-
 class BaseMemory:
     """An allocation.
 
@@ -67,20 +60,22 @@ class BaseMemory:
     ----------
     ptr, size, device_id : int
         Its address, bytes and device.
-    block : Block
-        Its bytes as a NumPy array.
+    block : numpy.ndarray
+        Its bytes.
     """
 
     def __init__(self, ptr: int, size: int, device_id: int, block: np.ndarray | None) -> None:
         self.ptr, self.size, self.device_id = ptr, size, device_id
         if block is None:
             block = np.frombuffer((ctypes.c_uint8 * size).from_address(ptr), np.uint8)
-        self.block = block.view(Block)
-        self.block.memory = weakref.ref(self)
+        self.block = block
 
     @property
     def device(self) -> _streams.Device:
         return _streams.Device(self.device_id)
+
+    def __contains__(self, address: int) -> bool:
+        return self.ptr <= address < self.ptr + self.size
 
 
 class Memory(BaseMemory):
