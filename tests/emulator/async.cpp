@@ -18,10 +18,9 @@ ClusterAsync& async_of(Cluster& cluster) { return state_of<ClusterAsync>(cluster
 void perform(Warp& warp, std::function<void()> work) {
   Launch& launch = *warp.block->launch;
   if (!launch.late || launch.random() % 2 == 0) return work();
-  Cluster& cluster = *warp.block->cluster;
-  async_of(cluster);
-  launch.deferred.push_back([work = std::move(work), alive = std::weak_ptr<void>(cluster.async)] {
-    if (alive.expired()) fail("asynchronous work that no one waited for when its block ended");
+  launch.deferred.push_back([work = std::move(work), block = warp.block] {
+    if (block->live_warps == 0)
+      fail("asynchronous work of a block was under way when the block ended");
     work();
   });
 }

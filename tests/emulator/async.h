@@ -75,7 +75,7 @@ struct ClusterAsync {
 WarpAsync& async_of(Warp& warp);
 ClusterAsync& async_of(Cluster& cluster);
 
-// Does `work` at once, or later as described above. Fails if that is after the cluster has ended.
+// Does `work` at once, or later as described above. Fails if that is after the block has ended.
 void perform(Warp& warp, std::function<void()> work);
 
 // An address operand: [base + offset].

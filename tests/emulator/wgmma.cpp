@@ -39,8 +39,8 @@ uint64_t uniform(const Warp& warp, Row row) {
 void multiply(Warp& warp, const WgmmaWork& work) {
   const Wgmma& wgmma = *work.wgmma;
   const std::vector<uint8_t>& bytes = warp.block->shared;
-  const SharedBytes shared{bytes.data(), kSharedBase,
-                           kSharedBase + static_cast<uint32_t>(bytes.size())};
+  const SharedBytes shared{bytes.data() + kSharedBase, kSharedBase,
+                           static_cast<uint32_t>(bytes.size())};
   uint16_t elements[16][kWgmmaDepth];
   alignas(64) float a[16][kWgmmaDepth];
   static WgmmaColumns b;  // a launch is a single thread

@@ -1,7 +1,10 @@
 #include "wgmma_rows.h"
 
-#include <array>
-#include <utility>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
+#include "machine.h"
 
 namespace emulator {
 namespace {
@@ -13,70 +16,57 @@ constexpr int kSwizzleBytes[] = {16, 128, 64, 32};  // 16: none
 
 uint32_t field(uint64_t descriptor, int bit) { return (descriptor >> bit & kFieldMask) * 16; }
 
-// The position of a column of 16 in a panel: that of the column's element in a register of D, which
-// has columns 2t (even registers) or 2t + 1 (odd ones) of 8.
-constexpr int place_in_panel(int column) {
-  return column / 8 * 8 + column % 2 * 4 + column % 8 / 2;
+// As many lanes as a register of the host holds, and four neighbouring floats in each four lanes.
+using Four = float __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+using Lanes = Floats;
+Lanes repeat(const float* four) { return _mm512_broadcast_f32x4(_mm_loadu_ps(four)); }
+#elif defined(__AVX__)
+using Lanes = float __attribute__((vector_size(32)));
+Lanes repeat(const float* four) {
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(four));
+}
+#else
+using Lanes = Four;
+Lanes repeat(const float* four) { return load<Lanes>(four); }
+#endif
+constexpr int kPart = sizeof(Lanes) / sizeof(float), kParts = kLanes / kPart;
+
+// `a[k][r][h]`: element k of A in the rows that part h of the lanes has of a register of D: row 8r
+// + lane / 4.
+using Rows = Lanes[kWgmmaDepth][2][kParts];
+
+void transpose(Four (&rows)[4]) {
+  using Order = int __attribute__((vector_size(16)));
+  const Four low01 = __builtin_shuffle(rows[0], rows[1], Order{0, 4, 1, 5});
+  const Four high01 = __builtin_shuffle(rows[0], rows[1], Order{2, 6, 3, 7});
+  const Four low23 = __builtin_shuffle(rows[2], rows[3], Order{0, 4, 1, 5});
+  const Four high23 = __builtin_shuffle(rows[2], rows[3], Order{2, 6, 3, 7});
+  rows[0] = __builtin_shuffle(low01, low23, Order{0, 1, 4, 5});
+  rows[1] = __builtin_shuffle(low01, low23, Order{2, 3, 6, 7});
+  rows[2] = __builtin_shuffle(high01, high23, Order{0, 1, 4, 5});
+  rows[3] = __builtin_shuffle(high01, high23, Order{2, 3, 6, 7});
 }
 
-template <int kDistance, int... kLane>
-void exchange(Floats& low, Floats& high, std::integer_sequence<int, kLane...>) {
-  const Words from_low = {
-      (kLane & kDistance ? kWidth + kLane - kDistance : static_cast<uint32_t>(kLane))...};
-  const Words from_high = {
-      (kLane & kDistance ? kWidth + kLane : static_cast<uint32_t>(kLane + kDistance))...};
-  const Floats both = __builtin_shuffle(low, high, from_low);
-  high = __builtin_shuffle(low, high, from_high);
-  low = both;
-}
-
-template <int kDistance>
-void transpose_blocks(Floats (&rows)[kWidth]) {
-  for (int i = 0; i < kWidth; ++i)
-    if ((i & kDistance) == 0)
-      exchange<kDistance>(rows[i], rows[i + kDistance], std::make_integer_sequence<int, kWidth>());
-}
-
-void transpose(Floats (&rows)[kWidth]) {
-  transpose_blocks<1>(rows);
-  transpose_blocks<2>(rows);
-  transpose_blocks<4>(rows);
-  transpose_blocks<8>(rows);
-}
-
-// Four neighbouring floats of 16, four times.
-template <int kFirst>
-Floats repeat(Floats row) {
-  constexpr int i = kFirst;
-  return __builtin_shufflevector(row, row, i, i + 1, i + 2, i + 3, i, i + 1, i + 2, i + 3, i, i + 1,
-                                 i + 2, i + 3, i, i + 1, i + 2, i + 3);
-}
-
-// `a[k][r][h]`: element k of rows 8r + 4h to 8r + 4h + 3, each four times: as the lanes 16h to 16h
-// + 15 of a register have them.
-using Rows = Floats[kWgmmaDepth][2][2];
-
-// The sums of `kGroups` groups of 8 columns.
-template <int kGroups>
-void multiply_groups(const Rows& a, const Floats* panel, bool accumulate, float* const* d) {
-  Floats sums[kGroups][2][2][2] = {};  // group of columns, parity of the column, r, h
-  for (int k = 0; k < kWgmmaDepth; ++k) {
-    const Floats b[2][2] = {{repeat<0>(panel[k]), repeat<4>(panel[k])},
-                            {repeat<8>(panel[k]), repeat<12>(panel[k])}};
-    for (int j = 0; j < kGroups; ++j)
-      for (int parity = 0; parity < 2; ++parity)
-        for (int r = 0; r < 2; ++r)
-          for (int h = 0; h < 2; ++h) sums[j][parity][r][h] += a[k][r][h] * b[j][parity];
-  }
-  for (int j = 0; j < kGroups; ++j)
-    for (int parity = 0; parity < 2; ++parity)
+// The sums of `kQuads` quads of a panel from `first` on, as many as the host has registers for.
+template <int kQuads>
+void multiply_quads(const Rows& a, const float (*panel)[16], int first, bool accumulate,
+                    float* const* d) {
+  Lanes sums[kQuads][2][kParts] = {};
+  for (int k = 0; k < kWgmmaDepth; ++k)
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const Lanes b = repeat(&panel[k][4 * (first + quad)]);
       for (int r = 0; r < 2; ++r)
-        for (int h = 0; h < 2; ++h) {
-          float* to = d[4 * j + 2 * r + parity] + kWidth * h;
-          Floats sum = sums[j][parity][r][h];
-          if (accumulate) sum += load<Floats>(to);
-          store(to, sum);
-        }
+        for (int h = 0; h < kParts; ++h) sums[quad][r][h] += a[k][r][h] * b;
+    }
+  for (int quad = 0; quad < kQuads; ++quad)
+    for (int r = 0; r < 2; ++r)
+      for (int h = 0; h < kParts; ++h) {
+        float* to = d[(first + quad) / 2 * 4 + 2 * r + (first + quad) % 2] + kPart * h;
+        Lanes sum = sums[quad][r][h];
+        if (accumulate) sum += load<Lanes>(to);
+        std::memcpy(to, &sum, sizeof sum);
+      }
 }
 
 }  // namespace
@@ -118,12 +108,18 @@ void SharedOperand::read(SharedBytes shared, int first, int count,
   }
 }
 
-void WgmmaColumns::set_panel(Element element, int i,
-                             const uint16_t (&columns)[kWidth][kWgmmaDepth]) {
-  Floats(&panel)[kWgmmaDepth] = panels[i];
-  for (int column = 0; column < kWidth; ++column)
-    panel[place_in_panel(column)] = floats_of(element, load<Halves>(columns[column]));
-  transpose(panel);
+void WgmmaColumns::set_panel(Element element, int i, const uint16_t (&columns)[16][kWgmmaDepth]) {
+  alignas(64) float floats[16][kWgmmaDepth];
+  for (int column = 0; column < 16; ++column)
+    store(floats[column], floats_of(element, load<Halves>(columns[column])));
+  for (int quad = 0; quad < 4; ++quad)
+    for (int k = 0; k < kWgmmaDepth; k += 4) {
+      Four block[4];
+      for (int t = 0; t < 4; ++t)
+        block[t] = load<Four>(&floats[quad / 2 * 8 + 2 * t + quad % 2][k]);
+      transpose(block);
+      for (int t = 0; t < 4; ++t) std::memcpy(&panels[i][k + t][4 * quad], &block[t], sizeof(Four));
+    }
 }
 
 void multiply_rows(const float (&a)[16][kWgmmaDepth], const WgmmaColumns& b, int columns,
@@ -131,13 +127,15 @@ void multiply_rows(const float (&a)[16][kWgmmaDepth], const WgmmaColumns& b, int
   alignas(64) Rows rows;
   for (int row = 0; row < 16; ++row)
     for (int k = 0; k < kWgmmaDepth; ++k) {
-      float* four = reinterpret_cast<float*>(&rows[k][row / 8][row % 8 / 4]) + row % 4 * 4;
-      for (int t = 0; t < 4; ++t) four[t] = a[row][k];
+      float* lanes = reinterpret_cast<float*>(rows[k][row / 8]) + row % 8 * 4;
+      for (int t = 0; t < 4; ++t) lanes[t] = a[row][k];
     }
+  constexpr int kQuads = sizeof(Lanes) == 64 ? 4 : 1;  // at a time
   for (int i = 0; i < columns / 16; ++i)
-    multiply_groups<2>(rows, b.panels[i], accumulate, d + 8 * i);
-  if (columns % 16)
-    multiply_groups<1>(rows, b.panels[columns / 16], accumulate, d + columns / 2 - 4);
+    for (int quad = 0; quad < 4; quad += kQuads)
+      multiply_quads<kQuads>(rows, b.panels[i], quad, accumulate, d + 8 * i);
+  for (int quad = 0; quad < columns % 16 / 4; ++quad)
+    multiply_quads<1>(rows, b.panels[columns / 16], quad, accumulate, d + columns / 16 * 8);
 }
 
 }  // namespace emulator

@@ -27,12 +27,14 @@ struct SharedOperand {
   void read(SharedBytes shared, int first, int count, uint16_t (*to)[kWgmmaDepth]) const;
 };
 
-// B as `multiply_rows` takes it: 16 columns make a panel, of which row k has the 16 floats of k.
+// B as `multiply_rows` takes it: 16 columns make a panel, of which row k has the 16 floats of k. A
+// register of D has even columns of 8 or odd ones: a panel's floats are four quads, which are the
+// even columns of the first 8, the odd ones, and those of the next 8.
 struct WgmmaColumns {
-  alignas(64) Floats panels[kMaxWgmmaColumns / kWidth][kWgmmaDepth];
+  alignas(64) float panels[kMaxWgmmaColumns / 16][kWgmmaDepth][16];
 
   // From the elements of columns 16 i to 16 i + 15, where the last 8 may be left out.
-  void set_panel(Element element, int i, const uint16_t (&columns)[kWidth][kWgmmaDepth]);
+  void set_panel(Element element, int i, const uint16_t (&columns)[16][kWgmmaDepth]);
 };
 
 // d[i] are registers of D, in the layout of rawkernels/ptx/wgmma.cuh, for 8 columns in each 4.
