@@ -99,7 +99,8 @@ struct Statement {
   Operand guard;                        // a predicate, or kSink
   std::vector<Operand> operands;
   int line = 0;                         // in the PTX text
-  int source_file = 0, source_line = 0;  // by .loc, or 0
+  const std::string* source = nullptr;  // the file that .loc names, if any
+  int source_line = 0;
 
   // Whether one of the parts after the first is `modifier`.
   bool has(std::string_view modifier) const;
@@ -146,6 +147,9 @@ class Decoding {
     int64_t offset;
   };
   virtual Address address(const Operand& operand) = 0;
+  // Where the variable lies that an operand, or an address's base, names; kGeneric: no variable.
+  virtual Space space_of(const Operand& operand) = 0;
+  virtual const Instr* label(const Operand& operand) = 0;
   // The value of an immediate.
   virtual int64_t integer(const Operand& operand) = 0;
   // Memory that lives as long as the module: for Instr::rows and Instr::detail.
@@ -179,12 +183,15 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// When a group of lanes that does not run now may run again.
+enum class Turn : uint8_t { kNow, kNextSlice, kAfterNextSlice };
+
 // Lanes of a warp that are at the same place.
 struct Group {
   uint32_t lanes = 0;
   const Instr* next = nullptr;
   const char* waits_for = nullptr;  // why the last try to go on did not succeed
-  bool starved_others = false;      // it ran long while others waited: the next turn is theirs
+  Turn turn = Turn::kNow;
 };
 
 struct Warp {
@@ -194,7 +201,8 @@ struct Warp {
   uint32_t group = 0;   // its lanes
   uint32_t active = 0;  // those for which the instruction's guard holds: handlers write no others
   const char* waits_for = nullptr;
-  bool stays = false;  // the handler asked for wait()
+  bool stays = false;    // the handler asked for wait()
+  bool yielded = false;  // the slice ends here
 
   std::array<uint8_t*, 2> base{};  // the warp's registers, the module's constants
   uint32_t* predicates = nullptr;
@@ -204,8 +212,10 @@ struct Warp {
   uint8_t* local = nullptr;  // local memory: each lane's bytes in turn
   uint32_t local_bytes = 0;  // of a lane
   std::vector<Group> others;
+  uint32_t carry = 0;               // of add.cc and the like
+  bool at_barrier = false;          // arrived at a bar.sync whose phase is not complete,
+  uint32_t barrier_generation = 0;  // which is this one
   std::shared_ptr<void> async;  // what asynchronous instructions keep for this warp
-  std::vector<uint8_t> storage;
 
   template <class T>
   T* row(Row row) const {
@@ -230,7 +240,10 @@ struct Warp {
   //   if (!warp.converged()) return warp.wait("the warp's other lanes");
   bool converged() const { return active == alive; }
   // The other warps go first.
-  void yield();
+  void yield() {
+    yielded = true;
+    event = nullptr;
+  }
 
   // Host memory of a shared address (of the own block or of the cluster), checked against the size
   // of shared memory and for alignment to `alignment` bytes.
@@ -248,6 +261,7 @@ struct Warp {
 // A named barrier of a block.
 struct Barrier {
   uint32_t arrived = 0;     // threads, in whole warps
+  uint32_t expected = 0;    // threads; 0: all that have not exited
   uint32_t generation = 0;  // completed phases
   uint32_t reduction_and = 1, reduction_or = 0, reduction_count = 0;
   uint32_t last_and = 0, last_or = 0, last_count = 0;  // of the phase before
@@ -264,7 +278,7 @@ struct Block {
   Cluster* cluster = nullptr;
   uint32_t rank = 0;  // in the cluster
   std::array<uint32_t, 3> index{};
-  std::vector<uint8_t> shared;  // its bytes from kSharedBase on
+  std::vector<uint8_t> shared;  // its bytes from address 0 on
   std::vector<std::unique_ptr<Warp>> warps;
   std::array<Barrier, 16> barriers;
   uint32_t live_warps = 0;
