@@ -14,7 +14,10 @@ from collections.abc import Callable
 from cupy import _errors
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
+FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-Wno-psabi"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
 
 
 class CompileException(Exception):
