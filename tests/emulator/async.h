@@ -16,11 +16,11 @@
 
 namespace emulator {
 
-// A copy by cp.async: `from` is null where it writes zeros.
+// A copy by cp.async: of `bytes_read` bytes, and zeros after them.
 struct Copy {
   uint8_t* to;
   const uint8_t* from;
-  uint32_t bytes;
+  uint32_t bytes, bytes_read;
 };
 
 // Work of one lane that begins in order and is waited for in groups.

@@ -8,26 +8,36 @@ namespace {
 struct CopyOperands {
   AddressOperand to, from;
   uint32_t bytes;
-  Predicate zero;  // writes zeros and reads nothing
-  bool has_zero = false;
+  // What is read at most, zeros being written for the rest: everything, nothing where a predicate
+  // holds, or a number of bytes.
+  enum class Limit : uint8_t { kNone, kUnlessPredicate, kBytes } limit = Limit::kNone;
+  Predicate zero;
+  Row bytes_read;
 };
 
 void copy(const Copy& work) {
-  if (work.from)
-    std::memcpy(work.to, work.from, work.bytes);
-  else
-    std::memset(work.to, 0, work.bytes);
+  if (work.bytes_read) std::memcpy(work.to, work.from, work.bytes_read);
+  std::memset(work.to + work.bytes_read, 0, work.bytes - work.bytes_read);
 }
 
 void run_copy(Warp& warp, const Instr& instr) {
+  using Limit = CopyOperands::Limit;
   const CopyOperands& operands = *static_cast<const CopyOperands*>(instr.detail);
-  const uint32_t zero = operands.has_zero ? warp.predicate(operands.zero) : 0;
+  const uint32_t zero =
+      operands.limit == Limit::kUnlessPredicate ? warp.predicate(operands.zero) : 0;
   for_active(warp, [&](int lane) {
     Copy work{};
     work.bytes = operands.bytes;
+    work.bytes_read = zero >> lane & 1 ? 0 : operands.bytes;
+    if (operands.limit == Limit::kBytes)
+      work.bytes_read = warp.row<uint32_t>(operands.bytes_read)[lane];
+    if (work.bytes_read > work.bytes) fail("more bytes to read than to write", lane);
     work.to = warp.shared(operands.to.shared(warp, lane), work.bytes, work.bytes);
-    if (!(zero >> lane & 1))
-      work.from = warp.global(operands.from.at(warp, lane), work.bytes, work.bytes);
+    if (work.bytes_read) work.from = warp.global(operands.from.at(warp, lane), work.bytes_read, 1);
+    if (work.bytes_read && reinterpret_cast<uint64_t>(work.from) % work.bytes)
+      fail("cp.async of " + std::to_string(work.bytes) +
+               " bytes from an address that is no multiple",
+           lane);
     if (warp.block->launch->late)
       async_of(warp).copies[lane].add(work);
     else
@@ -75,8 +85,16 @@ Handler decode_copy(const Statement& statement, Instr& instr, Decoding& decoding
   operands.from = address_operand(decoding, statement.operands.at(1));
   operands.bytes = static_cast<uint32_t>(decoding.integer(statement.operands.at(2)));
   const size_t without_policy = statement.operands.size() - statement.has("L2::cache_hint");
-  operands.has_zero = without_policy > 3;
-  if (operands.has_zero) operands.zero = decoding.predicate(statement.operands[3]);
+  if (without_policy > 3) {
+    const Operand& limit = statement.operands[3];
+    if (limit.kind == Operand::Kind::kPredicate) {
+      operands.limit = CopyOperands::Limit::kUnlessPredicate;
+      operands.zero = decoding.predicate(limit);
+    } else {
+      operands.limit = CopyOperands::Limit::kBytes;
+      operands.bytes_read = decoding.row(limit, 4);
+    }
+  }
   instr.detail = decoding.keep(operands);
   return run_copy;
 }
