@@ -6,9 +6,6 @@
 #include "floats.h"
 #include "machine.h"
 
-// Products of 16-bit numbers are exact: a sum that is contracted with one is the same and faster.
-#pragma GCC optimize("fp-contract=fast")
-
 namespace emulator {
 namespace {
 
