@@ -347,6 +347,7 @@ def test_cupy_compiles_for_the_architecture_with_all_instructions():
 
 
 @pytest.mark.gpu
+@pytest.mark.not_emulated("CuPy's cache on disk")
 def test_command_fills_the_kernel_cache(variant, monkeypatch, tmp_path):
     import cupy
 

@@ -222,6 +222,7 @@ def test_greedy_ids_follow_the_float64_model(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_emulated("cuBLAS")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_greedy_ids_on_the_gpu(model, dtype):
     """The likeliest, or within what rounding to the same dtype moves a logit by in NumPy."""
@@ -414,6 +415,7 @@ def test_texts_that_come_and_go(model, rng, monkeypatch, chunk, draft):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_emulated("cuBLAS")
 def test_texts_on_the_gpu(model, rng, monkeypatch):
     """As on the CPU; sampled ones are the CPU's."""
     import cupy

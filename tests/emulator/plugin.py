@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from tests.watchdog import LIMIT_S
+
+#: How many times as long as on a GPU a test may go without a launch.
+SLOWER = 20
 FOLDER = pathlib.Path(__file__).resolve().parent
 
 
@@ -31,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if "cupy" in sys.modules:
         raise pytest.UsageError("--emulate: CuPy is imported already")
+    if config.option.time_limit == LIMIT_S:
+        config.option.time_limit *= SLOWER
     # In the environment, for processes that tests start.
     os.environ["CUATTN_EMULATE"] = config.getoption("emulate_options")
     paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
@@ -48,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if config.getoption("emulate") and str(FOLDER) in sys.path:
         sys.path.remove(str(FOLDER))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("emulate"):
+        for item in items:
+            if (mark := item.get_closest_marker("not_emulated")) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"not emulated: {mark.args[0]}"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy import _tensormap, cuda
+from cupy import _array, _tensormap, cuda
 from cupy._array import (
     array,
     asarray,
@@ -46,6 +46,7 @@ __all__ = [
     "full",
     "get_array_module",
     "get_default_memory_pool",
+    "matmul",
     "ndarray",
     "ones",
     "random",
@@ -75,7 +76,19 @@ def __getattr__(name: str) -> Any:
     return _function(getattr(np, name))
 
 
+class _Generator:
+    """A generator of random numbers, as device arrays."""
+
+    def __init__(self, seed: Any = None) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return forward(getattr(self._generator, name))
+
+
+matmul = forward(_array.matmul)
 random, linalg = _Functions("random"), _Functions("linalg")
+random.default_rng = _Generator
 
 
 def get_array_module(*arrays: Any) -> types.ModuleType:
