@@ -75,3 +75,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> pytes
             break
         error = error.__cause__ or error.__context__
     return report
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Which kernels ran, by this process."""
+    if config.getoption("emulate"):
+        from cupy._kernels import launches
+
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(launches.items()))
+        terminalreporter.write_line(f"emulated launches: {counts or 'none'}")

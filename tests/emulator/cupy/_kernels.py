@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import functools
@@ -261,6 +262,7 @@ class _Module:
                 message,
                 MESSAGE_BYTES,
             )
+        launches[function.name] += 1
         if failed:
             raise _errors.EmulationError(
                 f"{function.name}, grid {grid}, block {block}, {shared_mem} bytes of dynamic "
@@ -273,6 +275,8 @@ def _text(message: Any) -> str:
 
 
 _lock = threading.Lock()
+#: How often each kernel was launched, by its name.
+launches: collections.Counter[str] = collections.Counter()
 _numbers = itertools.count(1 << 24, 64)
 _functions: dict[int, Function] = {}
 
