@@ -183,9 +183,11 @@ void run_tensor_load(Warp& warp, const Instr& instr) {
   });
 }
 
+// Kernels prefetch maps that they do not use, too: these may be all zeros.
 void run_prefetch_map(Warp& warp, const Instr& instr) {
   const AddressOperand& address = *static_cast<const AddressOperand*>(instr.detail);
-  for_active(warp, [&](int lane) { map_of(warp, address, lane); });
+  for_active(warp,
+             [&](int lane) { warp.generic(address.at(warp, lane), sizeof(TensorMap), 64, lane); });
 }
 
 // -- Decoding ------------------------------------------------------------------------------------
