@@ -268,6 +268,7 @@ class _Module:
                 f"{function.name}, grid {grid}, block {block}, {shared_mem} bytes of dynamic "
                 f"shared memory: {_text(message)}"
             )
+        _memory.check_ends()
 
 
 def _text(message: Any) -> str:

@@ -15,11 +15,14 @@ from cupy import _errors, _streams
 ALIGNMENT = 512  # of all allocations, as of CuPy's pool
 GUARD = 4096  # bytes before and after an allocation that are nobody's
 POISON = 0xFF  # what new memory holds: NaN as floats, -1 as integers
+#: Kernels may read whole vectors of so many bytes, of which an allocation has the first ones.
+VECTOR = 16
 
 #: Told of each range of device memory: ``(address, bytes, whether it is new)``.
 Watch = Callable[[int, int, bool], None]
 _lock = threading.RLock()
-_live: dict[int, int] = {}  # sizes by address
+_live: dict[int, int] = {}  # sizes by address, up to whole vectors
+_ends: dict[int, np.ndarray] = {}  # bytes between an allocation's end and the last vector's
 _watch: Watch | None = None
 
 
@@ -38,17 +41,35 @@ def live_bytes() -> int:
         return sum(_live.values())
 
 
-def _add(address: int, nbytes: int) -> None:
+def check_ends() -> None:
+    """Check that nothing was written behind an allocation.
+
+    Raises
+    ------
+    EmulationError
+        Something was.
+    """
+    with _lock:
+        for address, end in _ends.items():
+            if (end != POISON).any():
+                size = _live[address] - end.size
+                raise _errors.EmulationError(f"written behind the end of {size} bytes")
+
+
+def _add(address: int, nbytes: int, end: np.ndarray) -> None:
     with _lock:
         _live[address] = nbytes
+        if end.size:
+            _ends[address] = end
         if _watch is not None:
             _watch(address, nbytes, True)
 
 
-def _remove(address: int, nbytes: int, _block: np.ndarray) -> None:
-    """The last argument keeps the block alive until now."""
+def _remove(address: int, nbytes: int, _whole: np.ndarray) -> None:
+    """The last argument keeps the bytes alive until now."""
     with _lock:
         del _live[address]
+        _ends.pop(address, None)
         if _watch is not None:
             _watch(address, nbytes, False)
 
@@ -87,11 +108,12 @@ class Memory(BaseMemory):
             return
         whole = np.empty(size + 2 * GUARD + ALIGNMENT, np.uint8)
         begin = GUARD + -(whole.ctypes.data + GUARD) % ALIGNMENT
+        vectors = -(-size // VECTOR) * VECTOR
+        whole[begin : begin + vectors] = POISON
         block = whole[begin : begin + size]
-        block[:] = POISON
         super().__init__(block.ctypes.data, size, _streams.current_device(), block)
-        _add(self.ptr, size)
-        weakref.finalize(self, _remove, self.ptr, size, whole)
+        _add(self.ptr, vectors, whole[begin + size : begin + vectors])
+        weakref.finalize(self, _remove, self.ptr, vectors, whole)
 
 
 class UnownedMemory(BaseMemory):
