@@ -39,7 +39,8 @@ Pointers pointers(Warp& warp, const Instr& in, const Access& access) {
   const uint32_t active = warp.active;
   if (active != kAllLanes) {
     const uint64_t known = result.address[first_lane(active)];
-    for (int i = 0; i < kLanes; ++i) result.address[i] = active >> i & 1 ? result.address[i] : known;
+    for (int i = 0; i < kLanes; ++i)
+      result.address[i] = active >> i & 1 ? result.address[i] : known;
   }
 
   uint64_t lowest = ~uint64_t{0}, highest = 0, all_bits = 0;
@@ -60,7 +61,8 @@ Pointers pointers(Warp& warp, const Instr& in, const Access& access) {
     }
   }
   const bool aligned = (all_bits & (bytes - 1)) == 0;
-  if (aligned && space == Space::kShared && lowest >= window + kSharedBase && highest + bytes <= window + warp.block->shared.size()) {
+  if (aligned && space == Space::kShared && lowest >= window + kSharedBase &&
+      highest + bytes <= window + warp.block->shared.size()) {
     const uint64_t base = reinterpret_cast<uint64_t>(warp.block->shared.data()) - window;
     for (int i = 0; i < kLanes; ++i) result.address[i] += base;
     return result;
@@ -79,13 +81,15 @@ Pointers pointers(Warp& warp, const Instr& in, const Access& access) {
   return result;
 }
 
-void read_address(const Statement& statement, const Operand& operand, Instr& instr, Decoding& decoding, Access& access) {
+void read_address(const Statement& statement, const Operand& operand, Instr& instr,
+                  Decoding& decoding, Access& access) {
   for (const std::string& part : statement.parts) {
     if (part == "global") access.space = Space::kGlobal;
     if (part.starts_with("shared")) access.space = Space::kShared;
     if (part == "local") access.space = Space::kLocal;
     if (part == "const") access.space = Space::kConst;
-    if (part.starts_with("param")) access.space = decoding.space_of(operand) == Space::kLocal ? Space::kLocal : Space::kParam;
+    if (part.starts_with("param"))
+      access.space = decoding.space_of(operand) == Space::kLocal ? Space::kLocal : Space::kParam;
   }
   const Decoding::Address address = decoding.address(operand);
   instr.a = address.base;

@@ -14,7 +14,7 @@ struct Access {
   Space space = Space::kGeneric;
   int base_bytes = 8;  // of the address's register
   int64_t offset = 0;
-  int bytes = 0;       // of an element in memory
+  int bytes = 0;  // of an element in memory
   int register_bytes = 0;
   bool is_signed = false;
   int count = 1;  // of elements
@@ -34,6 +34,7 @@ Pointers pointers(Warp& warp, const Instr& in, const Access& access);
 
 // Reads space, base and offset of an address operand: `in.a` and what Access says of addresses.
 // The modifiers name the space; without one addresses are generic.
-void read_address(const Statement& statement, const Operand& operand, Instr& instr, Decoding& decoding, Access& access);
+void read_address(const Statement& statement, const Operand& operand, Instr& instr,
+                  Decoding& decoding, Access& access);
 
 }  // namespace emulator

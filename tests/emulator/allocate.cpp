@@ -30,7 +30,8 @@ struct Region {
 
 class Liveness {
  public:
-  explicit Liveness(const Function& function) : function_(function), words_((function.registers.size() + 63) / 64) {
+  explicit Liveness(const Function& function)
+      : function_(function), words_((function.registers.size() + 63) / 64) {
     find_regions();
     for (Region& region : regions_) summarise(region);
     propagate();
@@ -54,7 +55,13 @@ class Liveness {
     }
     std::vector<size_t> region_at(count + 1);
     for (size_t i = 0; i < count; ++i) {
-      if (begins[i]) regions_.push_back(Region{i, i, {}, std::vector<uint64_t>(words_), std::vector<uint64_t>(words_), std::vector<uint64_t>(words_)});
+      if (begins[i])
+        regions_.push_back(Region{i,
+                                  i,
+                                  {},
+                                  std::vector<uint64_t>(words_),
+                                  std::vector<uint64_t>(words_),
+                                  std::vector<uint64_t>(words_)});
       regions_.back().end = i + 1;
       region_at[i] = regions_.size() - 1;
     }
@@ -87,7 +94,8 @@ class Liveness {
       };
       for (size_t k = 0; k < statement.operands.size(); ++k) {
         const Operand& operand = statement.operands[k];
-        if (k > 0 || !result || operand.kind == Operand::Kind::kAddress) visit_registers(operand, use);
+        if (k > 0 || !result || operand.kind == Operand::Kind::kAddress)
+          visit_registers(operand, use);
       }
       if (!result || statement.operands[0].kind == Operand::Kind::kAddress) continue;
       const bool guarded = statement.guard.kind != Operand::Kind::kSink;
@@ -129,7 +137,8 @@ class Liveness {
     intervals_.resize(function_.registers.size());
     const auto all = [&](const std::vector<uint64_t>& bits, size_t statement) {
       for (size_t w = 0; w < words_; ++w) {
-        for (uint64_t left = bits[w]; left; left &= left - 1) lives(static_cast<int>(64 * w) + __builtin_ctzll(left), statement);
+        for (uint64_t left = bits[w]; left; left &= left - 1)
+          lives(static_cast<int>(64 * w) + __builtin_ctzll(left), statement);
       }
     };
     for (const Region& region : regions_) {
@@ -172,7 +181,8 @@ Allocation allocate(const Function& function, uint32_t first, bool share) {
   }
   const Liveness liveness(function);
   const auto& intervals = liveness.intervals();
-  std::sort(order.begin(), order.end(), [&](int a, int b) { return intervals[a].first < intervals[b].first; });
+  std::sort(order.begin(), order.end(),
+            [&](int a, int b) { return intervals[a].first < intervals[b].first; });
 
   uint32_t end = first;
   std::map<int, std::multimap<size_t, uint32_t>> taken;  // by width: the last statement, the place

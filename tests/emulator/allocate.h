@@ -9,8 +9,9 @@
 namespace emulator {
 
 struct Allocation {
-  std::vector<uint32_t> places;  // of each register: the byte in the warp's storage; of a predicate: its index
-  uint32_t bytes = 0;            // of a warp's storage
+  std::vector<uint32_t>
+      places;  // of each register: the byte in the warp's storage; of a predicate: its index
+  uint32_t bytes = 0;  // of a warp's storage
   uint32_t predicates = 0;
 };
 

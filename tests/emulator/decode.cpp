@@ -30,7 +30,9 @@ Decoder find_decoder(const std::string& opcode) {
   }
 }
 
-size_t align(size_t offset, size_t alignment) { return (offset + alignment - 1) / alignment * alignment; }
+size_t align(size_t offset, size_t alignment) {
+  return (offset + alignment - 1) / alignment * alignment;
+}
 
 class ProgramDecoder : public Decoding {
  public:
@@ -40,7 +42,8 @@ class ProgramDecoder : public Decoding {
   void decode() {
     lay_out_variables();
     find_specials();
-    program_.allocation = allocate(program_.function, static_cast<uint32_t>(kLanes * 4 * program_.specials.size()), true);
+    program_.allocation = allocate(
+        program_.function, static_cast<uint32_t>(kLanes * 4 * program_.specials.size()), true);
     sink_ = program_.allocation.bytes;
     program_.allocation.bytes += kLanes * 16;
     const auto& statements = program_.function.statements;
@@ -58,7 +61,8 @@ class ProgramDecoder : public Decoding {
     switch (operand.kind) {
       case Operand::Kind::kRegister:
         if (operand.bytes != bytes) {
-          throw std::runtime_error("'" + operand.text + "' has " + std::to_string(operand.bytes) + " bytes, the instruction takes " + std::to_string(bytes));
+          throw std::runtime_error("'" + operand.text + "' has " + std::to_string(operand.bytes) +
+                                   " bytes, the instruction takes " + std::to_string(bytes));
         }
         return {program_.allocation.places[operand.number]};
       case Operand::Kind::kImmediate:
@@ -74,31 +78,37 @@ class ProgramDecoder : public Decoding {
   }
 
   Row any_row(const Operand& operand) override {
-    if (operand.kind == Operand::Kind::kRegister) return {program_.allocation.places[operand.number]};
+    if (operand.kind == Operand::Kind::kRegister)
+      return {program_.allocation.places[operand.number]};
     return row(operand, operand.kind == Operand::Kind::kSpecial ? 4 : 8);
   }
 
   Row target_row(const Operand& operand, int bytes) override {
     if (operand.kind == Operand::Kind::kSink) return {sink_};
-    if (operand.kind != Operand::Kind::kRegister) throw std::runtime_error("the result is not a register");
+    if (operand.kind != Operand::Kind::kRegister)
+      throw std::runtime_error("the result is not a register");
     return row(operand, bytes);
   }
 
   Predicate predicate(const Operand& operand) override {
     const uint32_t flip = operand.negated ? kAllLanes : 0;
-    if (operand.kind == Operand::Kind::kPredicate) return {program_.allocation.places[operand.number], flip};
-    if (operand.kind == Operand::Kind::kImmediate) return {kTruePredicate, operand.immediate ? 0 : kAllLanes};
+    if (operand.kind == Operand::Kind::kPredicate)
+      return {program_.allocation.places[operand.number], flip};
+    if (operand.kind == Operand::Kind::kImmediate)
+      return {kTruePredicate, operand.immediate ? 0 : kAllLanes};
     throw std::runtime_error("'" + operand.text + "' is not a predicate");
   }
 
   Predicate target_predicate(const Operand& operand) override {
     if (operand.kind == Operand::Kind::kSink) return {kSinkPredicate, 0};
-    if (operand.kind != Operand::Kind::kPredicate) throw std::runtime_error("the result is not a predicate");
+    if (operand.kind != Operand::Kind::kPredicate)
+      throw std::runtime_error("the result is not a predicate");
     return predicate(operand);
   }
 
   Address address(const Operand& operand) override {
-    if (operand.kind != Operand::Kind::kAddress) throw std::runtime_error("'" + operand.text + "' is not an address");
+    if (operand.kind != Operand::Kind::kAddress)
+      throw std::runtime_error("'" + operand.text + "' is not an address");
     const Operand& base = operand.parts[0];
     const auto offset = static_cast<int64_t>(operand.immediate);
     if (base.kind == Operand::Kind::kRegister) return {any_row(base), base.bytes, offset};
@@ -114,23 +124,28 @@ class ProgramDecoder : public Decoding {
   }
 
   const Instr* label(const Operand& operand) override {
-    if (operand.kind != Operand::Kind::kLabel) throw std::runtime_error("'" + operand.text + "' is not a label");
+    if (operand.kind != Operand::Kind::kLabel)
+      throw std::runtime_error("'" + operand.text + "' is not a label");
     return &program_.code[program_.function.labels[operand.number]];
   }
 
   int64_t integer(const Operand& operand) override {
-    if (operand.kind != Operand::Kind::kImmediate) throw std::runtime_error("'" + operand.text + "' has to be a number");
+    if (operand.kind != Operand::Kind::kImmediate)
+      throw std::runtime_error("'" + operand.text + "' has to be a number");
     return static_cast<int64_t>(operand.immediate);
   }
 
-  const Row* keep(const std::vector<Row>& rows) override { return Decoding::keep<std::vector<Row>>(rows)->data(); }
+  const Row* keep(const std::vector<Row>& rows) override {
+    return Decoding::keep<std::vector<Row>>(rows)->data();
+  }
   using Decoding::keep;
 
  private:
   void hold(std::shared_ptr<void> memory) override { program_.held.push_back(std::move(memory)); }
 
   void decode(const Statement& statement, Instr& instr) {
-    const std::string where = "PTX line " + std::to_string(statement.line) + ": " + to_string(statement) + ": ";
+    const std::string where =
+        "PTX line " + std::to_string(statement.line) + ": " + to_string(statement) + ": ";
     instr.statement = &statement;
     const Decoder decoder = find_decoder(statement.opcode);
     if (!decoder) throw Failure(where + "this instruction is not known to the emulator");
@@ -146,7 +161,8 @@ class ProgramDecoder : public Decoding {
   const Variable& find_variable(const Operand& operand) {
     if (operand.number >= 0) return program_.function.variables[operand.number];
     const auto found = text_.variables.find(operand.text);
-    if (found == text_.variables.end()) throw std::runtime_error("there is no variable '" + operand.text + "'");
+    if (found == text_.variables.end())
+      throw std::runtime_error("there is no variable '" + operand.text + "'");
     return found->second;
   }
 
@@ -165,7 +181,8 @@ class ProgramDecoder : public Decoding {
     if (operand.literal == Operand::Literal::kFloat64 && bytes == 4) {
       bits = std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(bits)));
     } else if (operand.literal == Operand::Literal::kFloat32 && bytes == 8) {
-      bits = std::bit_cast<uint64_t>(static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits))));
+      bits = std::bit_cast<uint64_t>(
+          static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits))));
     }
     return bits;
   }
@@ -177,7 +194,8 @@ class ProgramDecoder : public Decoding {
       const size_t place = constants_.size();
       constants_.resize(align(place + static_cast<size_t>(kLanes) * bytes, 64));
       if (constants_.size() > kMaxConstants) throw std::runtime_error("too many constants");
-      for (int lane = 0; lane < kLanes; ++lane) std::memcpy(&constants_[place + lane * bytes], &bits, std::min(bytes, 8));
+      for (int lane = 0; lane < kLanes; ++lane)
+        std::memcpy(&constants_[place + lane * bytes], &bits, std::min(bytes, 8));
       found->second = static_cast<uint32_t>(place) | kConstantBit;
     }
     return {found->second};
@@ -200,7 +218,8 @@ class ProgramDecoder : public Decoding {
       for (const Operand& operand : statement.operands) visit(visit, operand);
     }
     for (const std::string& name : names) {
-      program_.specials.emplace_back(name, static_cast<uint32_t>(program_.specials.size() * kLanes * 4));
+      program_.specials.emplace_back(name,
+                                     static_cast<uint32_t>(program_.specials.size() * kLanes * 4));
     }
   }
 
@@ -214,7 +233,8 @@ class ProgramDecoder : public Decoding {
     for (Variable& variable : program_.function.variables) {
       if (variable.space == Space::kShared) {
         variable.address = place(shared, variable);
-      } else if (variable.space == Space::kLocal || (variable.space == Space::kParam && !variable.of_entry)) {
+      } else if (variable.space == Space::kLocal ||
+                 (variable.space == Space::kParam && !variable.of_entry)) {
         variable.address = place(local, variable);
       } else if (variable.space == Space::kParam) {
         variable.address = place(parameters, variable);
@@ -240,12 +260,15 @@ class ProgramDecoder : public Decoding {
     program_.local_bytes = static_cast<uint32_t>(align(local, 16));
     program_.parameters = AlignedBytes(parameters);
     for (Variable& variable : program_.function.variables) {
-      if (variable.of_entry) variable.address += reinterpret_cast<uint64_t>(program_.parameters.data());
+      if (variable.of_entry)
+        variable.address += reinterpret_cast<uint64_t>(program_.parameters.data());
     }
   }
 
   struct Hash {
-    size_t operator()(const std::pair<uint64_t, int>& key) const { return std::hash<uint64_t>()(key.first * 31 + key.second); }
+    size_t operator()(const std::pair<uint64_t, int>& key) const {
+      return std::hash<uint64_t>()(key.first * 31 + key.second);
+    }
   };
 
   const Text& text_;
@@ -272,7 +295,8 @@ AlignedBytes::AlignedBytes(size_t bytes) : size_(bytes) {
 
 void AlignedBytes::Free::operator()(uint8_t* memory) const { std::free(memory); }
 
-std::unique_ptr<Program> decode(const Text& text, const ModuleMemory& memory, const Function& entry) {
+std::unique_ptr<Program> decode(const Text& text, const ModuleMemory& memory,
+                                const Function& entry) {
   auto program = std::make_unique<Program>();
   program->name = entry.name;
   program->function = entry;

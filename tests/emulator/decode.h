@@ -38,7 +38,7 @@ struct Program {
   Allocation allocation;
   std::vector<std::pair<std::string, uint32_t>> specials;  // special registers and their rows
   AlignedBytes constants;
-  AlignedBytes parameters;                // as ld.param reads them
+  AlignedBytes parameters;                                  // as ld.param reads them
   std::vector<std::pair<size_t, size_t>> parameter_places;  // offset and size of each
   uint32_t static_shared_end = kSharedBase;
   uint32_t dynamic_shared = kSharedBase;  // where the launch's dynamic shared memory begins
@@ -46,6 +46,7 @@ struct Program {
   std::vector<std::shared_ptr<void>> held;
 };
 
-std::unique_ptr<Program> decode(const Text& text, const ModuleMemory& memory, const Function& entry);
+std::unique_ptr<Program> decode(const Text& text, const ModuleMemory& memory,
+                                const Function& entry);
 
 }  // namespace emulator

@@ -1,6 +1,7 @@
 // The emulator as a shared library: what tests/emulator/cupy calls through ctypes.
 //
-// int results are 0 for success; otherwise `error` holds a text that ends within `error_size` bytes.
+// int results are 0 for success; otherwise `error` holds a text that ends within `error_size`
+// bytes.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -22,24 +23,30 @@ struct Module {
     for (const auto& [name, variable] : text.variables) {
       if (variable.space == Space::kShared) continue;
       AlignedBytes bytes(variable.bytes);
-      std::memcpy(bytes.data(), variable.initial.data(), std::min(variable.initial.size(), variable.bytes));
-      module_memory().add(reinterpret_cast<uint64_t>(bytes.data()), std::max<size_t>(variable.bytes, 1));
+      std::memcpy(bytes.data(), variable.initial.data(),
+                  std::min(variable.initial.size(), variable.bytes));
+      module_memory().add(reinterpret_cast<uint64_t>(bytes.data()),
+                          std::max<size_t>(variable.bytes, 1));
       memory.emplace(name, std::move(bytes));
     }
   }
 
   ~Module() {
-    for (const auto& [name, bytes] : memory) module_memory().remove(reinterpret_cast<uint64_t>(bytes.data()));
-    for (const auto& [name, program] : programs) module_memory().remove(reinterpret_cast<uint64_t>(program->parameters.data()));
+    for (const auto& [name, bytes] : memory)
+      module_memory().remove(reinterpret_cast<uint64_t>(bytes.data()));
+    for (const auto& [name, program] : programs)
+      module_memory().remove(reinterpret_cast<uint64_t>(program->parameters.data()));
   }
 
   Program& program(const std::string& entry) {
     std::unique_ptr<Program>& program = programs[entry];
     if (program) return *program;
     const auto found = text.functions.find(entry);
-    if (found == text.functions.end() || !found->second.entry) throw Failure("there is no kernel '" + entry + "'");
+    if (found == text.functions.end() || !found->second.entry)
+      throw Failure("there is no kernel '" + entry + "'");
     program = decode(text, memory, found->second);
-    module_memory().add(reinterpret_cast<uint64_t>(program->parameters.data()), program->parameters.size());
+    module_memory().add(reinterpret_cast<uint64_t>(program->parameters.data()),
+                        program->parameters.size());
     return *program;
   }
 };
@@ -77,17 +84,20 @@ void* emu_load(const char* ptx, char* error, size_t error_size) {
 
 // Decodes a kernel without running it, so that instructions that are not known show at once.
 int emu_check(void* module, const char* entry, char* error, size_t error_size) {
-  return emulator::guarded(error, error_size, [&] { static_cast<emulator::Module*>(module)->program(entry); });
+  return emulator::guarded(error, error_size,
+                           [&] { static_cast<emulator::Module*>(module)->program(entry); });
 }
 
 // Runs a kernel to its end. `arguments` is a table of the addresses of its arguments' values.
-int emu_launch(void* module, const char* entry, const unsigned grid[3], const unsigned block[3], unsigned dynamic_smem,
-               void* const* arguments, unsigned multiprocessors, const char* options, char* error, size_t error_size) {
+int emu_launch(void* module, const char* entry, const unsigned grid[3], const unsigned block[3],
+               unsigned dynamic_smem, void* const* arguments, unsigned multiprocessors,
+               const char* options, char* error, size_t error_size) {
   return emulator::guarded(error, error_size, [&] {
     try {
       emulator::Program& program = static_cast<emulator::Module*>(module)->program(entry);
-      emulator::launch(program, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, dynamic_smem, arguments,
-                       multiprocessors, emulator::read_options(options ? options : ""));
+      emulator::launch(program, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]},
+                       dynamic_smem, arguments, multiprocessors,
+                       emulator::read_options(options ? options : ""));
     } catch (const emulator::Failure& failure) {
       throw emulator::Failure(std::string(entry) + ": " + failure.what());
     }

@@ -61,10 +61,10 @@ void append(const Text& text, const Statement& statement, Function& caller,
     throw Failure(where + "the number of arguments is not the function's");
   }
 
-  Renumbering by{static_cast<int>(caller.registers.size()),
-                 static_cast<int>(caller.labels.size()),
+  Renumbering by{static_cast<int>(caller.registers.size()), static_cast<int>(caller.labels.size()),
                  std::vector<int>(callee.variables.size(), -1)};
-  for (size_t i = 0; i < call.arguments.size(); ++i) by.variables[callee.parameters[i]] = call.arguments[i];
+  for (size_t i = 0; i < call.arguments.size(); ++i)
+    by.variables[callee.parameters[i]] = call.arguments[i];
   for (size_t i = 0; i < callee.variables.size(); ++i) {
     if (by.variables[i] >= 0) continue;
     by.variables[i] = static_cast<int>(caller.variables.size());

@@ -24,10 +24,13 @@ constexpr uint64_t kPatience = 4'000'000;
 // a warp may poll for it instead of waiting.
 constexpr int kMaxDeferredRounds = 1000;
 
-uint64_t count(const Dimensions& dimensions) { return uint64_t{dimensions[0]} * dimensions[1] * dimensions[2]; }
+uint64_t count(const Dimensions& dimensions) {
+  return uint64_t{dimensions[0]} * dimensions[1] * dimensions[2];
+}
 
 Dimensions coordinates(uint64_t index, const Dimensions& of) {
-  return {static_cast<uint32_t>(index % of[0]), static_cast<uint32_t>(index / of[0] % of[1]), static_cast<uint32_t>(index / of[0] / of[1])};
+  return {static_cast<uint32_t>(index % of[0]), static_cast<uint32_t>(index / of[0] % of[1]),
+          static_cast<uint32_t>(index / of[0] / of[1])};
 }
 
 // A cluster with its blocks and warps, and the memory of their registers.
@@ -37,14 +40,18 @@ struct ResidentCluster {
   std::vector<AlignedBytes> storage;
 
   bool done() const {
-    return std::all_of(blocks.begin(), blocks.end(), [](const auto& block) { return block->live_warps == 0; });
+    return std::all_of(blocks.begin(), blocks.end(),
+                       [](const auto& block) { return block->live_warps == 0; });
   }
 };
 
 class Runner {
  public:
-  Runner(Program& program, const Dimensions& grid, const Dimensions& block, uint32_t dynamic_shared, uint32_t multiprocessors, const Options& options)
-      : program_(program), options_(options), shared_bytes_(program.dynamic_shared + dynamic_shared) {
+  Runner(Program& program, const Dimensions& grid, const Dimensions& block, uint32_t dynamic_shared,
+         uint32_t multiprocessors, const Options& options)
+      : program_(program),
+        options_(options),
+        shared_bytes_(program.dynamic_shared + dynamic_shared) {
     launch_.grid = grid;
     launch_.block = block;
     launch_.cluster = program.function.cluster;
@@ -55,13 +62,16 @@ class Runner {
     launch_.limit = options.limit;
     for (int axis = 0; axis < 3; ++axis) {
       if (grid[axis] == 0 || block[axis] == 0) throw Failure("a grid or block of 0");
-      if (grid[axis] % launch_.cluster[axis]) throw Failure("the grid is not a multiple of the cluster");
+      if (grid[axis] % launch_.cluster[axis])
+        throw Failure("the grid is not a multiple of the cluster");
       clusters_[axis] = grid[axis] / launch_.cluster[axis];
     }
     if (count(block) > 1024) throw Failure("a block of more than 1024 threads");
-    if (shared_bytes_ > kMaxSharedBytes) throw Failure("a block of more shared memory than a multiprocessor has");
+    if (shared_bytes_ > kMaxSharedBytes)
+      throw Failure("a block of more shared memory than a multiprocessor has");
     const auto threads = static_cast<uint32_t>(count(block) * count(launch_.cluster));
-    most_resident_ = std::max(1u, multiprocessors * std::max(1u, kThreadsOfMultiprocessor / threads));
+    most_resident_ =
+        std::max(1u, multiprocessors * std::max(1u, kThreadsOfMultiprocessor / threads));
     resident_limit_ = std::min(std::max(1u, options.resident), most_resident_);
   }
 
@@ -73,7 +83,9 @@ class Runner {
         more_resident();
         patience_end_ = launch_.instructions + kPatience;
       }
-      if (launch_.limit && launch_.instructions > launch_.limit) throw Failure("more than " + std::to_string(launch_.limit) + " instructions of warps\n" + positions());
+      if (launch_.limit && launch_.instructions > launch_.limit)
+        throw Failure("more than " + std::to_string(launch_.limit) + " instructions of warps\n" +
+                      positions());
     }
     while (do_deferred()) {
     }
@@ -83,14 +95,16 @@ class Runner {
   void add_cluster() {
     auto resident = std::make_unique<ResidentCluster>();
     const Dimensions place = coordinates(next_cluster_++, clusters_);
-    for (int axis = 0; axis < 3; ++axis) resident->cluster.first[axis] = place[axis] * launch_.cluster[axis];
+    for (int axis = 0; axis < 3; ++axis)
+      resident->cluster.first[axis] = place[axis] * launch_.cluster[axis];
     for (uint32_t rank = 0; rank < count(launch_.cluster); ++rank) {
       auto block = std::make_unique<Block>();
       block->launch = &launch_;
       block->cluster = &resident->cluster;
       block->rank = rank;
       const Dimensions within = coordinates(rank, launch_.cluster);
-      for (int axis = 0; axis < 3; ++axis) block->index[axis] = resident->cluster.first[axis] + within[axis];
+      for (int axis = 0; axis < 3; ++axis)
+        block->index[axis] = resident->cluster.first[axis] + within[axis];
       block->shared.assign(shared_bytes_, kPoison);
       const auto threads = static_cast<uint32_t>(count(launch_.block));
       for (uint32_t first = 0; first < threads; first += kLanes) {
@@ -105,7 +119,8 @@ class Runner {
   void add_warp(ResidentCluster& resident, Block& block, uint32_t first_thread, uint32_t lanes) {
     const Allocation& allocation = program_.allocation;
     auto warp = std::make_unique<Warp>();
-    AlignedBytes storage(allocation.bytes + sizeof(uint32_t) * allocation.predicates + size_t{kLanes} * program_.local_bytes);
+    AlignedBytes storage(allocation.bytes + sizeof(uint32_t) * allocation.predicates +
+                         size_t{kLanes} * program_.local_bytes);
     warp->base = {storage.data(), program_.constants.data()};
     warp->predicates = reinterpret_cast<uint32_t*>(storage.data() + allocation.bytes);
     warp->predicates[kTruePredicate] = kAllLanes;
@@ -126,7 +141,8 @@ class Runner {
   }
 
   // The value of a special register that stays the same while a thread runs.
-  uint32_t special(const std::string& name, const Block& block, uint32_t first_thread, uint32_t lane) const {
+  uint32_t special(const std::string& name, const Block& block, uint32_t first_thread,
+                   uint32_t lane) const {
     const size_t dot = std::min(name.find('.'), name.size());
     const std::string stem = name.substr(1, dot - 1);
     const int axis = dot < name.size() ? name[dot + 1] - 'x' : 0;
@@ -138,7 +154,8 @@ class Runner {
     if (stem == "nctaid") return of(launch_.grid);
     if (stem == "laneid") return lane;
     if (stem == "warpid") return first_thread / kLanes;
-    if (stem == "nwarpid") return static_cast<uint32_t>((count(launch_.block) + kLanes - 1) / kLanes);
+    if (stem == "nwarpid")
+      return static_cast<uint32_t>((count(launch_.block) + kLanes - 1) / kLanes);
     if (stem == "smid") return linear(block) % launch_.multiprocessors;
     if (stem == "nsmid") return launch_.multiprocessors;
     if (stem == "gridid") return 0;
@@ -156,11 +173,14 @@ class Runner {
     if (stem == "is_explicit_cluster") return program_.function.has_cluster;
     if (stem == "dynamic_smem_size") return shared_bytes_ - program_.dynamic_shared;
     if (stem == "total_smem_size") return shared_bytes_ - kSharedBase;
-    if (stem == "clock" || stem == "clock64" || stem == "globaltimer" || stem == "clock_hi") return 0;  // read by mov itself
+    if (stem == "clock" || stem == "clock64" || stem == "globaltimer" || stem == "clock_hi")
+      return 0;  // read by mov itself
     throw Failure("the special register '" + name + "' is not known to the emulator");
   }
 
-  uint32_t linear(const Block& block) const { return block.index[0] + launch_.grid[0] * (block.index[1] + launch_.grid[1] * block.index[2]); }
+  uint32_t linear(const Block& block) const {
+    return block.index[0] + launch_.grid[0] * (block.index[1] + launch_.grid[1] * block.index[2]);
+  }
 
   // A slice of every warp. False: none of them could do anything.
   bool round() {
@@ -176,7 +196,9 @@ class Runner {
     uint64_t done = 0;
     for (Warp* warp : turns_) {
       // With a seed slices differ in length, so that warps meet at other places each time.
-      const uint32_t slice = launch_.seed ? 1 + static_cast<uint32_t>(launch_.random() % options_.slice) : options_.slice;
+      const uint32_t slice = launch_.seed
+                                 ? 1 + static_cast<uint32_t>(launch_.random() % options_.slice)
+                                 : options_.slice;
       try {
         done += emulator::run(*warp, slice);
       } catch (const Failure& failure) {
@@ -224,7 +246,8 @@ class Runner {
   std::string describe(const Warp& warp) const {
     std::ostringstream text;
     const Dimensions& index = warp.block->index;
-    text << "block (" << index[0] << ", " << index[1] << ", " << index[2] << "), warp " << warp.index;
+    text << "block (" << index[0] << ", " << index[1] << ", " << index[2] << "), warp "
+         << warp.index;
     return text.str();
   }
 
@@ -239,7 +262,8 @@ class Runner {
             constexpr int kMaxShown = 40;
             if (++shown > kMaxShown) continue;
             text << describe(*warp) << ", lanes 0x" << std::hex << group.lanes << std::dec << ": ";
-            text << (group.waits_for ? std::string("wait for ") + group.waits_for : "can run") << "\n  ";
+            text << (group.waits_for ? std::string("wait for ") + group.waits_for : "can run")
+                 << "\n  ";
             text << (group.next->statement ? place(*group.next->statement) : "") << "\n";
           }
         }
@@ -248,7 +272,9 @@ class Runner {
     return text.str();
   }
 
-  [[noreturn]] void deadlock() const { throw Failure("a deadlock: no warp can go on\n" + positions()); }
+  [[noreturn]] void deadlock() const {
+    throw Failure("a deadlock: no warp can go on\n" + positions());
+  }
 
   Program& program_;
   Options options_;
@@ -294,8 +320,9 @@ Options read_options(const std::string& text) {
   return options;
 }
 
-void launch(Program& program, const Dimensions& grid, const Dimensions& block, uint32_t dynamic_shared, void* const* arguments,
-            uint32_t multiprocessors, const Options& options) {
+void launch(Program& program, const Dimensions& grid, const Dimensions& block,
+            uint32_t dynamic_shared, void* const* arguments, uint32_t multiprocessors,
+            const Options& options) {
   for (size_t i = 0; i < program.parameter_places.size(); ++i) {
     const auto [address, bytes] = program.parameter_places[i];
     std::memcpy(program.parameters.data() + address, arguments[i], bytes);

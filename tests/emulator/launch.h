@@ -21,7 +21,8 @@ struct Options {
 Options read_options(const std::string& text);
 
 // Runs the kernel to its end. Throws Failure.
-void launch(Program& program, const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& block, uint32_t dynamic_shared,
-            void* const* arguments, uint32_t multiprocessors, const Options& options);
+void launch(Program& program, const std::array<uint32_t, 3>& grid,
+            const std::array<uint32_t, 3>& block, uint32_t dynamic_shared, void* const* arguments,
+            uint32_t multiprocessors, const Options& options);
 
 }  // namespace emulator

@@ -8,8 +8,14 @@
 namespace emulator {
 namespace {
 
-bool begins_word(char c) { return std::isalpha(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.'; }
-bool in_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '.' || c == '%'; }
+bool begins_word(char c) {
+  return std::isalpha(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' ||
+         c == '.';
+}
+bool in_word(char c) {
+  return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '.' ||
+         c == '%';
+}
 
 size_t word_length(std::string_view text) {
   size_t n = 1;
@@ -93,7 +99,9 @@ void Lexer::advance() {
   } else if (std::isdigit(static_cast<unsigned char>(c)) ||
              (c == '-' && rest_.size() > 1 && std::isdigit(static_cast<unsigned char>(rest_[1])))) {
     next_.kind = Token::Kind::kNumber;
-    while (length < rest_.size() && (std::isalnum(static_cast<unsigned char>(rest_[length])) || rest_[length] == '.')) ++length;
+    while (length < rest_.size() &&
+           (std::isalnum(static_cast<unsigned char>(rest_[length])) || rest_[length] == '.'))
+      ++length;
     next_.text = rest_.substr(0, length);
   } else if (begins_word(c)) {
     next_.kind = Token::Kind::kWord;

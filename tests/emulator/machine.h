@@ -94,9 +94,9 @@ struct Operand {
 };
 
 struct Statement {
-  std::string opcode;                   // "ld.global.v2.f32"
-  std::vector<std::string> parts;       // {"ld", "global", "v2", "f32"}
-  Operand guard;                        // a predicate, or kSink
+  std::string opcode;              // "ld.global.v2.f32"
+  std::vector<std::string> parts;  // {"ld", "global", "v2", "f32"}
+  Operand guard;                   // a predicate, or kSink
   std::vector<Operand> operands;
   int line = 0;                         // in the PTX text
   const std::string* source = nullptr;  // the file that .loc names, if any
@@ -118,9 +118,9 @@ struct Instr {
   int64_t imm = 0;
   uint32_t n = 0;
   uint32_t flags = 0;
-  const Row* rows = nullptr;       // as many as the handler knows: see Decoding::keep
-  const void* detail = nullptr;    // a struct of the handler's own: see Decoding::keep
-  const Instr* target = nullptr;   // of a branch
+  const Row* rows = nullptr;      // as many as the handler knows: see Decoding::keep
+  const void* detail = nullptr;   // a struct of the handler's own: see Decoding::keep
+  const Instr* target = nullptr;  // of a branch
   const Statement* statement = nullptr;
 };
 
@@ -207,15 +207,15 @@ struct Warp {
   std::array<uint8_t*, 2> base{};  // the warp's registers, the module's constants
   uint32_t* predicates = nullptr;
   Block* block = nullptr;
-  int index = 0;        // in the block
-  uint32_t alive = 0;   // lanes that have not exited
+  int index = 0;             // in the block
+  uint32_t alive = 0;        // lanes that have not exited
   uint8_t* local = nullptr;  // local memory: each lane's bytes in turn
   uint32_t local_bytes = 0;  // of a lane
   std::vector<Group> others;
   uint32_t carry = 0;               // of add.cc and the like
   bool at_barrier = false;          // arrived at a bar.sync whose phase is not complete,
   uint32_t barrier_generation = 0;  // which is this one
-  std::shared_ptr<void> async;  // what asynchronous instructions keep for this warp
+  std::shared_ptr<void> async;      // what asynchronous instructions keep for this warp
 
   template <class T>
   T* row(Row row) const {
@@ -268,9 +268,9 @@ struct Barrier {
 };
 
 struct Cluster {
-  std::vector<Block*> blocks;   // by rank
+  std::vector<Block*> blocks;       // by rank
   std::array<uint32_t, 3> first{};  // ctaid of rank 0
-  std::shared_ptr<void> async;  // what cluster instructions keep
+  std::shared_ptr<void> async;      // what cluster instructions keep
 };
 
 struct Block {

@@ -13,7 +13,8 @@ inline float to_odd_float(double x) {
   const auto rounded = static_cast<float>(x);
   const auto bits = std::bit_cast<uint32_t>(rounded);
   if (static_cast<double>(rounded) == x || x != x || bits & 1 || std::isinf(x)) return rounded;
-  return std::bit_cast<float>(bits + (std::abs(static_cast<double>(rounded)) > std::abs(x) ? -1u : 1u));
+  return std::bit_cast<float>(bits +
+                              (std::abs(static_cast<double>(rounded)) > std::abs(x) ? -1u : 1u));
 }
 
 // a b + c likewise, for products that a double holds.
@@ -28,13 +29,17 @@ inline double to_odd_fma(double a, double b, double c) {
 struct Float16 {
   static constexpr int kMantissaBits = 10;
   static float widen(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
-  static uint16_t narrow(float x) { return x != x ? 0x7fff : std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+  static uint16_t narrow(float x) {
+    return x != x ? 0x7fff : std::bit_cast<uint16_t>(static_cast<_Float16>(x));
+  }
   static constexpr uint16_t kLargest = 0x7bff, kInfinity = 0x7c00, kNan = 0x7fff;
 };
 
 struct Bfloat16 {
   static constexpr int kMantissaBits = 7;
-  static float widen(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+  static float widen(uint16_t bits) {
+    return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  }
   static uint16_t narrow(float x) {
     const auto bits = std::bit_cast<uint32_t>(x);
     const auto rounded = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);

@@ -13,7 +13,8 @@ Handler decode_arithmetic(const Statement& statement, Instr& instr, Decoding& de
   const Type type = type_of(statement);
   if (!type.floating()) return decode_integer(statement, instr, decoding);
   const bool half = type.bytes == 2 || type.parts == 2;
-  return half ? decode_half(statement, instr, decoding) : decode_floating(statement, instr, decoding);
+  return half ? decode_half(statement, instr, decoding)
+              : decode_floating(statement, instr, decoding);
 }
 
 const Opcode add{"add", decode_arithmetic};

@@ -10,10 +10,23 @@
 namespace emulator {
 namespace {
 
-enum class Update : uint8_t { kAdd, kMin, kMax, kAnd, kOr, kXor, kExchange, kCompareExchange, kIncrement, kDecrement, kUnknown };
+enum class Update : uint8_t {
+  kAdd,
+  kMin,
+  kMax,
+  kAnd,
+  kOr,
+  kXor,
+  kExchange,
+  kCompareExchange,
+  kIncrement,
+  kDecrement,
+  kUnknown
+};
 
 Update update_named(const Statement& statement) {
-  static const char* const names[] = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"};
+  static const char* const names[] = {"add", "min",  "max", "and", "or",
+                                      "xor", "exch", "cas", "inc", "dec"};
   for (int i = 0; i < static_cast<int>(Update::kUnknown); ++i) {
     if (statement.has(names[i])) return static_cast<Update>(i);
   }
@@ -24,21 +37,33 @@ Update update_named(const Statement& statement) {
 template <class T>
 T updated(Update update, T old, T b, T c) {
   switch (update) {
-    case Update::kAdd: return static_cast<T>(old + b);
-    case Update::kMin: return std::min(old, b);
-    case Update::kMax: return std::max(old, b);
-    case Update::kExchange: return b;
-    case Update::kCompareExchange: return old == b ? c : old;
-    default: break;
+    case Update::kAdd:
+      return static_cast<T>(old + b);
+    case Update::kMin:
+      return std::min(old, b);
+    case Update::kMax:
+      return std::max(old, b);
+    case Update::kExchange:
+      return b;
+    case Update::kCompareExchange:
+      return old == b ? c : old;
+    default:
+      break;
   }
   if constexpr (std::is_integral_v<T>) {
     switch (update) {
-      case Update::kAnd: return old & b;
-      case Update::kOr: return old | b;
-      case Update::kXor: return old ^ b;
-      case Update::kIncrement: return old >= b ? T{0} : static_cast<T>(old + 1);
-      case Update::kDecrement: return old == 0 || old > b ? b : static_cast<T>(old - 1);
-      default: break;
+      case Update::kAnd:
+        return old & b;
+      case Update::kOr:
+        return old | b;
+      case Update::kXor:
+        return old ^ b;
+      case Update::kIncrement:
+        return old >= b ? T{0} : static_cast<T>(old + 1);
+      case Update::kDecrement:
+        return old == 0 || old > b ? b : static_cast<T>(old - 1);
+      default:
+        break;
     }
   }
   fail("an atomic operation that the emulator does not know");
@@ -100,7 +125,8 @@ void update_halves(Warp& warp, const Instr& in) {
       const uint16_t* b = warp.row<uint16_t>(in.rows[k]) + parts * lane;
       for (int j = 0; j < parts; ++j) now[j] = Halves<Half>::update(update, old[j], b[j]);
       std::memcpy(place, now, sizeof now);
-      if (in.flags & kReturnsOld) std::memcpy(warp.row<uint16_t>(in.rows[access.count + k]) + parts * lane, old, sizeof old);
+      if (in.flags & kReturnsOld)
+        std::memcpy(warp.row<uint16_t>(in.rows[access.count + k]) + parts * lane, old, sizeof old);
     }
   });
 }
@@ -108,13 +134,18 @@ void update_halves(Warp& warp, const Instr& in) {
 Handler handler_of(Type type, Update update) {
   if (type.floating() && (type.bytes == 2 || type.parts == 2)) {
     if (update != Update::kAdd && update != Update::kMin && update != Update::kMax) return nullptr;
-    if (type.kind == Kind::kFloat) return type.parts == 2 ? update_halves<Float16, 2> : update_halves<Float16, 1>;
+    if (type.kind == Kind::kFloat)
+      return type.parts == 2 ? update_halves<Float16, 2> : update_halves<Float16, 1>;
     return type.parts == 2 ? update_halves<Bfloat16, 2> : update_halves<Bfloat16, 1>;
   }
-  if (type.kind == Kind::kFloat) return type.bytes == 4 ? update_memory<float> : update_memory<double>;
+  if (type.kind == Kind::kFloat)
+    return type.bytes == 4 ? update_memory<float> : update_memory<double>;
   if (type.is_signed()) return type.bytes == 4 ? update_memory<int32_t> : update_memory<int64_t>;
   if (type.bytes == 2) return update_memory<uint16_t>;
-  if (type.bytes == 16) return update == Update::kExchange || update == Update::kCompareExchange ? update_memory<unsigned __int128> : nullptr;
+  if (type.bytes == 16)
+    return update == Update::kExchange || update == Update::kCompareExchange
+               ? update_memory<unsigned __int128>
+               : nullptr;
   return type.bytes == 4 ? update_memory<uint32_t> : update_memory<uint64_t>;
 }
 
@@ -132,14 +163,18 @@ Handler decode_atomic(const Statement& statement, Instr& instr, Decoding& decodi
     return operand.kind == Operand::Kind::kVector ? operand.parts : std::vector<Operand>{operand};
   };
   std::vector<Row> rows;
-  for (const Operand& operand : elements(statement.operands[first + 1])) rows.push_back(decoding.row(operand, type.bytes));
+  for (const Operand& operand : elements(statement.operands[first + 1]))
+    rows.push_back(decoding.row(operand, type.bytes));
   access.count = static_cast<int>(rows.size());
   access.bytes = type.bytes;
   if (returns) {
     instr.flags = kReturnsOld;
-    for (const Operand& operand : elements(statement.operands[0])) rows.push_back(decoding.target_row(operand, type.bytes));
+    for (const Operand& operand : elements(statement.operands[0]))
+      rows.push_back(decoding.target_row(operand, type.bytes));
   }
-  instr.c = update == Update::kCompareExchange ? decoding.row(statement.operands[first + 2], type.bytes) : rows[0];
+  instr.c = update == Update::kCompareExchange
+                ? decoding.row(statement.operands[first + 2], type.bytes)
+                : rows[0];
   instr.rows = decoding.keep(rows);
   instr.detail = decoding.keep(access);
   instr.imm = static_cast<int64_t>(update);

@@ -53,7 +53,9 @@ Handler one_operand(const Statement& statement, Instr& instr, Decoding& decoding
 // Shift counts beyond the width shift everything out.
 template <class T>
 constexpr auto shift_left = [](T a, uint32_t n) -> T {
-  return n >= 8 * sizeof(T) ? T{0} : static_cast<T>(static_cast<std::make_unsigned_t<T>>(a) << (n & (8 * sizeof(T) - 1)));
+  return n >= 8 * sizeof(T)
+             ? T{0}
+             : static_cast<T>(static_cast<std::make_unsigned_t<T>>(a) << (n & (8 * sizeof(T) - 1)));
 };
 template <class T>
 constexpr auto shift_right = [](T a, uint32_t n) -> T {
@@ -75,9 +77,13 @@ Handler decode_shift(const Statement& statement, Instr& instr, Decoding& decodin
   instr.a = decoding.row(statement.operands[1], type.bytes);
   instr.b = decoding.row(statement.operands[2], 4);
   if (type.is_signed()) {
-    return type.bytes == 2 ? shift_of<int16_t>(left) : type.bytes == 4 ? shift_of<int32_t>(left) : shift_of<int64_t>(left);
+    return type.bytes == 2   ? shift_of<int16_t>(left)
+           : type.bytes == 4 ? shift_of<int32_t>(left)
+                             : shift_of<int64_t>(left);
   }
-  return type.bytes == 2 ? shift_of<uint16_t>(left) : type.bytes == 4 ? shift_of<uint32_t>(left) : shift_of<uint64_t>(left);
+  return type.bytes == 2   ? shift_of<uint16_t>(left)
+         : type.bytes == 4 ? shift_of<uint32_t>(left)
+                           : shift_of<uint64_t>(left);
 }
 
 // shf: 64 bits, b above a, shifted by n; .l gives the upper half, .r the lower.
@@ -93,8 +99,11 @@ Handler decode_funnel(const Statement& statement, Instr& instr, Decoding& decodi
   expect_operands(statement, 4, 4);
   read_rows(statement, instr, decoding, 4);
   using U = uint32_t;
-  if (statement.has("l")) return statement.has("clamp") ? ternary<U, U, U, U, funnel<true, true>> : ternary<U, U, U, U, funnel<true, false>>;
-  return statement.has("clamp") ? ternary<U, U, U, U, funnel<false, true>> : ternary<U, U, U, U, funnel<false, false>>;
+  if (statement.has("l"))
+    return statement.has("clamp") ? ternary<U, U, U, U, funnel<true, true>>
+                                  : ternary<U, U, U, U, funnel<true, false>>;
+  return statement.has("clamp") ? ternary<U, U, U, U, funnel<false, true>>
+                                : ternary<U, U, U, U, funnel<false, false>>;
 }
 
 template <class T>
@@ -107,9 +116,16 @@ constexpr auto extract = [](T a, uint32_t position, uint32_t length) -> T {
   const uint32_t last = position + length - 1 > most ? most : position + length - 1;
   const bool sign = std::is_signed_v<T> && (static_cast<std::make_unsigned_t<T>>(a) >> last & 1);
   const auto shifted = position > most ? 0 : static_cast<std::make_unsigned_t<T>>(a) >> position;
-  if (length > most) return static_cast<T>(sign && position ? shifted | ~(static_cast<std::make_unsigned_t<T>>(-1) >> (position > most ? most : position)) : shifted);
+  if (length > most)
+    return static_cast<T>(sign && position ? shifted | ~(static_cast<std::make_unsigned_t<T>>(-1) >>
+                                                         (position > most ? most : position))
+                                           : shifted);
   const auto mask = (std::make_unsigned_t<T>{1} << length) - 1;
-  const auto kept = position > most ? 0 : (last - position >= most ? static_cast<std::make_unsigned_t<T>>(-1) : (std::make_unsigned_t<T>{1} << (last - position + 1)) - 1);
+  const auto kept =
+      position > most
+          ? 0
+          : (last - position >= most ? static_cast<std::make_unsigned_t<T>>(-1)
+                                     : (std::make_unsigned_t<T>{1} << (last - position + 1)) - 1);
   return static_cast<T>((shifted & kept & mask) | (sign ? ~(kept & mask) : 0));
 };
 
@@ -121,8 +137,11 @@ Handler decode_extract(const Statement& statement, Instr& instr, Decoding& decod
   instr.b = decoding.row(statement.operands[2], 4);
   instr.c = decoding.row(statement.operands[3], 4);
   using U = uint32_t;
-  if (type.bytes == 4) return type.is_signed() ? ternary<int32_t, int32_t, U, U, extract<int32_t>> : ternary<U, U, U, U, extract<U>>;
-  return type.is_signed() ? ternary<int64_t, int64_t, U, U, extract<int64_t>> : ternary<uint64_t, uint64_t, U, U, extract<uint64_t>>;
+  if (type.bytes == 4)
+    return type.is_signed() ? ternary<int32_t, int32_t, U, U, extract<int32_t>>
+                            : ternary<U, U, U, U, extract<U>>;
+  return type.is_signed() ? ternary<int64_t, int64_t, U, U, extract<int64_t>>
+                          : ternary<uint64_t, uint64_t, U, U, extract<uint64_t>>;
 }
 
 template <class T>
@@ -134,7 +153,8 @@ void insert(Warp& warp, const Instr& in) {
   const uint32_t* lengths = lanes<uint32_t>(warp, in.e);
   for_lanes<T>(warp, in.d, [&](int i) {
     const uint32_t position = positions[i] & 0xff, length = lengths[i] & 0xff;
-    const T field = length >= width ? static_cast<T>(-1) : static_cast<T>((T{1} << (length & (width - 1))) - 1);
+    const T field =
+        length >= width ? static_cast<T>(-1) : static_cast<T>((T{1} << (length & (width - 1))) - 1);
     const T mask = position >= width ? T{0} : static_cast<T>(field << (position & (width - 1)));
     return static_cast<T>((b[i] & ~mask) | ((a[i] << (position & (width - 1))) & mask));
   });
@@ -180,7 +200,8 @@ void lookup(Warp& warp, const Instr& in) {
   for_lanes<uint32_t>(warp, in.d, [&](int i) {
     uint32_t result = 0;
     for (int k = 0; k < 8; ++k) {
-      result |= minterms[k] & (k & 4 ? a[i] : ~a[i]) & (k & 2 ? b[i] : ~b[i]) & (k & 1 ? c[i] : ~c[i]);
+      result |=
+          minterms[k] & (k & 4 ? a[i] : ~a[i]) & (k & 2 ? b[i] : ~b[i]) & (k & 1 ? c[i] : ~c[i]);
     }
     return result;
   });
@@ -199,7 +220,8 @@ constexpr auto leading_zeros = [](auto a) { return static_cast<uint32_t>(std::co
 template <class T>
 constexpr auto reverse = [](T a) {
   T result = 0;
-  for (size_t k = 0; k < 8 * sizeof(T); ++k) result |= static_cast<T>(a >> k & 1) << (8 * sizeof(T) - 1 - k);
+  for (size_t k = 0; k < 8 * sizeof(T); ++k)
+    result |= static_cast<T>(a >> k & 1) << (8 * sizeof(T) - 1 - k);
   return result;
 };
 // The highest bit that differs from the sign; as a shift: how far it is from the top.
@@ -219,15 +241,26 @@ Handler decode_count(const Statement& statement, Instr& instr, Decoding& decodin
   const bool wide = type.bytes == 8;
   instr.d = decoding.target_row(statement.operands[0], name == "brev" ? type.bytes : 4);
   instr.a = decoding.row(statement.operands[1], type.bytes);
-  if (name == "popc") return wide ? unary<uint32_t, uint64_t, population> : unary<uint32_t, uint32_t, population>;
-  if (name == "clz") return wide ? unary<uint32_t, uint64_t, leading_zeros> : unary<uint32_t, uint32_t, leading_zeros>;
-  if (name == "brev") return wide ? unary<uint64_t, uint64_t, reverse<uint64_t>> : unary<uint32_t, uint32_t, reverse<uint32_t>>;
+  if (name == "popc")
+    return wide ? unary<uint32_t, uint64_t, population> : unary<uint32_t, uint32_t, population>;
+  if (name == "clz")
+    return wide ? unary<uint32_t, uint64_t, leading_zeros>
+                : unary<uint32_t, uint32_t, leading_zeros>;
+  if (name == "brev")
+    return wide ? unary<uint64_t, uint64_t, reverse<uint64_t>>
+                : unary<uint32_t, uint32_t, reverse<uint32_t>>;
   if (statement.has("shiftamt")) {
-    if (type.is_signed()) return wide ? unary<uint32_t, int64_t, highest<int64_t, true>> : unary<uint32_t, int32_t, highest<int32_t, true>>;
-    return wide ? unary<uint32_t, uint64_t, highest<uint64_t, true>> : unary<uint32_t, uint32_t, highest<uint32_t, true>>;
+    if (type.is_signed())
+      return wide ? unary<uint32_t, int64_t, highest<int64_t, true>>
+                  : unary<uint32_t, int32_t, highest<int32_t, true>>;
+    return wide ? unary<uint32_t, uint64_t, highest<uint64_t, true>>
+                : unary<uint32_t, uint32_t, highest<uint32_t, true>>;
   }
-  if (type.is_signed()) return wide ? unary<uint32_t, int64_t, highest<int64_t, false>> : unary<uint32_t, int32_t, highest<int32_t, false>>;
-  return wide ? unary<uint32_t, uint64_t, highest<uint64_t, false>> : unary<uint32_t, uint32_t, highest<uint32_t, false>>;
+  if (type.is_signed())
+    return wide ? unary<uint32_t, int64_t, highest<int64_t, false>>
+                : unary<uint32_t, int32_t, highest<int32_t, false>>;
+  return wide ? unary<uint32_t, uint64_t, highest<uint64_t, false>>
+              : unary<uint32_t, uint32_t, highest<uint32_t, false>>;
 }
 
 const Opcode bits_and{"and", logic<bit_and>};

@@ -8,10 +8,27 @@
 namespace emulator {
 namespace {
 
-enum class Comparison : uint8_t { kEq, kNe, kLt, kLe, kGt, kGe, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu, kNum, kNan, kUnknown };
+enum class Comparison : uint8_t {
+  kEq,
+  kNe,
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kEqu,
+  kNeu,
+  kLtu,
+  kLeu,
+  kGtu,
+  kGeu,
+  kNum,
+  kNan,
+  kUnknown
+};
 
 Comparison comparison_named(const std::string& name) {
-  static const char* const names[] = {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
+  static const char* const names[] = {"eq",  "ne",  "lt",  "le",  "gt",  "ge",  "equ",
+                                      "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
   static const char* const unsigned_names[] = {"", "", "lo", "ls", "hi", "hs"};
   for (int i = 0; i < static_cast<int>(Comparison::kUnknown); ++i) {
     if (name == names[i] || (i < 6 && name == unsigned_names[i])) return static_cast<Comparison>(i);
@@ -23,20 +40,34 @@ Comparison comparison_named(const std::string& name) {
 template <Comparison comparison, class T>
 inline bool compare(T a, T b) {
   switch (comparison) {
-    case Comparison::kEq: return a == b;
-    case Comparison::kNe: return a < b || a > b;
-    case Comparison::kLt: return a < b;
-    case Comparison::kLe: return a <= b;
-    case Comparison::kGt: return a > b;
-    case Comparison::kGe: return a >= b;
-    case Comparison::kEqu: return !(a < b || a > b);
-    case Comparison::kNeu: return a != b;
-    case Comparison::kLtu: return !(a >= b);
-    case Comparison::kLeu: return !(a > b);
-    case Comparison::kGtu: return !(a <= b);
-    case Comparison::kGeu: return !(a < b);
-    case Comparison::kNum: return a == a && b == b;
-    default: return a != a || b != b;
+    case Comparison::kEq:
+      return a == b;
+    case Comparison::kNe:
+      return a < b || a > b;
+    case Comparison::kLt:
+      return a < b;
+    case Comparison::kLe:
+      return a <= b;
+    case Comparison::kGt:
+      return a > b;
+    case Comparison::kGe:
+      return a >= b;
+    case Comparison::kEqu:
+      return !(a < b || a > b);
+    case Comparison::kNeu:
+      return a != b;
+    case Comparison::kLtu:
+      return !(a >= b);
+    case Comparison::kLeu:
+      return !(a > b);
+    case Comparison::kGtu:
+      return !(a <= b);
+    case Comparison::kGeu:
+      return !(a < b);
+    case Comparison::kNum:
+      return a == a && b == b;
+    default:
+      return a != a || b != b;
   }
 }
 
@@ -61,10 +92,14 @@ enum Combination : uint32_t { kNone, kAnd, kOr, kXor };
 
 inline uint32_t combine(uint32_t mask, const Warp& warp, const Instr& in) {
   switch (in.flags & 3) {
-    case kAnd: return mask & warp.predicate(in.r);
-    case kOr: return mask | warp.predicate(in.r);
-    case kXor: return mask ^ warp.predicate(in.r);
-    default: return mask;
+    case kAnd:
+      return mask & warp.predicate(in.r);
+    case kOr:
+      return mask | warp.predicate(in.r);
+    case kXor:
+      return mask ^ warp.predicate(in.r);
+    default:
+      return mask;
   }
 }
 
@@ -74,7 +109,10 @@ uint32_t compared(const Warp& warp, const Instr& in, int part) {
   using Stored = typename Reading::Stored;
   const Stored* a = lanes<Stored>(warp, in.a);
   const Stored* b = lanes<Stored>(warp, in.b);
-  return mask_of([&](int i) { return compare<comparison>(Reading::value(a[parts * i + part]), Reading::value(b[parts * i + part])); });
+  return mask_of([&](int i) {
+    return compare<comparison>(Reading::value(a[parts * i + part]),
+                               Reading::value(b[parts * i + part]));
+  });
 }
 
 template <Comparison comparison, class Reading, int parts>
@@ -96,12 +134,16 @@ void set_predicates(Warp& warp, const Instr& in) {
 template <Comparison comparison, class Reading, int parts>
 void set_values(Warp& warp, const Instr& in) {
   const uint32_t first = combine(compared<comparison, Reading, parts>(warp, in, 0), warp, in);
-  const uint32_t second = parts == 2 ? combine(compared<comparison, Reading, parts>(warp, in, parts - 1), warp, in) : 0;
+  const uint32_t second =
+      parts == 2 ? combine(compared<comparison, Reading, parts>(warp, in, parts - 1), warp, in) : 0;
   const auto truth = static_cast<uint32_t>(in.imm);
   if (in.n == 2) {
-    for_lanes<uint16_t>(warp, in.d, [&](int i) { return static_cast<uint16_t>(first >> i & 1 ? truth : 0); });
+    for_lanes<uint16_t>(warp, in.d,
+                        [&](int i) { return static_cast<uint16_t>(first >> i & 1 ? truth : 0); });
   } else if (parts == 2) {
-    for_lanes<uint32_t>(warp, in.d, [&](int i) { return (first >> i & 1 ? truth & 0xffff : 0) | (second >> i & 1 ? truth << 16 : 0); });
+    for_lanes<uint32_t>(warp, in.d, [&](int i) {
+      return (first >> i & 1 ? truth & 0xffff : 0) | (second >> i & 1 ? truth << 16 : 0);
+    });
   } else {
     for_lanes<uint32_t>(warp, in.d, [&](int i) { return first >> i & 1 ? truth : 0; });
   }
@@ -110,8 +152,10 @@ void set_values(Warp& warp, const Instr& in) {
 template <class Reading, int parts>
 Handler handler(Comparison comparison, bool values) {
   switch (comparison) {
-#define EMULATOR_CASE(name) \
-  case Comparison::name: return values ? Handler(set_values<Comparison::name, Reading, parts>) : Handler(set_predicates<Comparison::name, Reading, parts>);
+#define EMULATOR_CASE(name)                                               \
+  case Comparison::name:                                                  \
+    return values ? Handler(set_values<Comparison::name, Reading, parts>) \
+                  : Handler(set_predicates<Comparison::name, Reading, parts>);
     EMULATOR_CASE(kEq)
     EMULATOR_CASE(kNe)
     EMULATOR_CASE(kLt)
@@ -127,7 +171,8 @@ Handler handler(Comparison comparison, bool values) {
     EMULATOR_CASE(kNum)
     EMULATOR_CASE(kNan)
 #undef EMULATOR_CASE
-    default: return nullptr;
+    default:
+      return nullptr;
   }
 }
 
@@ -136,15 +181,20 @@ Handler typed_handler(Type type, bool flush, Comparison comparison, bool values)
     if (type.parts == 2) return handler<Narrow<Float16>, 2>(comparison, values);
     if (type.bytes == 2) return handler<Narrow<Float16>, 1>(comparison, values);
     if (type.bytes == 8) return handler<Plain<double>, 1>(comparison, values);
-    return flush ? handler<Flushed, 1>(comparison, values) : handler<Plain<float>, 1>(comparison, values);
+    return flush ? handler<Flushed, 1>(comparison, values)
+                 : handler<Plain<float>, 1>(comparison, values);
   }
-  if (type.kind == Kind::kBfloat) return type.parts == 2 ? handler<Narrow<Bfloat16>, 2>(comparison, values) : handler<Narrow<Bfloat16>, 1>(comparison, values);
+  if (type.kind == Kind::kBfloat)
+    return type.parts == 2 ? handler<Narrow<Bfloat16>, 2>(comparison, values)
+                           : handler<Narrow<Bfloat16>, 1>(comparison, values);
   if (type.is_signed()) {
     if (type.bytes == 2) return handler<Plain<int16_t>, 1>(comparison, values);
-    return type.bytes == 4 ? handler<Plain<int32_t>, 1>(comparison, values) : handler<Plain<int64_t>, 1>(comparison, values);
+    return type.bytes == 4 ? handler<Plain<int32_t>, 1>(comparison, values)
+                           : handler<Plain<int64_t>, 1>(comparison, values);
   }
   if (type.bytes == 2) return handler<Plain<uint16_t>, 1>(comparison, values);
-  return type.bytes == 4 ? handler<Plain<uint32_t>, 1>(comparison, values) : handler<Plain<uint64_t>, 1>(comparison, values);
+  return type.bytes == 4 ? handler<Plain<uint32_t>, 1>(comparison, values)
+                         : handler<Plain<uint64_t>, 1>(comparison, values);
 }
 
 void read_operands(const Statement& statement, Instr& instr, Decoding& decoding, Type type) {
@@ -152,7 +202,10 @@ void read_operands(const Statement& statement, Instr& instr, Decoding& decoding,
   expect_operands(statement, 3, 4);
   instr.a = decoding.row(statement.operands[1], type.bytes);
   instr.b = decoding.row(statement.operands[2], type.bytes);
-  instr.flags = statement.has("and") ? kAnd : statement.has("or") ? kOr : statement.has("xor") ? kXor : kNone;
+  instr.flags = statement.has("and")   ? kAnd
+                : statement.has("or")  ? kOr
+                : statement.has("xor") ? kXor
+                                       : kNone;
   if (statement.operands.size() == 4) instr.r = decoding.predicate(statement.operands[3]);
 }
 
@@ -167,7 +220,8 @@ Handler decode_setp(const Statement& statement, Instr& instr, Decoding& decoding
 }
 
 Handler decode_set(const Statement& statement, Instr& instr, Decoding& decoding) {
-  const Type type = type_of(statement), result = type_named(statement.parts.at(statement.parts.size() - 2));
+  const Type type = type_of(statement),
+             result = type_named(statement.parts.at(statement.parts.size() - 2));
   read_operands(statement, instr, decoding, type);
   instr.d = decoding.target_row(statement.operands[0], result.bytes);
   instr.n = result.bytes;
@@ -213,8 +267,13 @@ Handler decode_slct(const Statement& statement, Instr& instr, Decoding& decoding
   instr.a = decoding.row(statement.operands[1], bytes);
   instr.b = decoding.row(statement.operands[2], bytes);
   instr.c = decoding.row(statement.operands[3], 4);
-  if (by.floating()) return bytes == 2 ? select_by_sign<uint16_t, float>() : bytes == 4 ? select_by_sign<uint32_t, float>() : select_by_sign<uint64_t, float>();
-  return bytes == 2 ? select_by_sign<uint16_t, int32_t>() : bytes == 4 ? select_by_sign<uint32_t, int32_t>() : select_by_sign<uint64_t, int32_t>();
+  if (by.floating())
+    return bytes == 2   ? select_by_sign<uint16_t, float>()
+           : bytes == 4 ? select_by_sign<uint32_t, float>()
+                        : select_by_sign<uint64_t, float>();
+  return bytes == 2   ? select_by_sign<uint16_t, int32_t>()
+         : bytes == 4 ? select_by_sign<uint32_t, int32_t>()
+                      : select_by_sign<uint64_t, int32_t>();
 }
 
 // testp: properties of a number's bits.
@@ -223,10 +282,13 @@ Handler decode_testp(const Statement& statement, Instr& instr, Decoding& decodin
   instr.p = decoding.target_predicate(statement.operands[0]);
   if (type_of(statement).bytes != 4) return nullptr;
   instr.a = decoding.row(statement.operands[1], 4);
-#define EMULATOR_TEST(condition)                                                          \
-  [](Warp& warp, const Instr& in) {                                                       \
-    const uint32_t* a = lanes<uint32_t>(warp, in.a);                                      \
-    warp.set_predicate(in.p, mask_of([&](int i) { const uint32_t x = a[i] & 0x7fffffff; return condition; })); \
+#define EMULATOR_TEST(condition)                               \
+  [](Warp& warp, const Instr& in) {                            \
+    const uint32_t* a = lanes<uint32_t>(warp, in.a);           \
+    warp.set_predicate(in.p, mask_of([&](int i) {              \
+                         const uint32_t x = a[i] & 0x7fffffff; \
+                         return condition;                     \
+                       }));                                    \
   }
   if (statement.has("finite")) return EMULATOR_TEST(x < 0x7f800000);
   if (statement.has("infinite")) return EMULATOR_TEST(x == 0x7f800000);

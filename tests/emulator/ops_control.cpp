@@ -39,7 +39,9 @@ Handler decode_exit(const Statement& statement, Instr&, Decoding&) {
 }
 
 Handler decode_trap(const Statement&, Instr&, Decoding&) {
-  return [](Warp& warp, const Instr&) { fail("the kernel stopped itself by a trap", first_lane(warp.active)); };
+  return [](Warp& warp, const Instr&) {
+    fail("the kernel stopped itself by a trap", first_lane(warp.active));
+  };
 }
 
 Handler decode_nothing(const Statement&, Instr&, Decoding&) {
@@ -53,7 +55,9 @@ Handler decode_nanosleep(const Statement&, Instr&, Decoding&) {
 // A cache policy: nobody reads it.
 Handler decode_createpolicy(const Statement& statement, Instr& instr, Decoding& decoding) {
   instr.d = decoding.target_row(statement.operands.at(0), 8);
-  return [](Warp& warp, const Instr& in) { for_lanes<uint64_t>(warp, in.d, [](int) { return uint64_t{0}; }); };
+  return [](Warp& warp, const Instr& in) {
+    for_lanes<uint64_t>(warp, in.d, [](int) { return uint64_t{0}; });
+  };
 }
 
 // bar.sync, bar.arrive, bar.red. A warp arrives once, with 32 threads however many it has, and
@@ -64,7 +68,9 @@ constexpr uint32_t kArrives = 16, kCounted = 32;
 void complete_if_full(Block& block, Barrier& barrier) {
   const uint32_t expected = barrier.expected ? barrier.expected : kLanes * block.live_warps;
   if (barrier.arrived < expected) return;
-  if (barrier.arrived > expected) fail("more threads arrived at a barrier than it counts: " + std::to_string(barrier.arrived) + " of " + std::to_string(expected));
+  if (barrier.arrived > expected)
+    fail("more threads arrived at a barrier than it counts: " + std::to_string(barrier.arrived) +
+         " of " + std::to_string(expected));
   barrier.last_and = barrier.reduction_and;
   barrier.last_or = barrier.reduction_or;
   barrier.last_count = barrier.reduction_count;
@@ -78,7 +84,8 @@ void arrive(Warp& warp, const Instr& in, Barrier& barrier) {
   const uint32_t count = in.flags & kCounted ? warp.row<uint32_t>(in.b)[lane] : 0;
   if (count % kLanes) fail("a barrier's number of threads is not a multiple of 32");
   if (barrier.arrived && barrier.expected != count) {
-    fail("warps name different numbers of threads for a barrier: " + std::to_string(barrier.expected) + " and " + std::to_string(count));
+    fail("warps name different numbers of threads for a barrier: " +
+         std::to_string(barrier.expected) + " and " + std::to_string(count));
   }
   barrier.expected = count;
   barrier.arrived += kLanes;
@@ -102,10 +109,14 @@ void barrier(Warp& warp, const Instr& in) {
   warp.at_barrier = barrier.generation == warp.barrier_generation;
   if (warp.at_barrier) return warp.wait("the block's other warps");
   switch (in.flags & 3) {
-    case kAnd: return warp.set_predicate(in.p, barrier.last_and ? kAllLanes : 0);
-    case kOr: return warp.set_predicate(in.p, barrier.last_or ? kAllLanes : 0);
-    case kCount: return for_lanes<uint32_t>(warp, in.d, [&](int) { return barrier.last_count; });
-    default: return;
+    case kAnd:
+      return warp.set_predicate(in.p, barrier.last_and ? kAllLanes : 0);
+    case kOr:
+      return warp.set_predicate(in.p, barrier.last_or ? kAllLanes : 0);
+    case kCount:
+      return for_lanes<uint32_t>(warp, in.d, [&](int) { return barrier.last_count; });
+    default:
+      return;
   }
 }
 

@@ -12,7 +12,17 @@
 namespace emulator {
 namespace {
 
-enum class Rounding : uint8_t { kNone, kNearest, kZero, kDown, kUp, kIntNearest, kIntZero, kIntDown, kIntUp };
+enum class Rounding : uint8_t {
+  kNone,
+  kNearest,
+  kZero,
+  kDown,
+  kUp,
+  kIntNearest,
+  kIntZero,
+  kIntDown,
+  kIntUp
+};
 
 // What the conversions that have no handler of their own need to know.
 struct Conversion {
@@ -26,8 +36,9 @@ const Conversion& conversion(const Instr& in) { return *static_cast<const Conver
 
 Rounding rounding_of(const Statement& statement) {
   static const std::pair<const char*, Rounding> names[] = {
-      {"rn", Rounding::kNearest}, {"rz", Rounding::kZero}, {"rm", Rounding::kDown}, {"rp", Rounding::kUp},
-      {"rni", Rounding::kIntNearest}, {"rzi", Rounding::kIntZero}, {"rmi", Rounding::kIntDown}, {"rpi", Rounding::kIntUp}};
+      {"rn", Rounding::kNearest},  {"rz", Rounding::kZero},        {"rm", Rounding::kDown},
+      {"rp", Rounding::kUp},       {"rni", Rounding::kIntNearest}, {"rzi", Rounding::kIntZero},
+      {"rmi", Rounding::kIntDown}, {"rpi", Rounding::kIntUp}};
   for (const auto& [name, rounding] : names) {
     if (statement.has(name)) return rounding;
   }
@@ -36,11 +47,16 @@ Rounding rounding_of(const Statement& statement) {
 
 double rounded_to_integer(double x, Rounding rounding) {
   switch (rounding) {
-    case Rounding::kIntNearest: return std::nearbyint(x);
-    case Rounding::kIntZero: return std::trunc(x);
-    case Rounding::kIntDown: return std::floor(x);
-    case Rounding::kIntUp: return std::ceil(x);
-    default: return x;
+    case Rounding::kIntNearest:
+      return std::nearbyint(x);
+    case Rounding::kIntZero:
+      return std::trunc(x);
+    case Rounding::kIntDown:
+      return std::floor(x);
+    case Rounding::kIntUp:
+      return std::ceil(x);
+    default:
+      return x;
   }
 }
 
@@ -49,7 +65,8 @@ int64_t integer_at(const uint8_t* element, Type type) {
   uint64_t bits = 0;
   std::memcpy(&bits, element, type.bytes);
   const int unused = 64 - 8 * type.bytes;
-  return type.is_signed() ? static_cast<int64_t>(bits << unused) >> unused : static_cast<int64_t>(bits);
+  return type.is_signed() ? static_cast<int64_t>(bits << unused) >> unused
+                          : static_cast<int64_t>(bits);
 }
 
 double number_at(const uint8_t* element, Type type, bool flush) {
@@ -75,7 +92,8 @@ uint64_t to_integer(double x, Type type) {
   if (type.is_signed()) {
     const double limit = std::ldexp(1.0, bits - 1);
     if (x >= limit) return (uint64_t{1} << (bits - 1)) - 1;
-    return static_cast<uint64_t>(x < -limit ? std::numeric_limits<int64_t>::min() >> (64 - bits) : static_cast<int64_t>(x));
+    return static_cast<uint64_t>(x < -limit ? std::numeric_limits<int64_t>::min() >> (64 - bits)
+                                            : static_cast<int64_t>(x));
   }
   if (x >= std::ldexp(1.0, bits)) return ~uint64_t{0} >> (64 - bits);
   return x <= 0.0 ? 0 : static_cast<uint64_t>(x);
@@ -98,7 +116,8 @@ float float_of(double x, Rounding rounding) {
   const auto nearest = static_cast<float>(x);
   const auto value = static_cast<double>(nearest);
   const bool too_high = value > x, too_low = value < x;
-  const bool down = rounding == Rounding::kDown || (rounding == Rounding::kZero && x > 0), up = rounding == Rounding::kUp || (rounding == Rounding::kZero && x < 0);
+  const bool down = rounding == Rounding::kDown || (rounding == Rounding::kZero && x > 0),
+             up = rounding == Rounding::kUp || (rounding == Rounding::kZero && x < 0);
   if (too_high && down) return std::nextafter(nearest, -INFINITY);
   if (too_low && up) return std::nextafter(nearest, INFINITY);
   return nearest;
@@ -127,7 +146,8 @@ uint64_t converted(const uint8_t* element, const Conversion& by) {
   if (!by.to.floating()) return static_cast<uint64_t>(by.saturate ? clamped(x, by.from, by.to) : x);
   const bool huge = !by.from.is_signed() && x < 0;
   if (by.to.bytes == 4 && (by.rounding == Rounding::kNearest || by.rounding == Rounding::kNone)) {
-    return std::bit_cast<uint32_t>(huge ? static_cast<float>(static_cast<uint64_t>(x)) : static_cast<float>(x));
+    return std::bit_cast<uint32_t>(huge ? static_cast<float>(static_cast<uint64_t>(x))
+                                        : static_cast<float>(x));
   }
   return bits_of(huge ? static_cast<double>(static_cast<uint64_t>(x)) : static_cast<double>(x), by);
 }
@@ -141,7 +161,8 @@ void convert(Warp& warp, const Instr& in) {
   const int unused = 64 - 8 * by.to.bytes;
   each_lane(warp.active, [&](int lane) {
     uint64_t bits = converted(from + lane * by.from_bytes, by) << unused;
-    bits = by.to.is_signed() ? static_cast<uint64_t>(static_cast<int64_t>(bits) >> unused) : bits >> unused;
+    bits = by.to.is_signed() ? static_cast<uint64_t>(static_cast<int64_t>(bits) >> unused)
+                             : bits >> unused;
     std::memcpy(to + lane * by.to_bytes, &bits, by.to_bytes);
   });
 }
@@ -153,15 +174,20 @@ Handler plain() {
 }
 
 Handler frequent(const Conversion& by) {
-  if (by.from_bytes != by.from.bytes || by.to_bytes != by.to.bytes || by.flush || by.saturate || by.relu || by.from.parts != 1 || by.to.parts != 1) return nullptr;
-  const auto is = [&](const char* to, const char* from) { return by.to == type_named(to) && by.from == type_named(from); };
+  if (by.from_bytes != by.from.bytes || by.to_bytes != by.to.bytes || by.flush || by.saturate ||
+      by.relu || by.from.parts != 1 || by.to.parts != 1)
+    return nullptr;
+  const auto is = [&](const char* to, const char* from) {
+    return by.to == type_named(to) && by.from == type_named(from);
+  };
   if (is("s64", "s32")) return plain<int64_t, int32_t>();
   if (is("u64", "u32")) return plain<uint64_t, uint32_t>();
   if (is("u32", "u64") || is("s32", "s64")) return plain<uint32_t, uint64_t>();
   if (is("u16", "u32")) return plain<uint16_t, uint32_t>();
   if (is("u32", "u16")) return plain<uint32_t, uint16_t>();
   if (is("f32", "f16")) return unary<float, uint16_t, [](uint16_t a) { return Float16::widen(a); }>;
-  if (is("f32", "bf16")) return unary<float, uint16_t, [](uint16_t a) { return Bfloat16::widen(a); }>;
+  if (is("f32", "bf16"))
+    return unary<float, uint16_t, [](uint16_t a) { return Bfloat16::widen(a); }>;
   if (is("f64", "f32")) return plain<double, float>();
   if (by.rounding == Rounding::kNearest) {
     if (is("f32", "s32")) return plain<float, int32_t>();
@@ -169,7 +195,8 @@ Handler frequent(const Conversion& by) {
     if (is("f64", "s32")) return plain<double, int32_t>();
     if (is("f32", "f64")) return plain<float, double>();
     if (is("f16", "f32")) return unary<uint16_t, float, [](float a) { return Float16::narrow(a); }>;
-    if (is("bf16", "f32")) return unary<uint16_t, float, [](float a) { return Bfloat16::narrow(a); }>;
+    if (is("bf16", "f32"))
+      return unary<uint16_t, float, [](float a) { return Bfloat16::narrow(a); }>;
   }
   return nullptr;
 }
@@ -179,7 +206,9 @@ template <class Half>
 void two_halves(Warp& warp, const Instr& in) {
   const float* a = lanes<float>(warp, in.a);
   const float* b = lanes<float>(warp, in.b);
-  for_lanes<uint32_t>(warp, in.d, [&](int i) { return static_cast<uint32_t>(Half::narrow(a[i])) << 16 | Half::narrow(b[i]); });
+  for_lanes<uint32_t>(warp, in.d, [&](int i) {
+    return static_cast<uint32_t>(Half::narrow(a[i])) << 16 | Half::narrow(b[i]);
+  });
 }
 
 template <class Half>
@@ -190,9 +219,11 @@ void two_halves_of_any_kind(Warp& warp, const Instr& in) {
   const auto half = [&](float x) -> uint16_t {
     if (by.relu && x < 0.0f) x = 0.0f;
     const uint16_t bits = by.rounding == Rounding::kZero ? narrow_down<Half>(x) : Half::narrow(x);
-    return by.finite && (bits & 0x7fff) == Half::kInfinity ? (bits & 0x8000) | Half::kLargest : bits;
+    return by.finite && (bits & 0x7fff) == Half::kInfinity ? (bits & 0x8000) | Half::kLargest
+                                                           : bits;
   };
-  for_lanes<uint32_t>(warp, in.d, [&](int i) { return static_cast<uint32_t>(half(a[i])) << 16 | half(b[i]); });
+  for_lanes<uint32_t>(warp, in.d,
+                      [&](int i) { return static_cast<uint32_t>(half(a[i])) << 16 | half(b[i]); });
 }
 
 template <class Format>
@@ -201,7 +232,8 @@ void two_bytes(Warp& warp, const Instr& in) {
   const float* b = lanes<float>(warp, in.b);
   const bool relu = conversion(in).relu;
   const auto byte = [&](float x) { return narrow_saturated<Format>(relu && x < 0.0f ? 0.0f : x); };
-  for_lanes<uint16_t>(warp, in.d, [&](int i) { return static_cast<uint16_t>(byte(a[i]) << 8 | byte(b[i])); });
+  for_lanes<uint16_t>(warp, in.d,
+                      [&](int i) { return static_cast<uint16_t>(byte(a[i]) << 8 | byte(b[i])); });
 }
 
 template <class Format>
@@ -212,17 +244,23 @@ void bytes_of_halves(Warp& warp, const Instr& in) {
     const float x = Float16::widen(static_cast<uint16_t>(half));
     return narrow_saturated<Format>(relu && x < 0.0f ? 0.0f : x);
   };
-  for_lanes<uint16_t>(warp, in.d, [&](int i) { return static_cast<uint16_t>(byte(a[i] >> 16) << 8 | byte(a[i])); });
+  for_lanes<uint16_t>(
+      warp, in.d, [&](int i) { return static_cast<uint16_t>(byte(a[i] >> 16) << 8 | byte(a[i])); });
 }
 
 template <class Format>
 void halves_of_bytes(Warp& warp, const Instr& in) {
   const uint16_t* a = lanes<uint16_t>(warp, in.a);
-  const auto half = [](int byte) { return Float16::narrow(widen8<Format>(static_cast<uint8_t>(byte))); };
-  for_lanes<uint32_t>(warp, in.d, [&](int i) { return static_cast<uint32_t>(half(a[i] >> 8)) << 16 | half(a[i] & 0xff); });
+  const auto half = [](int byte) {
+    return Float16::narrow(widen8<Format>(static_cast<uint8_t>(byte)));
+  };
+  for_lanes<uint32_t>(warp, in.d, [&](int i) {
+    return static_cast<uint32_t>(half(a[i] >> 8)) << 16 | half(a[i] & 0xff);
+  });
 }
 
-Handler decode_pair(const Statement& statement, Instr& instr, Decoding& decoding, const Conversion& by) {
+Handler decode_pair(const Statement& statement, Instr& instr, Decoding& decoding,
+                    const Conversion& by) {
   const bool from_bytes = by.from.kind == Kind::kFloat8, to_bytes = by.to.kind == Kind::kFloat8;
   const std::string& to = statement.parts[statement.parts.size() - 2];
   const std::string& from = statement.parts.back();
@@ -244,12 +282,14 @@ Handler decode_pair(const Statement& statement, Instr& instr, Decoding& decoding
   if (from != "f32") return nullptr;
   expect_operands(statement, 3, 3);
   read_rows(statement, instr, decoding, 4);
-  if (by.rounding == Rounding::kNearest && !by.relu && !by.finite) return to == "f16x2" ? two_halves<Float16> : two_halves<Bfloat16>;
+  if (by.rounding == Rounding::kNearest && !by.relu && !by.finite)
+    return to == "f16x2" ? two_halves<Float16> : two_halves<Bfloat16>;
   return to == "f16x2" ? two_halves_of_any_kind<Float16> : two_halves_of_any_kind<Bfloat16>;
 }
 
 Handler decode_cvt(const Statement& statement, Instr& instr, Decoding& decoding) {
-  expect_modifiers(statement, {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu", "satfinite"});
+  expect_modifiers(statement, {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat",
+                               "relu", "satfinite"});
   expect_operands(statement, 2, 3);
   Conversion by;
   by.from = type_named(statement.parts.back());
@@ -261,7 +301,9 @@ Handler decode_cvt(const Statement& statement, Instr& instr, Decoding& decoding)
   by.finite = statement.has("satfinite");
   const Operand &to = statement.operands[0], &from = statement.operands[1];
   by.to_bytes = to.kind == Operand::Kind::kRegister ? to.bytes : by.to.bytes;
-  by.from_bytes = from.kind == Operand::Kind::kImmediate || from.kind == Operand::Kind::kSymbol ? 8 : from.bytes;
+  by.from_bytes = from.kind == Operand::Kind::kImmediate || from.kind == Operand::Kind::kSymbol
+                      ? 8
+                      : from.bytes;
   instr.detail = decoding.keep(by);
   if (by.to.parts == 2) return decode_pair(statement, instr, decoding, by);
   expect_operands(statement, 2, 2);

@@ -38,16 +38,20 @@ inline T output(T x) {
 
 template <class T, auto operation, uint32_t modifiers>
 void one(Warp& warp, const Instr& in) {
-  unary<T, T, [](T a) { return output<T, modifiers>(operation(input<T, modifiers>(a))); }>(warp, in);
+  unary<T, T, [](T a) { return output<T, modifiers>(operation(input<T, modifiers>(a))); }>(warp,
+                                                                                           in);
 }
 template <class T, auto operation, uint32_t modifiers>
 void two(Warp& warp, const Instr& in) {
-  binary<T, T, T, [](T a, T b) { return output<T, modifiers>(operation(input<T, modifiers>(a), input<T, modifiers>(b))); }>(warp, in);
+  binary<T, T, T, [](T a, T b) {
+    return output<T, modifiers>(operation(input<T, modifiers>(a), input<T, modifiers>(b)));
+  }>(warp, in);
 }
 template <class T, auto operation, uint32_t modifiers>
 void three(Warp& warp, const Instr& in) {
   ternary<T, T, T, T, [](T a, T b, T c) {
-    return output<T, modifiers>(operation(input<T, modifiers>(a), input<T, modifiers>(b), input<T, modifiers>(c)));
+    return output<T, modifiers>(
+        operation(input<T, modifiers>(a), input<T, modifiers>(b), input<T, modifiers>(c)));
   }>(warp, in);
 }
 
@@ -58,11 +62,19 @@ constexpr auto quotient = [](auto a, auto b) { return a / b; };
 constexpr auto fused = [](auto a, auto b, auto c) { return std::fma(a, b, c); };
 constexpr auto root = [](auto a) { return std::sqrt(a); };
 constexpr auto reciprocal = [](auto a) { return decltype(a){1} / a; };
-constexpr auto reciprocal_root = [](auto a) { return static_cast<decltype(a)>(1.0 / std::sqrt(static_cast<double>(a))); };
+constexpr auto reciprocal_root = [](auto a) {
+  return static_cast<decltype(a)>(1.0 / std::sqrt(static_cast<double>(a)));
+};
 constexpr auto sine = [](float a) { return static_cast<float>(std::sin(static_cast<double>(a))); };
-constexpr auto cosine = [](float a) { return static_cast<float>(std::cos(static_cast<double>(a))); };
-constexpr auto tangent_hyperbolic = [](float a) { return static_cast<float>(std::tanh(static_cast<double>(a))); };
-constexpr auto logarithm = [](float a) { return static_cast<float>(std::log2(static_cast<double>(a))); };
+constexpr auto cosine = [](float a) {
+  return static_cast<float>(std::cos(static_cast<double>(a)));
+};
+constexpr auto tangent_hyperbolic = [](float a) {
+  return static_cast<float>(std::tanh(static_cast<double>(a)));
+};
+constexpr auto logarithm = [](float a) {
+  return static_cast<float>(std::log2(static_cast<double>(a)));
+};
 
 // 2^x, correct but for rare ties: 2^n times a Taylor series of 2^f, |f| <= 1/2, in double.
 constexpr auto exponential = [](float x) {
@@ -71,8 +83,9 @@ constexpr auto exponential = [](float x) {
   const double shifted = static_cast<double>(bounded) + kRound;
   const double f = (static_cast<double>(bounded) - (shifted - kRound)) * 0.6931471805599453;
   double series = 1.0 / 479001600.0;
-  constexpr double kInverseFactorials[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                                           1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
+  constexpr double kInverseFactorials[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
+                                           1.0 / 5040,     1.0 / 720,     1.0 / 120,    1.0 / 24,
+                                           1.0 / 6,        0.5,           1.0,          1.0};
   for (double coefficient : kInverseFactorials) series = series * f + coefficient;
   const double power = std::bit_cast<double>((std::bit_cast<uint64_t>(shifted) + 1023) << 52);
   const auto result = static_cast<float>(series * power);
@@ -82,7 +95,8 @@ constexpr auto exponential = [](float x) {
 // Of a number and NaN the number; with .NaN the NaN. -0 is less than +0.
 template <bool keeps_nan, bool larger>
 constexpr auto extreme = []<class T>(T a, T b) -> T {
-  const bool a_first = larger ? (a > b || (a == b && !std::signbit(a))) : (a < b || (a == b && std::signbit(a)));
+  const bool a_first =
+      larger ? (a > b || (a == b && !std::signbit(a))) : (a < b || (a == b && std::signbit(a)));
   T result = a_first ? a : b;
   if (keeps_nan) {
     if (a != a || b != b) result = std::numeric_limits<T>::quiet_NaN();
@@ -95,13 +109,14 @@ constexpr auto extreme = []<class T>(T a, T b) -> T {
 };
 
 // A handler for each combination of modifiers.
-#define EMULATOR_MODIFIED(shape, T, operation)                                             \
-  (instr.flags == 0          ? Handler(shape<T, operation, 0>)                             \
-   : instr.flags == kFlush   ? Handler(shape<T, operation, kFlush>)                        \
-   : instr.flags == kSaturate ? Handler(shape<T, operation, kSaturate>)                    \
-                             : Handler(shape<T, operation, kFlush | kSaturate>))
-#define EMULATOR_FLOATING(shape, operation) \
-  (type.bytes == 8 ? Handler(shape<double, operation, 0>) : EMULATOR_MODIFIED(shape, float, operation))
+#define EMULATOR_MODIFIED(shape, T, operation)                          \
+  (instr.flags == 0           ? Handler(shape<T, operation, 0>)         \
+   : instr.flags == kFlush    ? Handler(shape<T, operation, kFlush>)    \
+   : instr.flags == kSaturate ? Handler(shape<T, operation, kSaturate>) \
+                              : Handler(shape<T, operation, kFlush | kSaturate>))
+#define EMULATOR_FLOATING(shape, operation)               \
+  (type.bytes == 8 ? Handler(shape<double, operation, 0>) \
+                   : EMULATOR_MODIFIED(shape, float, operation))
 
 // Other roundings than to nearest: the host's rounding is set around the loop, which runs in a
 // function of its own so that it stays between.
@@ -111,13 +126,20 @@ __attribute__((noinline)) void directed_loop(Warp& warp, const Instr& in) {
   const T* b = lanes<T>(warp, in.b);
   const T* c = lanes<T>(warp, in.c);
   switch (in.imm >> 8) {
-    case '+': return for_lanes<T>(warp, in.d, [&](int i) { return a[i] + b[i]; });
-    case '-': return for_lanes<T>(warp, in.d, [&](int i) { return a[i] - b[i]; });
-    case '*': return for_lanes<T>(warp, in.d, [&](int i) { return a[i] * b[i]; });
-    case '/': return for_lanes<T>(warp, in.d, [&](int i) { return a[i] / b[i]; });
-    case 'f': return for_lanes<T>(warp, in.d, [&](int i) { return std::fma(a[i], b[i], c[i]); });
-    case 's': return for_lanes<T>(warp, in.d, [&](int i) { return std::sqrt(a[i]); });
-    default: return for_lanes<T>(warp, in.d, [&](int i) { return T{1} / a[i]; });
+    case '+':
+      return for_lanes<T>(warp, in.d, [&](int i) { return a[i] + b[i]; });
+    case '-':
+      return for_lanes<T>(warp, in.d, [&](int i) { return a[i] - b[i]; });
+    case '*':
+      return for_lanes<T>(warp, in.d, [&](int i) { return a[i] * b[i]; });
+    case '/':
+      return for_lanes<T>(warp, in.d, [&](int i) { return a[i] / b[i]; });
+    case 'f':
+      return for_lanes<T>(warp, in.d, [&](int i) { return std::fma(a[i], b[i], c[i]); });
+    case 's':
+      return for_lanes<T>(warp, in.d, [&](int i) { return std::sqrt(a[i]); });
+    default:
+      return for_lanes<T>(warp, in.d, [&](int i) { return T{1} / a[i]; });
   }
 }
 
@@ -129,7 +151,8 @@ void directed(Warp& warp, const Instr& in) {
   std::fesetround(FE_TONEAREST);
   if (in.flags == 0) return;
   for_lanes<T>(warp, in.d, [&, d = lanes<T>(warp, in.d)](int i) {
-    return in.flags & kSaturate ? saturated(in.flags & kFlush ? flushed(d[i]) : d[i]) : flushed(d[i]);
+    return in.flags & kSaturate ? saturated(in.flags & kFlush ? flushed(d[i]) : d[i])
+                                : flushed(d[i]);
   });
 }
 
@@ -141,7 +164,13 @@ bool is_directed(const Statement& statement, Instr& instr) {
   if (statement.has("rp")) mode = 2;
   if (mode < 0) return false;
   const std::string& name = statement.parts[0];
-  const char operation = name == "add" ? '+' : name == "sub" ? '-' : name == "mul" ? '*' : name == "div" ? '/' : name == "fma" || name == "mad" ? 'f' : name == "sqrt" ? 's' : 'r';
+  const char operation = name == "add"                    ? '+'
+                         : name == "sub"                  ? '-'
+                         : name == "mul"                  ? '*'
+                         : name == "div"                  ? '/'
+                         : name == "fma" || name == "mad" ? 'f'
+                         : name == "sqrt"                 ? 's'
+                                                          : 'r';
   instr.imm = operation << 8 | mode;
   return true;
 }
@@ -149,7 +178,10 @@ bool is_directed(const Statement& statement, Instr& instr) {
 // rcp.approx.ftz.f64 gives the upper half of the bits.
 constexpr auto reciprocal_upper = [](double a) {
   const double result = 1.0 / (std::fpclassify(a) == FP_SUBNORMAL ? std::copysign(0.0, a) : a);
-  return std::bit_cast<double>(std::bit_cast<uint64_t>(std::fpclassify(result) == FP_SUBNORMAL ? std::copysign(0.0, result) : result) & ~uint64_t{0xffffffffu});
+  return std::bit_cast<double>(std::bit_cast<uint64_t>(std::fpclassify(result) == FP_SUBNORMAL
+                                                           ? std::copysign(0.0, result)
+                                                           : result) &
+                               ~uint64_t{0xffffffffu});
 };
 
 }  // namespace
@@ -158,13 +190,19 @@ Handler decode_floating(const Statement& statement, Instr& instr, Decoding& deco
   const std::string& name = statement.parts[0];
   const Type type = type_of(statement);
   expect_modifiers(statement, {"rn", "rz", "rm", "rp", "ftz", "sat", "approx", "full", "NaN"});
-  const size_t operands = name == "fma" || name == "mad" ? 4 : name == "add" || name == "sub" || name == "mul" || name == "div" || name == "min" || name == "max" || name == "copysign" ? 3 : 2;
+  const size_t operands = name == "fma" || name == "mad" ? 4
+                          : name == "add" || name == "sub" || name == "mul" || name == "div" ||
+                                  name == "min" || name == "max" || name == "copysign"
+                              ? 3
+                              : 2;
   expect_operands(statement, operands, operands);
   read_rows(statement, instr, decoding, type.bytes);
   if (statement.has("ftz") && type.bytes == 4) instr.flags |= kFlush;
   if (statement.has("sat")) instr.flags |= kSaturate;
-  if (is_directed(statement, instr)) return type.bytes == 8 ? Handler(directed<double>) : Handler(directed<float>);
-  if (type.bytes == 8 && statement.has("approx")) return name == "rcp" ? Handler(unary<double, double, reciprocal_upper>) : nullptr;
+  if (is_directed(statement, instr))
+    return type.bytes == 8 ? Handler(directed<double>) : Handler(directed<float>);
+  if (type.bytes == 8 && statement.has("approx"))
+    return name == "rcp" ? Handler(unary<double, double, reciprocal_upper>) : nullptr;
   if (name == "add") return EMULATOR_FLOATING(two, sum);
   if (name == "sub") return EMULATOR_FLOATING(two, difference);
   if (name == "mul") return EMULATOR_FLOATING(two, product);
@@ -173,8 +211,12 @@ Handler decode_floating(const Statement& statement, Instr& instr, Decoding& deco
   if (name == "sqrt") return EMULATOR_FLOATING(one, root);
   if (name == "rcp") return EMULATOR_FLOATING(one, reciprocal);
   if (name == "rsqrt") return EMULATOR_FLOATING(one, reciprocal_root);
-  if (name == "min") return statement.has("NaN") ? EMULATOR_FLOATING(two, (extreme<true, false>)) : EMULATOR_FLOATING(two, (extreme<false, false>));
-  if (name == "max") return statement.has("NaN") ? EMULATOR_FLOATING(two, (extreme<true, true>)) : EMULATOR_FLOATING(two, (extreme<false, true>));
+  if (name == "min")
+    return statement.has("NaN") ? EMULATOR_FLOATING(two, (extreme<true, false>))
+                                : EMULATOR_FLOATING(two, (extreme<false, false>));
+  if (name == "max")
+    return statement.has("NaN") ? EMULATOR_FLOATING(two, (extreme<true, true>))
+                                : EMULATOR_FLOATING(two, (extreme<false, true>));
   constexpr auto negate = [](auto a) { return -a; };
   constexpr auto magnitude = [](auto a) { return std::abs(a); };
   constexpr auto with_sign = [](auto sign, auto a) { return std::copysign(a, sign); };

@@ -48,14 +48,17 @@ void two(Warp& warp, const Instr& in) {
   const uint16_t* b = lanes<uint16_t>(warp, in.b);
   const uint32_t flags = in.flags;
   for_halves<parts>(warp, in.d, [&](int j) {
-    return finished<Half>(Half::narrow(operation(operand<Half>(a[j], flags), operand<Half>(b[j], flags))), flags);
+    return finished<Half>(
+        Half::narrow(operation(operand<Half>(a[j], flags), operand<Half>(b[j], flags))), flags);
   });
 }
 
 template <class Half, int parts, auto operation>
 void one(Warp& warp, const Instr& in) {
   const uint16_t* a = lanes<uint16_t>(warp, in.a);
-  for_halves<parts>(warp, in.d, [&](int j) { return finished<Half>(Half::narrow(operation(operand<Half>(a[j], in.flags))), in.flags); });
+  for_halves<parts>(warp, in.d, [&](int j) {
+    return finished<Half>(Half::narrow(operation(operand<Half>(a[j], in.flags))), in.flags);
+  });
 }
 
 template <class Half, int parts>
@@ -64,7 +67,8 @@ void fused(Warp& warp, const Instr& in) {
   const uint16_t* b = lanes<uint16_t>(warp, in.b);
   const uint16_t* c = lanes<uint16_t>(warp, in.c);
   for_halves<parts>(warp, in.d, [&](int j) {
-    const double sum = to_odd_fma(operand<Half>(a[j], in.flags), operand<Half>(b[j], in.flags), operand<Half>(c[j], in.flags));
+    const double sum = to_odd_fma(operand<Half>(a[j], in.flags), operand<Half>(b[j], in.flags),
+                                  operand<Half>(c[j], in.flags));
     return finished<Half>(narrow<Half>(sum), in.flags);
   });
 }
@@ -73,7 +77,9 @@ void fused(Warp& warp, const Instr& in) {
 template <int parts, bool absolute>
 void sign(Warp& warp, const Instr& in) {
   const uint16_t* a = lanes<uint16_t>(warp, in.a);
-  for_halves<parts>(warp, in.d, [&](int j) { return static_cast<uint16_t>(absolute ? a[j] & 0x7fff : a[j] ^ 0x8000); });
+  for_halves<parts>(warp, in.d, [&](int j) {
+    return static_cast<uint16_t>(absolute ? a[j] & 0x7fff : a[j] ^ 0x8000);
+  });
 }
 
 template <class Half, int parts, bool larger>
@@ -82,7 +88,8 @@ void extreme(Warp& warp, const Instr& in) {
   const uint16_t* b = lanes<uint16_t>(warp, in.b);
   for_halves<parts>(warp, in.d, [&](int j) -> uint16_t {
     const float x = operand<Half>(a[j], in.flags), y = operand<Half>(b[j], in.flags);
-    if (x != x || y != y) return (x != x && y != y) || in.flags & kNan ? Half::kNan : (x != x ? b[j] : a[j]);
+    if (x != x || y != y)
+      return (x != x && y != y) || in.flags & kNan ? Half::kNan : (x != x ? b[j] : a[j]);
     const bool x_first = x == y ? (a[j] >> 15 != 0) != larger : (x > y) == larger;
     return finished<Half>(x_first ? a[j] : b[j], in.flags & ~kSaturate);
   });
@@ -91,8 +98,12 @@ void extreme(Warp& warp, const Instr& in) {
 constexpr auto sum = [](float a, float b) { return a + b; };
 constexpr auto difference = [](float a, float b) { return a - b; };
 constexpr auto product = [](float a, float b) { return a * b; };
-constexpr auto exponential = [](float a) { return to_odd_float(std::exp2(static_cast<double>(a))); };
-constexpr auto tangent_hyperbolic = [](float a) { return to_odd_float(std::tanh(static_cast<double>(a))); };
+constexpr auto exponential = [](float a) {
+  return to_odd_float(std::exp2(static_cast<double>(a)));
+};
+constexpr auto tangent_hyperbolic = [](float a) {
+  return to_odd_float(std::tanh(static_cast<double>(a)));
+};
 
 template <class Half, int parts>
 Handler handler(const Statement& statement) {
@@ -120,7 +131,8 @@ Handler decode_half(const Statement& statement, Instr& instr, Decoding& decoding
   if (statement.has("sat")) instr.flags |= kSaturate;
   if (statement.has("relu")) instr.flags |= kRelu;
   if (statement.has("NaN")) instr.flags |= kNan;
-  if (type.kind == Kind::kFloat) return type.parts == 2 ? handler<Float16, 2>(statement) : handler<Float16, 1>(statement);
+  if (type.kind == Kind::kFloat)
+    return type.parts == 2 ? handler<Float16, 2>(statement) : handler<Float16, 1>(statement);
   return type.parts == 2 ? handler<Bfloat16, 2>(statement) : handler<Bfloat16, 1>(statement);
 }
 

@@ -16,31 +16,49 @@ using Unsigned = std::make_unsigned_t<T>;
 template <class T>
 struct Twice;
 template <>
-struct Twice<uint16_t> { using type = uint32_t; };
+struct Twice<uint16_t> {
+  using type = uint32_t;
+};
 template <>
-struct Twice<int16_t> { using type = int32_t; };
+struct Twice<int16_t> {
+  using type = int32_t;
+};
 template <>
-struct Twice<uint32_t> { using type = uint64_t; };
+struct Twice<uint32_t> {
+  using type = uint64_t;
+};
 template <>
-struct Twice<int32_t> { using type = int64_t; };
+struct Twice<int32_t> {
+  using type = int64_t;
+};
 template <>
-struct Twice<uint64_t> { using type = unsigned __int128; };
+struct Twice<uint64_t> {
+  using type = unsigned __int128;
+};
 template <>
-struct Twice<int64_t> { using type = __int128; };
+struct Twice<int64_t> {
+  using type = __int128;
+};
 
 template <class T>
-constexpr auto add = [](T a, T b) { return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b)); };
+constexpr auto add = [](T a, T b) {
+  return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
+};
 template <class T>
-constexpr auto subtract = [](T a, T b) { return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b)); };
+constexpr auto subtract = [](T a, T b) {
+  return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));
+};
 template <class T>
-constexpr auto product_low = [](T a, T b) { return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)); };
+constexpr auto product_low =
+    [](T a, T b) { return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)); };
 template <class T>
 constexpr auto product_wide = [](T a, T b) {
   using W = typename Twice<T>::type;
   return static_cast<W>(static_cast<W>(a) * static_cast<W>(b));
 };
 template <class T>
-constexpr auto product_high = [](T a, T b) { return static_cast<T>(product_wide<T>(a, b) >> 8 * sizeof(T)); };
+constexpr auto product_high =
+    [](T a, T b) { return static_cast<T>(product_wide<T>(a, b) >> 8 * sizeof(T)); };
 template <class T>
 constexpr auto least = [](T a, T b) { return a < b ? a : b; };
 template <class T>
@@ -49,7 +67,8 @@ constexpr auto most = [](T a, T b) { return a > b ? a : b; };
 template <class T>
 constexpr auto quotient = [](T a, T b) -> T {
   if (b == 0) return static_cast<T>(-1);
-  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return static_cast<T>(0 - static_cast<Unsigned<T>>(a));
+  if (std::is_signed_v<T> && b == static_cast<T>(-1))
+    return static_cast<T>(0 - static_cast<Unsigned<T>>(a));
   return static_cast<T>(a / b);
 };
 template <class T>
@@ -68,22 +87,22 @@ constexpr auto subtract_saturated = [](int32_t a, int32_t b) {
 };
 
 // A handler for each type of integer, by a macro as templates cannot be given template lambdas.
-#define EMULATOR_BY_TYPE(type, operation)                                                         \
-  [](Type t) -> Handler {                                                                         \
-    const bool is_signed = (t).is_signed();                                                       \
-    switch ((t).bytes) {                                                                          \
-      case 2:                                                                                     \
-        return is_signed ? binary<int16_t, int16_t, int16_t, operation<int16_t>>                  \
-                         : binary<uint16_t, uint16_t, uint16_t, operation<uint16_t>>;             \
-      case 4:                                                                                     \
-        return is_signed ? binary<int32_t, int32_t, int32_t, operation<int32_t>>                  \
-                         : binary<uint32_t, uint32_t, uint32_t, operation<uint32_t>>;             \
-      case 8:                                                                                     \
-        return is_signed ? binary<int64_t, int64_t, int64_t, operation<int64_t>>                  \
-                         : binary<uint64_t, uint64_t, uint64_t, operation<uint64_t>>;             \
-      default:                                                                                    \
-        return nullptr;                                                                           \
-    }                                                                                             \
+#define EMULATOR_BY_TYPE(type, operation)                                             \
+  [](Type t) -> Handler {                                                             \
+    const bool is_signed = (t).is_signed();                                           \
+    switch ((t).bytes) {                                                              \
+      case 2:                                                                         \
+        return is_signed ? binary<int16_t, int16_t, int16_t, operation<int16_t>>      \
+                         : binary<uint16_t, uint16_t, uint16_t, operation<uint16_t>>; \
+      case 4:                                                                         \
+        return is_signed ? binary<int32_t, int32_t, int32_t, operation<int32_t>>      \
+                         : binary<uint32_t, uint32_t, uint32_t, operation<uint32_t>>; \
+      case 8:                                                                         \
+        return is_signed ? binary<int64_t, int64_t, int64_t, operation<int64_t>>      \
+                         : binary<uint64_t, uint64_t, uint64_t, operation<uint64_t>>; \
+      default:                                                                        \
+        return nullptr;                                                               \
+    }                                                                                 \
   }(type)
 
 // Two numbers of 16 bits in a register.
@@ -93,7 +112,8 @@ void pairs(Warp& warp, const Instr& in) {
   const uint32_t* b = lanes<uint32_t>(warp, in.b);
   for_lanes<uint32_t>(warp, in.d, [&](int i) {
     const auto low = static_cast<uint16_t>(operation(static_cast<T>(a[i]), static_cast<T>(b[i])));
-    const auto high = static_cast<uint16_t>(operation(static_cast<T>(a[i] >> 16), static_cast<T>(b[i] >> 16)));
+    const auto high =
+        static_cast<uint16_t>(operation(static_cast<T>(a[i] >> 16), static_cast<T>(b[i] >> 16)));
     return low | static_cast<uint32_t>(high) << 16;
   });
 }
@@ -150,7 +170,10 @@ Handler decode_multiply(const Statement& statement, Instr& instr, Decoding& deco
 }
 
 template <class T>
-constexpr auto multiply_add = [](T a, T b, T c) { return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b) + static_cast<uint64_t>(c)); };
+constexpr auto multiply_add = [](T a, T b, T c) {
+  return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b) +
+                        static_cast<uint64_t>(c));
+};
 template <class T>
 constexpr auto multiply_high_add = [](T a, T b, T c) { return add<T>(product_high<T>(a, b), c); };
 template <class T>
@@ -178,8 +201,10 @@ Handler decode_multiply_add(const Statement& statement, Instr& instr, Decoding& 
   instr.a = decoding.row(statement.operands[1], type.bytes);
   instr.b = decoding.row(statement.operands[2], type.bytes);
   instr.c = decoding.row(statement.operands[3], result);
-  if (type.bytes == 2) return s ? multiply_add_of<int16_t>(wide, high) : multiply_add_of<uint16_t>(wide, high);
-  if (type.bytes == 4) return s ? multiply_add_of<int32_t>(wide, high) : multiply_add_of<uint32_t>(wide, high);
+  if (type.bytes == 2)
+    return s ? multiply_add_of<int16_t>(wide, high) : multiply_add_of<uint16_t>(wide, high);
+  if (type.bytes == 4)
+    return s ? multiply_add_of<int32_t>(wide, high) : multiply_add_of<uint32_t>(wide, high);
   return s ? multiply_add_of<int64_t>(wide, high) : multiply_add_of<uint64_t>(wide, high);
 }
 
@@ -195,27 +220,36 @@ Handler decode_negate(const Statement& statement, Instr& instr, Decoding& decodi
   read_rows(statement, instr, decoding, type.bytes);
   const bool absolute = statement.parts[0] == "abs";
   if (type.parts != 1) return nullptr;
-  if (type.bytes == 2) return absolute ? unary<int16_t, int16_t, magnitude<int16_t>> : unary<int16_t, int16_t, negate<int16_t>>;
-  if (type.bytes == 4) return absolute ? unary<int32_t, int32_t, magnitude<int32_t>> : unary<int32_t, int32_t, negate<int32_t>>;
-  return absolute ? unary<int64_t, int64_t, magnitude<int64_t>> : unary<int64_t, int64_t, negate<int64_t>>;
+  if (type.bytes == 2)
+    return absolute ? unary<int16_t, int16_t, magnitude<int16_t>>
+                    : unary<int16_t, int16_t, negate<int16_t>>;
+  if (type.bytes == 4)
+    return absolute ? unary<int32_t, int32_t, magnitude<int32_t>>
+                    : unary<int32_t, int32_t, negate<int32_t>>;
+  return absolute ? unary<int64_t, int64_t, magnitude<int64_t>>
+                  : unary<int64_t, int64_t, negate<int64_t>>;
 }
 
 template <class T>
-constexpr auto difference_add = [](T a, T b, T c) { return static_cast<T>((a < b ? b - a : a - b) + c); };
+constexpr auto difference_add =
+    [](T a, T b, T c) { return static_cast<T>((a < b ? b - a : a - b) + c); };
 
 Handler decode_difference(const Statement& statement, Instr& instr, Decoding& decoding) {
   const Type type = type_of(statement);
   expect_operands(statement, 4, 4);
   read_rows(statement, instr, decoding, type.bytes);
-  if (type == type_named("u32")) return ternary<uint32_t, uint32_t, uint32_t, uint32_t, difference_add<uint32_t>>;
-  if (type == type_named("s32")) return ternary<int32_t, int32_t, int32_t, int32_t, difference_add<int32_t>>;
+  if (type == type_named("u32"))
+    return ternary<uint32_t, uint32_t, uint32_t, uint32_t, difference_add<uint32_t>>;
+  if (type == type_named("s32"))
+    return ternary<int32_t, int32_t, int32_t, int32_t, difference_add<int32_t>>;
   return nullptr;
 }
 
 // Dot products of four bytes.
 template <class A, class B>
 constexpr auto dot4 = [](uint32_t a, uint32_t b, uint32_t c) {
-  for (int k = 0; k < 4; ++k) c += static_cast<uint32_t>(static_cast<A>(a >> 8 * k) * static_cast<B>(b >> 8 * k));
+  for (int k = 0; k < 4; ++k)
+    c += static_cast<uint32_t>(static_cast<A>(a >> 8 * k) * static_cast<B>(b >> 8 * k));
   return c;
 };
 
@@ -224,8 +258,11 @@ Handler decode_dot4(const Statement& statement, Instr& instr, Decoding& decoding
   read_rows(statement, instr, decoding, 4);
   const bool a = statement.parts.at(1) == "s32", b = statement.parts.at(2) == "s32";
   using U = uint32_t;
-  if (a) return b ? ternary<U, U, U, U, dot4<int8_t, int8_t>> : ternary<U, U, U, U, dot4<int8_t, uint8_t>>;
-  return b ? ternary<U, U, U, U, dot4<uint8_t, int8_t>> : ternary<U, U, U, U, dot4<uint8_t, uint8_t>>;
+  if (a)
+    return b ? ternary<U, U, U, U, dot4<int8_t, int8_t>>
+             : ternary<U, U, U, U, dot4<int8_t, uint8_t>>;
+  return b ? ternary<U, U, U, U, dot4<uint8_t, int8_t>>
+           : ternary<U, U, U, U, dot4<uint8_t, uint8_t>>;
 }
 
 // Sums with the carry of the lanes' previous sum: flags bit 0 reads it, bit 1 writes it. Products

@@ -47,33 +47,57 @@ template <class Memory>
 Handler transfer_to(int register_bytes, bool loads) {
   constexpr bool s = std::is_signed_v<Memory>;
   switch (register_bytes) {
-    case 1: return transfer<Memory, uint8_t>(loads);
-    case 2: return s ? transfer<Memory, int16_t>(loads) : transfer<Memory, uint16_t>(loads);
-    case 4: return s ? transfer<Memory, int32_t>(loads) : transfer<Memory, uint32_t>(loads);
-    case 8: return s ? transfer<Memory, int64_t>(loads) : transfer<Memory, uint64_t>(loads);
-    default: return nullptr;
+    case 1:
+      return transfer<Memory, uint8_t>(loads);
+    case 2:
+      return s ? transfer<Memory, int16_t>(loads) : transfer<Memory, uint16_t>(loads);
+    case 4:
+      return s ? transfer<Memory, int32_t>(loads) : transfer<Memory, uint32_t>(loads);
+    case 8:
+      return s ? transfer<Memory, int64_t>(loads) : transfer<Memory, uint64_t>(loads);
+    default:
+      return nullptr;
   }
 }
 
 Handler transfer_of(const Access& access, bool loads) {
   const bool s = access.is_signed;
   switch (access.bytes) {
-    case 1: return s ? transfer_to<int8_t>(access.register_bytes, loads) : transfer_to<uint8_t>(access.register_bytes, loads);
-    case 2: return s ? transfer_to<int16_t>(access.register_bytes, loads) : transfer_to<uint16_t>(access.register_bytes, loads);
-    case 4: return s ? transfer_to<int32_t>(access.register_bytes, loads) : transfer_to<uint32_t>(access.register_bytes, loads);
-    case 8: return transfer_to<uint64_t>(access.register_bytes, loads);
-    case 16: return transfer<Wide, Wide>(loads);
-    default: return nullptr;
+    case 1:
+      return s ? transfer_to<int8_t>(access.register_bytes, loads)
+               : transfer_to<uint8_t>(access.register_bytes, loads);
+    case 2:
+      return s ? transfer_to<int16_t>(access.register_bytes, loads)
+               : transfer_to<uint16_t>(access.register_bytes, loads);
+    case 4:
+      return s ? transfer_to<int32_t>(access.register_bytes, loads)
+               : transfer_to<uint32_t>(access.register_bytes, loads);
+    case 8:
+      return transfer_to<uint64_t>(access.register_bytes, loads);
+    case 16:
+      return transfer<Wide, Wide>(loads);
+    default:
+      return nullptr;
   }
 }
 
 // Modifiers about caches and the order of accesses, which say nothing of the result here.
 void expect_memory_modifiers(const Statement& statement) {
-  static const char* const known[] = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "volatile", "relaxed", "acquire", "release", "weak", "gpu", "cta", "cluster", "sys",
-                                      "global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry", "param::func", "v2", "v4", "unified"};
+  static const char* const known[] = {"ca",           "cg",          "cs",
+                                      "lu",           "cv",          "wb",
+                                      "wt",           "nc",          "volatile",
+                                      "relaxed",      "acquire",     "release",
+                                      "weak",         "gpu",         "cta",
+                                      "cluster",      "sys",         "global",
+                                      "shared",       "shared::cta", "shared::cluster",
+                                      "local",        "const",       "param",
+                                      "param::entry", "param::func", "v2",
+                                      "v4",           "unified"};
   for (size_t i = 1; i < statement.parts.size(); ++i) {
     const std::string& part = statement.parts[i];
-    if (part.starts_with("L1::") || part.starts_with("L2::") || type_named(part).kind != Kind::kNone) continue;
+    if (part.starts_with("L1::") || part.starts_with("L2::") ||
+        type_named(part).kind != Kind::kNone)
+      continue;
     if (std::find(std::begin(known), std::end(known), part) == std::end(known)) {
       throw std::runtime_error("the modifier '." + part + "' is not known to the emulator here");
     }
@@ -93,14 +117,16 @@ Handler decode_transfer(const Statement& statement, Instr& instr, Decoding& deco
   std::vector<Operand> elements{registers};
   if (registers.kind == Operand::Kind::kVector) elements = registers.parts;
   access.count = static_cast<int>(elements.size());
-  if (access.count != (statement.has("v2") ? 2 : statement.has("v4") ? 4 : 1)) throw std::runtime_error("the vector's length is not the modifier's");
+  if (access.count != (statement.has("v2") ? 2 : statement.has("v4") ? 4 : 1))
+    throw std::runtime_error("the vector's length is not the modifier's");
   access.register_bytes = type.bytes;
   for (const Operand& element : elements) {
     if (element.kind == Operand::Kind::kRegister) access.register_bytes = element.bytes;
   }
   std::vector<Row> rows;
   for (const Operand& element : elements) {
-    rows.push_back(loads ? decoding.target_row(element, access.register_bytes) : decoding.row(element, access.register_bytes));
+    rows.push_back(loads ? decoding.target_row(element, access.register_bytes)
+                         : decoding.row(element, access.register_bytes));
   }
   instr.rows = decoding.keep(rows);
   instr.detail = decoding.keep(access);

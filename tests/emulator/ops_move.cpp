@@ -15,12 +15,18 @@ Handler copy() {
 
 Handler copy_of(int bytes) {
   switch (bytes) {
-    case 1: return copy<uint8_t>();
-    case 2: return copy<uint16_t>();
-    case 4: return copy<uint32_t>();
-    case 8: return copy<uint64_t>();
-    case 16: return copy<unsigned __int128>();
-    default: return nullptr;
+    case 1:
+      return copy<uint8_t>();
+    case 2:
+      return copy<uint16_t>();
+    case 4:
+      return copy<uint32_t>();
+    case 8:
+      return copy<uint64_t>();
+    case 16:
+      return copy<unsigned __int128>();
+    default:
+      return nullptr;
   }
 }
 
@@ -67,7 +73,8 @@ Handler packing_of(int whole, size_t parts, bool packs) {
 // Clocks: nanoseconds, and as cycles too.
 template <class T>
 void read_clock(Warp& warp, const Instr& in) {
-  const auto now = static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  const auto now =
+      static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
   for_lanes<T>(warp, in.d, [&](int) { return static_cast<T>(now >> in.imm); });
 }
 
@@ -81,7 +88,8 @@ Handler decode_mov(const Statement& statement, Instr& instr, Decoding& decoding)
     instr.q = decoding.predicate(from);
     return [](Warp& warp, const Instr& in) { warp.set_predicate(in.p, warp.predicate(in.q)); };
   }
-  if (from.kind == Operand::Kind::kSpecial && (from.text.starts_with("%clock") || from.text.starts_with("%globaltimer"))) {
+  if (from.kind == Operand::Kind::kSpecial &&
+      (from.text.starts_with("%clock") || from.text.starts_with("%globaltimer"))) {
     instr.d = decoding.target_row(to, type.bytes);
     instr.imm = from.text.ends_with("_hi") ? 32 : 0;
     return type.bytes == 8 ? read_clock<uint64_t> : read_clock<uint32_t>;
@@ -91,7 +99,8 @@ Handler decode_mov(const Statement& statement, Instr& instr, Decoding& decoding)
     const auto& parts = (packs ? from : to).parts;
     const int part = type.bytes / static_cast<int>(parts.size());
     std::vector<Row> rows;
-    for (const Operand& operand : parts) rows.push_back(packs ? decoding.row(operand, part) : decoding.target_row(operand, part));
+    for (const Operand& operand : parts)
+      rows.push_back(packs ? decoding.row(operand, part) : decoding.target_row(operand, part));
     instr.rows = decoding.keep(rows);
     if (packs) {
       instr.d = decoding.target_row(to, type.bytes);
@@ -107,12 +116,14 @@ Handler decode_mov(const Statement& statement, Instr& instr, Decoding& decoding)
 // cvta: a window's start is added or taken away; global, constant and parameter addresses are
 // generic ones as they are.
 Handler decode_cvta(const Statement& statement, Instr& instr, Decoding& decoding) {
-  expect_modifiers(statement, {"to", "global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry"});
+  expect_modifiers(statement, {"to", "global", "shared", "shared::cta", "shared::cluster", "local",
+                               "const", "param", "param::entry"});
   expect_operands(statement, 2, 2);
   const int bytes = type_of(statement).bytes;
   if (bytes != 8) return nullptr;
   read_rows(statement, instr, decoding, bytes);
-  const bool shared = statement.has("shared") || statement.has("shared::cta") || statement.has("shared::cluster");
+  const bool shared =
+      statement.has("shared") || statement.has("shared::cta") || statement.has("shared::cluster");
   if (!shared && !statement.has("local")) return copy<uint64_t>();
   instr.imm = static_cast<int64_t>(shared ? kSharedWindow : kLocalWindow);
   if (statement.has("to")) {
@@ -140,7 +151,9 @@ Handler decode_isspacep(const Statement& statement, Instr& instr, Decoding& deco
   }
   return [](Warp& warp, const Instr& in) {
     const uint64_t* a = lanes<uint64_t>(warp, in.a);
-    warp.set_predicate(in.p, mask_of([&](int i) { return (a[i] & kWindowMask) == static_cast<uint64_t>(in.imm); }));
+    warp.set_predicate(in.p, mask_of([&](int i) {
+                         return (a[i] & kWindowMask) == static_cast<uint64_t>(in.imm);
+                       }));
   };
 }
 

@@ -7,8 +7,8 @@
 namespace emulator {
 namespace {
 
-// Runs body() for those active lanes whose partners have all come here, as `warp.active`; the others
-// wait. A lane's partners are the lanes of its mask, a row, that have not exited.
+// Runs body() for those active lanes whose partners have all come here, as `warp.active`; the
+// others wait. A lane's partners are the lanes of its mask, a row, that have not exited.
 template <class Body>
 void with_partners(Warp& warp, Row masks, Body body) {
   const uint32_t* mask = lanes<uint32_t>(warp, masks);
@@ -53,9 +53,13 @@ void exchange(Warp& warp, const Instr& in) {
     const uint32_t* c = lanes<uint32_t>(warp, in.c);
     alignas(64) uint32_t values[kLanes], valid[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      const int distance = static_cast<int>(b[i] & 31), clamp = static_cast<int>(c[i] & 31), segment = static_cast<int>(c[i] >> 8 & 31);
+      const int distance = static_cast<int>(b[i] & 31), clamp = static_cast<int>(c[i] & 31),
+                segment = static_cast<int>(c[i] >> 8 & 31);
       const int last = (i & segment) | (clamp & ~segment), first = i & segment;
-      int from = shuffle == Shuffle::kUp ? i - distance : shuffle == Shuffle::kDown ? i + distance : shuffle == Shuffle::kXor ? i ^ distance : first | (distance & ~segment);
+      int from = shuffle == Shuffle::kUp     ? i - distance
+                 : shuffle == Shuffle::kDown ? i + distance
+                 : shuffle == Shuffle::kXor  ? i ^ distance
+                                             : first | (distance & ~segment);
       const bool inside = shuffle == Shuffle::kUp ? from >= last : from <= last;
       from = inside ? from & 31 : i;
       values[i] = a[from];
@@ -97,7 +101,9 @@ void count_votes(Warp& warp, const Instr& in) {
     each_lane(ready, [&](int lane) {
       const uint32_t voters = mask[lane] & ready, said = yes & voters;
       ballots[lane] = said;
-      const bool result = vote == Vote::kAll ? said == voters : vote == Vote::kAny ? said != 0 : said == 0 || said == voters;
+      const bool result = vote == Vote::kAll   ? said == voters
+                          : vote == Vote::kAny ? said != 0
+                                               : said == 0 || said == voters;
       holds |= static_cast<uint32_t>(result) << lane;
     });
     if constexpr (vote == Vote::kBallot) {
@@ -195,7 +201,9 @@ Handler decode_reduce(const Statement& statement, Instr& instr, Decoding& decodi
 // The lanes that happen to be here.
 Handler decode_activemask(const Statement& statement, Instr& instr, Decoding& decoding) {
   instr.d = decoding.target_row(statement.operands.at(0), 4);
-  return [](Warp& warp, const Instr& in) { for_lanes<uint32_t>(warp, in.d, [&](int) { return warp.active; }); };
+  return [](Warp& warp, const Instr& in) {
+    for_lanes<uint32_t>(warp, in.d, [&](int) { return warp.active; });
+  };
 }
 
 // The first lane of the mask is the elected one.

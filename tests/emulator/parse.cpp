@@ -13,9 +13,10 @@ namespace {
 // Bytes of an element of a type: ".b32" -> 4, ".f16x2" -> 4, ".pred" -> 0.
 int type_bytes(std::string_view type) {
   static const std::unordered_map<std::string_view, int> sizes{
-      {".pred", 0}, {".b8", 1},    {".u8", 1},     {".s8", 1},   {".b16", 2},  {".u16", 2}, {".s16", 2},
-      {".f16", 2},  {".bf16", 2},  {".b32", 4},    {".u32", 4},  {".s32", 4},  {".f32", 4}, {".f16x2", 4},
-      {".bf16x2", 4}, {".b64", 8}, {".u64", 8},    {".s64", 8},  {".f64", 8},  {".b128", 16}};
+      {".pred", 0}, {".b8", 1},  {".u8", 1},  {".s8", 1},    {".b16", 2},
+      {".u16", 2},  {".s16", 2}, {".f16", 2}, {".bf16", 2},  {".b32", 4},
+      {".u32", 4},  {".s32", 4}, {".f32", 4}, {".f16x2", 4}, {".bf16x2", 4},
+      {".b64", 8},  {".u64", 8}, {".s64", 8}, {".f64", 8},   {".b128", 16}};
   const auto found = sizes.find(type);
   return found == sizes.end() ? -1 : found->second;
 }
@@ -28,10 +29,14 @@ struct Number {
 Number to_number(std::string_view text, const Lexer& lexer) {
   const std::string all(text);
   try {
-    if (all.starts_with("0f") || all.starts_with("0F")) return {std::stoull(all.substr(2), nullptr, 16), Operand::Literal::kFloat32};
-    if (all.starts_with("0d") || all.starts_with("0D")) return {std::stoull(all.substr(2), nullptr, 16), Operand::Literal::kFloat64};
-    if (all.starts_with("0b") || all.starts_with("0B")) return {std::stoull(all.substr(2), nullptr, 2)};
-    if (all.find('.') != std::string::npos) return {std::bit_cast<uint64_t>(std::stod(all)), Operand::Literal::kFloat64};
+    if (all.starts_with("0f") || all.starts_with("0F"))
+      return {std::stoull(all.substr(2), nullptr, 16), Operand::Literal::kFloat32};
+    if (all.starts_with("0d") || all.starts_with("0D"))
+      return {std::stoull(all.substr(2), nullptr, 16), Operand::Literal::kFloat64};
+    if (all.starts_with("0b") || all.starts_with("0B"))
+      return {std::stoull(all.substr(2), nullptr, 2)};
+    if (all.find('.') != std::string::npos)
+      return {std::bit_cast<uint64_t>(std::stod(all)), Operand::Literal::kFloat64};
     if (all[0] == '-') return {static_cast<uint64_t>(std::stoll(all, nullptr, 0))};
     return {std::stoull(all, nullptr, 0)};
   } catch (const std::exception&) {
@@ -76,7 +81,8 @@ class Parser {
       lexer_.skip_line();
     } else if (token.is(".section")) {
       lexer_.skip_braces();
-    } else if (token.is(".extern") || token.is(".visible") || token.is(".weak") || token.is(".common")) {
+    } else if (token.is(".extern") || token.is(".visible") || token.is(".weak") ||
+               token.is(".common")) {
       extern_ = token.is(".extern");
       lexer_.take();
     } else if (token.is(".entry") || token.is(".func")) {
@@ -156,7 +162,8 @@ class Parser {
       return;
     }
     const Token token = lexer_.take();
-    if (token.kind != Token::Kind::kNumber) lexer_.fail("addresses as initial values are not known here");
+    if (token.kind != Token::Kind::kNumber)
+      lexer_.fail("addresses as initial values are not known here");
     append_bytes(variable.initial, to_number(token.text, lexer_), element);
   }
 
@@ -229,7 +236,8 @@ class Parser {
         lexer_.skip_line();
       } else if (token.is(".reg")) {
         registers();
-      } else if (token.is(".local") || token.is(".shared") || token.is(".param") || token.is(".global") || token.is(".const")) {
+      } else if (token.is(".local") || token.is(".shared") || token.is(".param") ||
+                 token.is(".global") || token.is(".const")) {
         for (Variable& variable : variables()) declare(std::move(variable));
         lexer_.expect(";");
       } else if (token.is(".pragma")) {
@@ -270,11 +278,13 @@ class Parser {
     if (lexer_.take_if("@")) {
       const bool negated = lexer_.take_if("!");
       statement.guard = operand("");
-      if (statement.guard.kind != Operand::Kind::kPredicate) lexer_.fail("a guard has to be a predicate");
+      if (statement.guard.kind != Operand::Kind::kPredicate)
+        lexer_.fail("a guard has to be a predicate");
       statement.guard.negated = negated;
     }
     const Token word = lexer_.take();
-    if (word.kind != Token::Kind::kWord) lexer_.fail("expected an instruction, found '" + std::string(word.text) + "'");
+    if (word.kind != Token::Kind::kWord)
+      lexer_.fail("expected an instruction, found '" + std::string(word.text) + "'");
     if (lexer_.take_if(":")) {
       scopes_[scope_].labels[std::string(word.text)] = static_cast<int>(function_->labels.size());
       function_->labels.push_back(function_->statements.size());
@@ -362,7 +372,8 @@ class Parser {
       int number = -1;
       if (const auto found = scope.registers.find(result.text); found != scope.registers.end()) {
         number = found->second;
-      } else if (const auto range = scope.ranges.find(stem); range != scope.ranges.end() && digits < name.size()) {
+      } else if (const auto range = scope.ranges.find(stem);
+                 range != scope.ranges.end() && digits < name.size()) {
         const int place = std::stoi(result.text.substr(digits));
         if (place < range->second.second) number = range->second.first + place;
       }
@@ -398,7 +409,8 @@ class Parser {
           if (found != scopes_[s].labels.end()) operand.number = found->second;
         }
         if (operand.number < 0) {
-          throw Failure("PTX line " + std::to_string(function_->statements[i].line) + ": there is no label " + operand.text);
+          throw Failure("PTX line " + std::to_string(function_->statements[i].line) +
+                        ": there is no label " + operand.text);
         }
       }
     }

@@ -10,15 +10,18 @@ std::string to_string(const Operand& operand) {
   using Kind = Operand::Kind;
   const auto list = [](const std::vector<Operand>& parts, size_t from) {
     std::string text;
-    for (size_t i = from; i < parts.size(); ++i) text += (i > from ? ", " : "") + to_string(parts[i]);
+    for (size_t i = from; i < parts.size(); ++i)
+      text += (i > from ? ", " : "") + to_string(parts[i]);
     return text;
   };
   switch (operand.kind) {
     case Kind::kImmediate: {
-      if (operand.literal == Operand::Literal::kInteger) return std::to_string(static_cast<int64_t>(operand.immediate));
+      if (operand.literal == Operand::Literal::kInteger)
+        return std::to_string(static_cast<int64_t>(operand.immediate));
       char text[32];
       const bool wide = operand.literal == Operand::Literal::kFloat64;
-      std::snprintf(text, sizeof text, wide ? "0d%016llX" : "0f%08llX", static_cast<unsigned long long>(operand.immediate));
+      std::snprintf(text, sizeof text, wide ? "0d%016llX" : "0f%08llX",
+                    static_cast<unsigned long long>(operand.immediate));
       return text;
     }
     case Kind::kVector:
@@ -52,7 +55,8 @@ std::string to_string(const Statement& statement) {
   std::string text;
   if (statement.guard.kind != Operand::Kind::kSink) text = "@" + to_string(statement.guard) + " ";
   text += statement.opcode;
-  for (size_t i = 0; i < statement.operands.size(); ++i) text += (i ? ", " : " ") + to_string(statement.operands[i]);
+  for (size_t i = 0; i < statement.operands.size(); ++i)
+    text += (i ? ", " : " ") + to_string(statement.operands[i]);
   return text;
 }
 

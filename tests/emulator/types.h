@@ -10,7 +10,16 @@
 
 namespace emulator {
 
-enum class Kind : uint8_t { kUnsigned, kSigned, kBits, kFloat, kBfloat, kFloat8, kPredicate, kNone };
+enum class Kind : uint8_t {
+  kUnsigned,
+  kSigned,
+  kBits,
+  kFloat,
+  kBfloat,
+  kFloat8,
+  kPredicate,
+  kNone
+};
 
 struct Type {
   Kind kind = Kind::kNone;
@@ -27,8 +36,8 @@ Type type_named(std::string_view name);
 // The last modifier that is a type.
 Type type_of(const Statement& statement);
 
-// Whether a statement has any modifier but its types and those in `known`; decoders refuse what they
-// do not know, as it may change the result.
+// Whether a statement has any modifier but its types and those in `known`; decoders refuse what
+// they do not know, as it may change the result.
 void expect_modifiers(const Statement& statement, std::initializer_list<std::string_view> known);
 void expect_operands(const Statement& statement, size_t least, size_t most);
 

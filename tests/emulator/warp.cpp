@@ -23,8 +23,8 @@ void put_aside(Warp& warp, Turn turn) {
   warp.group = 0;
 }
 
-// Makes the group with the smallest program counter of those that may run the running one, and joins
-// all groups that are at its place. False: none may run.
+// Makes the group with the smallest program counter of those that may run the running one, and
+// joins all groups that are at its place. False: none may run.
 bool choose_group(Warp& warp) {
   if (warp.group) put_aside(warp, Turn::kNow);
   const Group* best = nullptr;
@@ -79,7 +79,8 @@ uint32_t run(Warp& warp, uint32_t slice) {
         done -= warp.stays;
         if (!look_around(warp, *now)) break;
       }
-      if (done >= slice) [[unlikely]] break;
+      if (done >= slice) [[unlikely]]
+        break;
     }
   } catch (const Failure& failure) {
     const Statement& statement = *now->statement;
