@@ -83,13 +83,24 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
         assert (entry in entries) == wanted
 
 
-@given(arch=st.sampled_from(list(SMEM_LIMITS)), spec=specs(dispatch.MAX_DIM))
-def test_every_choice_for_a_direction_is_a_listed_variant(arch, spec):
+@given(arch=st.sampled_from(list(SMEM_LIMITS)), spec=specs(dispatch.MAX_DIM), aligned=st.booleans())
+def test_every_choice_for_a_direction_is_a_listed_variant(arch, spec, aligned):
     spec = dataclasses.replace(spec, rows="batched", keys="batched")
     call = Call.contiguous(spec, arch)
-    launch = dispatch.choose_jvp(JvpCall(call, call.strides[:3]))
+    launch = dispatch.choose_jvp(JvpCall(call, call.strides[:3], aligned))
     assert launch.variant in set(dispatch.JVP.variants(arch))
-    assert fits(launch) or spec.batch * spec.seqlen_q * spec.heads_q > 1 << 31
+    assert fits(launch) or spec.batch * spec.seqlen_q * spec.heads_q > 1 << 30
+    tensor_cores = spec.dtype.itemsize == 2 and dispatch.capability(arch) >= 80
+    assert launch.variant.entry == ("jvp_sm80" if tensor_cores else "jvp_simt")
+    config = launch.variant.config
+    if tensor_cores:
+        blocks = -(-spec.seqlen_q // config.tile_m) * spec.heads_q
+        assert launch.grid[0] == blocks * -(-spec.head_dim_v // config.head_dim_v)
+        assert config.head_dim >= spec.head_dim
+        plain = aligned and spec.head_dim % 8 == spec.head_dim_v % 8 == 0 and not call.has_score
+        assert config.general is not (plain and spec.dropout == 0.0 and spec.scale > 0.0)
+    else:
+        assert config.head_dim >= spec.head_dim_v
 
 
 @pytest.mark.parametrize("arch", SMEM_LIMITS)
@@ -99,6 +110,7 @@ def test_variants_fit_the_gpu(arch):
     assert all(v.config.smem_bytes <= SMEM_LIMITS[arch] * 1024 for v in variants)
     entries = {v.entry for v in variants}
     assert ("backward_sm80" in entries) == (dispatch.capability(arch) >= 80)
+    assert ("jvp_sm80" in entries) == (dispatch.capability(arch) >= 80)
 
 
 def test_every_number_of_a_wide_row_is_computed_once():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import cupy
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import attention, compiler, debug, dispatch
+from cuattn.gpu import compiler, debug, dispatch
 from cuattn.gpu.memory import contiguous, pointer, scratch_array, use_device
 from cuattn.gpu.plan import Plan, layout_key
 
@@ -190,24 +191,29 @@ def jvp(
     Parameters and result as of :func:`cuattn.reference.gradients.jvp`; head_dims are contiguous.
     """
     with use_device(q):
-        out, lse = attention.forward(
-            q,
-            k,
-            v,
-            spec,
-            bias=bias,
-            mask=mask,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            seed=seed,
-            return_lse=True,
-        )
-        dout = cupy.empty(spec.out_shape, spec.dtype)
-        if not dout.size:
+        out, dout = (cupy.empty(spec.out_shape, spec.dtype) for _ in range(2))
+        if not out.size:
             return out, dout
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):
             bias = contiguous(bias, spec.acc_dtype)
         alibi_slopes = contiguous(alibi_slopes, spec.acc_dtype)
+        sinks = contiguous(sinks, spec.acc_dtype)
+        arrays = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "bias": bias,
+            "mask": mask,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "tangent_q": dq,
+            "tangent_k": dk,
+            "tangent_v": dv,
+            "dout": dout,
+        }
+        addresses = {name: pointer(array) for name, array in arrays.items()}
+        anywhere = functools.reduce(operator.or_, (a.data.ptr for a in (q, k, v, dq, dk, dv)))
         _jvp_plan(
             spec,
             q.data.device_id,
@@ -217,26 +223,8 @@ def jvp(
             layout_key(bias),
             layout_key(mask),
             layout_key(alibi_slopes),
-        ).launch(
-            {
-                "q": q.data.ptr,
-                "k": k.data.ptr,
-                "v": v.data.ptr,
-                "out": out.data.ptr,
-                "lse": pointer(lse),
-                "bias": pointer(bias),
-                "mask": pointer(mask),
-                "alibi_slopes": pointer(alibi_slopes),
-                "sinks": 0,
-                "cu_seqlens_q": 0,
-                "cu_seqlens_k": 0,
-                "tangent_q": dq.data.ptr,
-                "tangent_k": dk.data.ptr,
-                "tangent_v": dv.data.ptr,
-                "dout": dout.data.ptr,
-                "seed": seed,
-            }
-        )
+            anywhere % 16 == 0,
+        ).launch(addresses | {"lse": 0, "cu_seqlens_q": 0, "cu_seqlens_k": 0, "seed": seed})
         return out, dout
 
 
@@ -250,9 +238,11 @@ def _jvp_plan(
     bias: tuple | None,
     mask: tuple | None,
     alibi_slopes: tuple | None,
+    aligned: bool,
 ) -> Plan:
     """Choose and compile the kernel of a derivative in a direction, and pack what stays the same
     between calls like it."""
     call = _call(spec, device, strides, bias, mask, alibi_slopes)
     usable = dispatch.usable_strides(spec, dispatch.Strides(*tangents, strides[3]))
-    return Plan(dispatch.choose_jvp(dispatch.JvpCall(call, usable[:3]), tiers), device)
+    chosen = dispatch.choose_jvp(dispatch.JvpCall(call, usable[:3], aligned), tiers)
+    return Plan(chosen, device)

@@ -109,8 +109,9 @@ __device__ __forceinline__ void store(Acc (&tile)[kTileM][kPitch], const Acc (&s
     for (int j = 0; j < kCols; ++j) tile[row + i * kThreadRows][col + j * kThreadCols] = s[i][j];
 }
 
-// O += P V over the tile's columns, of which V has rows `col` on.
-template <int kVecs, int kSlabRows, int kColumns>
+// O += P V over the tile's columns, of which V has rows `col` on. kAtOnce: numbers of chains that
+// are summed at a time.
+template <int kAtOnce = kNumbers, int kVecs, int kSlabRows, int kColumns>
 __device__ __forceinline__ void multiply_tile(Acc (&o)[kRows][kVecs][kVec],
                                               const Acc (&p)[kTileM][kPitch],
                                               Acc (&slab)[kSlabRows][kColumns], const Matrix& v,
@@ -120,9 +121,9 @@ __device__ __forceinline__ void multiply_tile(Acc (&o)[kRows][kVecs][kVec],
     __syncthreads();  // P is complete, and the slab before this has been used
     const bool nonfinite = load_slab<kColumns>(slab, v, col + n, 0);
     if (__syncthreads_or(nonfinite))
-      multiply_values<true, kNumbers, 1>(o, p, slab, n);  // rare: less at a time will do
+      multiply_values<true, kAtOnce, 1>(o, p, slab, n);  // rare: less at a time will do
     else
-      multiply_values<false, kNumbers, kKeysAtOnce>(o, p, slab, n);
+      multiply_values<false, kAtOnce, kKeysAtOnce>(o, p, slab, n);
   }
 }
 
