@@ -26,6 +26,7 @@ from typing import Any
 # OpenBLAS's threads spin between products, which are small here, beside the threads of attention.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import ml_dtypes
 import numpy as np
 from tales import tales
 from tqdm import tqdm
@@ -50,7 +51,7 @@ def main() -> None:
     rng = np.random.default_rng(arguments.seed)
     model = Model(
         xp, rng, len(alphabet), arguments.features, arguments.layers, arguments.heads,
-        dropout=arguments.dropout,
+        dropout=arguments.dropout, dtype=arguments.dtype,
     )  # fmt: skip
     count = sum(w.size for w in model.weights.values())
     device = "the CPU" if xp is np else "a GPU"
@@ -94,6 +95,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--dropout", type=float, default=0.0, help="of attention's weights")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        default="float32",
+        help="of products and attention; weights and sums stay float32 (16 bit: for GPUs)",
+    )
     parser.add_argument("--samples", type=int, default=2, help="texts to write at the end")
     parser.add_argument("--sample", type=int, default=500, help="characters of each")
     parser.add_argument("--plot", default="train_chars.png", help="PNG of the loss; '' for none")
@@ -120,15 +127,19 @@ def array_module(device: str) -> ModuleType:
 # ----------------------------------------------------------------- layers: a result and a pullback
 
 
-def linear(x: Array, w: Array) -> tuple[Array, Callable]:
-    """``x @ w`` of x (..., features)."""
-    rows = x.reshape(-1, x.shape[-1])  # one product of matrices is faster than a stack of them
+def linear(x: Array, w: Array, dtype: Any) -> tuple[Array, Callable]:
+    """``x @ w`` of x (..., features), multiplied in `dtype`."""
+    # One product of matrices is faster than a stack of them.
+    rows = x.reshape(-1, x.shape[-1]).astype(dtype, copy=False)
+    matrix = w.astype(dtype, copy=False)
 
     def pullback(dout: Array) -> tuple[Array, Array]:
-        drows = dout.reshape(-1, dout.shape[-1])
-        return (drows @ w.T).reshape(x.shape), rows.T @ drows
+        drows = dout.reshape(-1, dout.shape[-1]).astype(dtype, copy=False)
+        dx, dw = drows @ matrix.T, rows.T @ drows
+        return dx.reshape(x.shape).astype(x.dtype, copy=False), dw.astype(w.dtype, copy=False)
 
-    return (rows @ w).reshape(*x.shape[:-1], -1), pullback
+    out = (rows @ matrix).reshape(*x.shape[:-1], -1)
+    return out.astype(x.dtype, copy=False), pullback
 
 
 def rms_norm(x: Array, w: Array) -> tuple[Array, Callable]:
@@ -145,21 +156,24 @@ def rms_norm(x: Array, w: Array) -> tuple[Array, Callable]:
     return normed * w, pullback
 
 
-def attention(qkv: Array, heads: int, slopes: Array, **options: Any) -> tuple[Array, Callable]:
-    """Causal self-attention of qkv (batch, tokens, 3 * features)."""
+def attention(
+    qkv: Array, heads: int, slopes: Array, dtype: Any, **options: Any
+) -> tuple[Array, Callable]:
+    """Causal self-attention of qkv (batch, tokens, 3 * features), computed in `dtype`."""
     batch, tokens, width = qkv.shape
-    q, k, v = qkv.reshape(batch, tokens, 3, heads, width // 3 // heads).transpose(2, 0, 1, 3, 4)
+    given = qkv.astype(dtype, copy=False)
+    q, k, v = given.reshape(batch, tokens, 3, heads, width // 3 // heads).transpose(2, 0, 1, 3, 4)
     out, attention_pullback = cuattn.flash_attention_vjp(
         q, k, v, causal=True, alibi_slopes=slopes, **options
     )
 
     def pullback(dout: Array) -> Array:
-        grads = attention_pullback(dout.reshape(out.shape))
+        grads = attention_pullback(dout.reshape(out.shape).astype(dtype, copy=False))
         dqkv = type(qkv)(shape=(batch, tokens, 3, *out.shape[2:]), dtype=qkv.dtype)
         dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2] = grads.dq, grads.dk, grads.dv
         return dqkv.reshape(qkv.shape)
 
-    return out.reshape(batch, tokens, -1), pullback
+    return out.reshape(batch, tokens, -1).astype(qkv.dtype, copy=False), pullback
 
 
 def squared_relu(x: Array) -> tuple[Array, Callable]:
@@ -200,8 +214,10 @@ class Model:
         heads: int,
         *,
         dropout: float = 0.0,
+        dtype: str = "float32",
     ) -> None:
         self.xp, self.layers, self.heads, self.dropout = xp, layers, heads, dropout
+        self.dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
         def matrix(rows: int, columns: int, scale: float) -> Array:
             return xp.asarray(rng.normal(0, scale, (rows, columns)).astype(np.float32))
@@ -231,18 +247,18 @@ class Model:
         for i in range(self.layers):
             dropout = {"dropout": self.dropout, "seed": seed * self.layers + i} if seed else {}
             h, norm1 = rms_norm(x, w[f"norm1.{i}"])
-            qkv, project = linear(h, w[f"qkv.{i}"])
-            mixed, attend = attention(qkv, self.heads, self.slopes, **dropout)
-            update, out = linear(mixed, w[f"out.{i}"])
+            qkv, project = linear(h, w[f"qkv.{i}"], self.dtype)
+            mixed, attend = attention(qkv, self.heads, self.slopes, self.dtype, **dropout)
+            update, out = linear(mixed, w[f"out.{i}"], self.dtype)
             x = x + update
             h, norm2 = rms_norm(x, w[f"norm2.{i}"])
-            hidden, up = linear(h, w[f"up.{i}"])
+            hidden, up = linear(h, w[f"up.{i}"], self.dtype)
             active, activate = squared_relu(hidden)
-            update, down = linear(active, w[f"down.{i}"])
+            update, down = linear(active, w[f"down.{i}"], self.dtype)
             x = x + update
             pullbacks.append((norm1, project, attend, out, norm2, up, activate, down))
         h, norm = rms_norm(x, w["norm"])
-        logits, head = linear(h, w["head"])
+        logits, head = linear(h, w["head"], self.dtype)
 
         def pullback(dlogits: Array) -> Weights:
             grads: Weights = {}

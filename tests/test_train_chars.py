@@ -22,7 +22,7 @@ import train_chars  # noqa: E402
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_of_the_model(rng, dropout):
     """Every kind of weight, in float64."""
-    model = train_chars.Model(np, rng, 7, 8, 2, 2, dropout=dropout)
+    model = train_chars.Model(np, rng, 7, 8, 2, 2, dropout=dropout, dtype="float64")
     model.weights = {name: w.astype(np.float64) for name, w in model.weights.items()}
     tokens = rng.integers(0, 7, (2, 10))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -41,6 +41,24 @@ def test_gradients_of_the_model(rng, dropout):
         # right angles.
         size = np.linalg.norm(grads[name]) * np.linalg.norm(direction)
         assert abs((grads[name] * direction).sum() - expected) < 1e-7 * size, name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_in_16_bit_change_little(rng, dtype):
+    """Weights, results and gradients stay float32."""
+    exact = train_chars.Model(np, rng, 7, 16, 2, 2)
+    rounded = train_chars.Model(np, rng, 7, 16, 2, 2, dtype=dtype)
+    rounded.weights = exact.weights
+    tokens = rng.integers(0, 7, (2, 10))
+    (loss, pullback), (near, rounded_pullback) = (
+        model.loss(tokens[:, :-1], tokens[:, 1:]) for model in (exact, rounded)
+    )
+    assert near.dtype == np.float32
+    assert 0 < abs(near - loss) < 0.02 * loss
+    for name, grad in rounded_pullback().items():
+        expected = pullback()[name]
+        assert grad.dtype == np.float32
+        assert np.linalg.norm(grad - expected) < 0.1 * np.linalg.norm(expected), name
 
 
 def test_adamw_goes_downhill():
