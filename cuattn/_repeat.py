@@ -37,10 +37,10 @@ def repeated(
     Parameters
     ----------
     seeds : tuple of str
-        Keywords that are numbers of 64 bits which kernels take as they are, called the same with
-        ``_value`` below: they may differ between calls that are alike.
+        Keywords of 64-bit numbers that kernels take as they are, by the keyword's name with
+        ``_value``: calls that differ in these numbers alone share a launch.
     fresh : str
-        The one of them that is drawn anew at each call where it is None.
+        The one of these that is drawn anew at each call where it is None.
     **sources : str or tuple of str
         The parameter from which a kernel has an array or a number, by the kernel's name for it,
         where that is another; of several the first that is given.

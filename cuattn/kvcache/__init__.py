@@ -300,9 +300,9 @@ class PagedKVCache:
         n : int or sequence of int
             How many tokens, for all or for each.
         tokens : sequence of int, optional
-            The new tokens, sequence by sequence, where ``add_sequence`` was not told of them: it
-            makes their pages findable, as long as all tokens before them are known. Those it was
-            told of must be the same.
+            The new tokens, sequence by sequence, where they were not given to ``add_sequence``:
+            later sequences then find their pages, as long as all tokens before them are known.
+            Those that were given before must be the same.
 
         Raises
         ------

@@ -423,7 +423,7 @@ class PageManager:
         self, rows: np.ndarray, start: np.ndarray, counts: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What new tokens say of sequences whose tokens before them are known: rows, positions and
-        tokens. Checks that they are those that add_sequence was told of."""
+        tokens. Checks that they are those that were given to add_sequence."""
         known = self.known[rows]
         each = np.repeat(np.arange(rows.size), counts)
         position = (

@@ -1,6 +1,6 @@
-// What Hopper's backward kernels are told, and of gradients/backward_sm90.cu and
-// backward_split_sm90.cu, whose thread blocks have keys: which keys these are, which queries they
-// walk over, and how both come to shared memory.
+// Arguments of Hopper's backward kernels; and of the two whose thread blocks have keys
+// (backward_sm90.cu, backward_keys_sm90.cu): which keys these are, which queries see them, and how
+// both come to shared memory.
 #pragma once
 
 #include "gradients/params.cuh"

@@ -1,4 +1,4 @@
-// Makes numbers of codes, which may lie in the pages of a cache. Memory-bound.
+// Dequantises codes, which may lie in the pages of a cache. Memory-bound.
 //
 //   x (pages, tokens, heads, head_dim), or with a page table (sequences, tokens, heads, head_dim)
 //   for tokens from first_token on; QuantizeParams and quantize.cu say the rest.

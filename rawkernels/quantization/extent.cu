@@ -1,5 +1,5 @@
-// Finds what many rows share a scale for: the extent of each feature of each head over all tokens,
-// and of that the scales.
+// Scales that many rows share: the least and the greatest value of each feature of each head over
+// all tokens, and the scales that follow from them.
 //
 //   `extents` reads x as quantize.cu does, a warp a row, blockIdx.y the head, and merges what each
 //   lane has found into (2, heads, head_dim): both ends as integers of the same order, NaN above

@@ -1,5 +1,5 @@
-// What the kernels that make codes of numbers, or numbers of codes, are told. Declared as
-// QUANTIZE_PARAMS in cuattn/gpu/params.py too.
+// Arguments of the kernels that quantise and dequantise. Declared as QUANTIZE_PARAMS in
+// cuattn/gpu/params.py too.
 //
 // x is (pages, tokens, heads, head_dim), of any strides with contiguous features; codes likewise,
 // with strides in bytes, and scales (pages, tokens, heads, groups).

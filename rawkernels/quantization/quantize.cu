@@ -1,5 +1,5 @@
-// Makes codes of numbers: int8, 4-bit integers, e4m3, e5m2, with scales that are found for each row
-// or group of its features, or given. Memory-bound.
+// Quantises rows to int8, 4-bit integers, e4m3 or e5m2, with scales that are found for each row or
+// group of its features, or given. Memory-bound.
 //
 //   x (pages, tokens, heads, head_dim) of any strides with contiguous features; float16, bfloat16,
 //   float32, float64. QuantizeParams has the rest. kLanes neighbouring threads have a row: head_dim
