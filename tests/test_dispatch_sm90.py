@@ -314,6 +314,8 @@ def test_maps_of_bias_and_mask(dtype):
     assert mapped(whole[..., ::2]) is None
     assert mapped(whole[..., ::-1, :]) is None
     assert mapped(np.empty((2, 8, n, n - 1), dtype)) is None
+    assert mapped(whole[0, 0, 0]) is None
+    assert mapped(np.empty((), dtype)) is None
 
 
 def test_scales_of_scores():

@@ -182,7 +182,7 @@ def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
         _ANY_STRIDE if n == 1 else stride
         for n, stride in zip(lengths, (0,) * missing + strides, strict=True)
     )
-    contiguous = strides[-1] == dtype.itemsize and shape[-1] > 1 and lengths[-2] > 1
+    contiguous = lengths[-1] > 1 and lengths[-2] > 1 and strides[-1] == dtype.itemsize
     if not (contiguous and addressable(steps[:3])):
         return None
     box = (pitch, _WARPGROUP_ROWS, 1, 1)
