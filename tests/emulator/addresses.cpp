@@ -68,7 +68,7 @@ Pointers pointers(Warp& warp, const Instr& in, const Access& access) {
     return result;
   }
   if (aligned && (space == Space::kGlobal || space == Space::kConst || space == Space::kParam)) {
-    KnownMemory& known = device_memory();
+    KnownMemory& known = device_memory;
     if (known.empty() || known.contains(lowest, highest - lowest + bytes)) return result;
   }
   // Not all in one place, or an error: one at a time.

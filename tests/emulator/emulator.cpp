@@ -25,17 +25,17 @@ struct Module {
       AlignedBytes bytes(variable.bytes);
       std::memcpy(bytes.data(), variable.initial.data(),
                   std::min(variable.initial.size(), variable.bytes));
-      module_memory().add(reinterpret_cast<uint64_t>(bytes.data()),
-                          std::max<size_t>(variable.bytes, 1));
+      module_memory.add(reinterpret_cast<uint64_t>(bytes.data()),
+                        std::max<size_t>(variable.bytes, 1));
       memory.emplace(name, std::move(bytes));
     }
   }
 
   ~Module() {
     for (const auto& [name, bytes] : memory)
-      module_memory().remove(reinterpret_cast<uint64_t>(bytes.data()));
+      module_memory.remove(reinterpret_cast<uint64_t>(bytes.data()));
     for (const auto& [name, program] : programs)
-      module_memory().remove(reinterpret_cast<uint64_t>(program->parameters.data()));
+      module_memory.remove(reinterpret_cast<uint64_t>(program->parameters.data()));
   }
 
   Program& program(const std::string& entry) {
@@ -45,8 +45,8 @@ struct Module {
     if (found == text.functions.end() || !found->second.entry)
       throw Failure("there is no kernel '" + entry + "'");
     program = decode(text, memory, found->second);
-    module_memory().add(reinterpret_cast<uint64_t>(program->parameters.data()),
-                        program->parameters.size());
+    module_memory.add(reinterpret_cast<uint64_t>(program->parameters.data()),
+                      program->parameters.size());
     return *program;
   }
 };
@@ -73,25 +73,28 @@ int guarded(char* error, size_t error_size, Body body) {
 }  // namespace
 }  // namespace emulator
 
+#define EMULATOR_EXPORT __attribute__((visibility("default")))
+
 extern "C" {
 
 // A module of a PTX text, or null.
-void* emu_load(const char* ptx, char* error, size_t error_size) {
+EMULATOR_EXPORT void* emu_load(const char* ptx, char* error, size_t error_size) {
   void* module = nullptr;
   emulator::guarded(error, error_size, [&] { module = new emulator::Module(ptx); });
   return module;
 }
 
 // Decodes a kernel without running it, so that instructions that are not known show at once.
-int emu_check(void* module, const char* entry, char* error, size_t error_size) {
+EMULATOR_EXPORT int emu_check(void* module, const char* entry, char* error, size_t error_size) {
   return emulator::guarded(error, error_size,
                            [&] { static_cast<emulator::Module*>(module)->program(entry); });
 }
 
 // Runs a kernel to its end. `arguments` is a table of the addresses of its arguments' values.
-int emu_launch(void* module, const char* entry, const unsigned grid[3], const unsigned block[3],
-               unsigned dynamic_smem, void* const* arguments, unsigned multiprocessors,
-               const char* options, char* error, size_t error_size) {
+EMULATOR_EXPORT int emu_launch(void* module, const char* entry, const unsigned grid[3],
+                               const unsigned block[3], unsigned dynamic_smem,
+                               void* const* arguments, unsigned multiprocessors,
+                               const char* options, char* error, size_t error_size) {
   return emulator::guarded(error, error_size, [&] {
     try {
       emulator::Program& program = static_cast<emulator::Module*>(module)->program(entry);
@@ -105,15 +108,15 @@ int emu_launch(void* module, const char* entry, const unsigned grid[3], const un
 }
 
 // Adds a range of device memory, or removes it. Once there is one, accesses outside of all fail.
-void emu_memory(const void* begin, size_t bytes, int add) {
+EMULATOR_EXPORT void emu_memory(const void* begin, size_t bytes, int add) {
   const auto address = reinterpret_cast<uint64_t>(begin);
   if (add) {
-    emulator::device_memory().add(address, bytes);
+    emulator::device_memory.add(address, bytes);
   } else {
-    emulator::device_memory().remove(address);
+    emulator::device_memory.remove(address);
   }
 }
 
-void emu_unload(void* module) { delete static_cast<emulator::Module*>(module); }
+EMULATOR_EXPORT void emu_unload(void* module) { delete static_cast<emulator::Module*>(module); }
 
 }  // extern "C"

@@ -28,12 +28,18 @@ inline void write(const Warp& warp, T* to, const T* values) {
   for (int i = 0; i < kLanes; ++i) to[i] = active >> i & 1 ? values[i] : to[i];
 }
 
-// d[i] = apply(i) in active lanes.
+// d[i] = apply(i) in active lanes. apply(i) may read element i of the row d, and no other.
 template <class T, class Apply>
 inline void for_lanes(const Warp& warp, Row d, Apply apply) {
+  T* to = lanes<T>(warp, d);
+  if (warp.active == kAllLanes) {
+#pragma GCC ivdep
+    for (int i = 0; i < kLanes; ++i) to[i] = apply(i);
+    return;
+  }
   alignas(64) T values[kLanes];
   for (int i = 0; i < kLanes; ++i) values[i] = apply(i);
-  write(warp, lanes<T>(warp, d), values);
+  write(warp, to, values);
 }
 
 template <class D, class A, auto operation>

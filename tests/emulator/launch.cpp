@@ -2,6 +2,7 @@
 #include "launch.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <sstream>
 
@@ -105,6 +106,10 @@ class Runner {
       const Dimensions within = coordinates(rank, launch_.cluster);
       for (int axis = 0; axis < 3; ++axis)
         block->index[axis] = resident->cluster.first[axis] + within[axis];
+      if (!unused_shared_.empty()) {
+        block->shared = std::move(unused_shared_.back());
+        unused_shared_.pop_back();
+      }
       block->shared.assign(shared_bytes_, kPoison);
       const auto threads = static_cast<uint32_t>(count(launch_.block));
       for (uint32_t first = 0; first < threads; first += kLanes) {
@@ -116,11 +121,20 @@ class Runner {
     resident_.push_back(std::move(resident));
   }
 
+  // Zeros, in memory of a warp that has ended if there is any: new pages cost more than zeros.
+  AlignedBytes new_storage(size_t bytes) {
+    if (unused_storage_.empty()) return AlignedBytes(bytes);
+    AlignedBytes storage = std::move(unused_storage_.back());
+    unused_storage_.pop_back();
+    std::memset(storage.data(), 0, storage.size());
+    return storage;
+  }
+
   void add_warp(ResidentCluster& resident, Block& block, uint32_t first_thread, uint32_t lanes) {
     const Allocation& allocation = program_.allocation;
     auto warp = std::make_unique<Warp>();
-    AlignedBytes storage(allocation.bytes + sizeof(uint32_t) * allocation.predicates +
-                         size_t{kLanes} * program_.local_bytes);
+    AlignedBytes storage = new_storage(allocation.bytes + sizeof(uint32_t) * allocation.predicates +
+                                       size_t{kLanes} * program_.local_bytes);
     warp->base = {storage.data(), program_.constants.data()};
     warp->predicates = reinterpret_cast<uint32_t*>(storage.data() + allocation.bytes);
     warp->predicates[kTruePredicate] = kAllLanes;
@@ -131,8 +145,11 @@ class Runner {
     warp->alive = lanes == kLanes ? kAllLanes : (1u << lanes) - 1;
     warp->others.push_back(Group{warp->alive, program_.code.data()});
     for (const auto& [name, place] : program_.specials) {
-      for (uint32_t lane = 0; lane < kLanes; ++lane) {
-        warp->row<uint32_t>(Row{place})[lane] = special(name, block, first_thread, lane);
+      uint32_t* row = warp->row<uint32_t>(Row{place});
+      const bool differs = name.starts_with("%tid") || name.starts_with("%lane");
+      std::fill(row, row + kLanes, special(name, block, first_thread, 0));
+      for (uint32_t lane = 1; differs && lane < kLanes; ++lane) {
+        row[lane] = special(name, block, first_thread, lane);
       }
     }
     ++block.live_warps;
@@ -221,6 +238,9 @@ class Runner {
       // Work that is still under way may write to the cluster's shared memory.
       while (do_deferred()) {
       }
+      std::move(cluster->storage.begin(), cluster->storage.end(),
+                std::back_inserter(unused_storage_));
+      for (auto& block : cluster->blocks) unused_shared_.push_back(std::move(block->shared));
       cluster.reset();
       patience_end_ = launch_.instructions + kPatience;
     }
@@ -287,6 +307,8 @@ class Runner {
   int deferred_rounds_ = 0;
   std::vector<std::unique_ptr<ResidentCluster>> resident_;
   std::vector<Warp*> turns_;
+  std::vector<AlignedBytes> unused_storage_;
+  std::vector<std::vector<uint8_t>> unused_shared_;
 };
 
 }  // namespace

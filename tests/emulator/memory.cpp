@@ -28,8 +28,7 @@ bool KnownMemory::find(uint64_t address, size_t bytes) {
   if (next == ranges_.begin()) return false;
   --next;
   if (address + bytes > next->second) return false;
-  last_begin_ = next->first;
-  last_end_ = next->second;
+  recent_[place(address)] = {next->first, next->second};
   return true;
 }
 
@@ -54,16 +53,6 @@ std::string KnownMemory::describe(uint64_t address) const {
   return text;
 }
 
-KnownMemory& device_memory() {
-  static KnownMemory memory;
-  return memory;
-}
-
-KnownMemory& module_memory() {
-  static KnownMemory memory;
-  return memory;
-}
-
 uint8_t* Warp::shared(uint32_t address, size_t bytes, size_t alignment) {
   const uint32_t rank = address >> kRankShift, offset = address & ((1u << kRankShift) - 1);
   Block* owner = block;
@@ -83,10 +72,10 @@ uint8_t* Warp::shared(uint32_t address, size_t bytes, size_t alignment) {
 
 uint8_t* Warp::global(uint64_t address, size_t bytes, size_t alignment) {
   if (address % alignment) misaligned("global", address, alignment, -1);
-  if (!device_memory().empty() && !device_memory().contains(address, bytes) &&
-      !module_memory().contains(address, bytes)) {
+  if (!device_memory.empty() && !device_memory.contains(address, bytes) &&
+      !module_memory.contains(address, bytes)) {
     fail("global address " + hexadecimal(address) + ": " + std::to_string(bytes) +
-         " bytes there are outside of all allocations (" + device_memory().describe(address) + ")");
+         " bytes there are outside of all allocations (" + device_memory.describe(address) + ")");
   }
   return reinterpret_cast<uint8_t*>(address);
 }

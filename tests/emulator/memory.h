@@ -1,6 +1,7 @@
 // The ranges of host memory that kernels may access.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -13,25 +14,32 @@ class KnownMemory {
   void add(uint64_t begin, size_t bytes) { ranges_[begin] = begin + bytes; }
   void remove(uint64_t begin) {
     ranges_.erase(begin);
-    last_begin_ = last_end_ = 0;
+    recent_ = {};
   }
   bool empty() const { return ranges_.empty(); }
   bool contains(uint64_t address, size_t bytes) {
-    return (address >= last_begin_ && address + bytes <= last_end_) || find(address, bytes);
+    const Range& recent = recent_[place(address)];
+    return (address >= recent.begin && address + bytes <= recent.end) || find(address, bytes);
   }
   // What lies nearest, for a message.
   std::string describe(uint64_t address) const;
 
  private:
+  struct Range {
+    uint64_t begin = 0, end = 0;
+  };
+  static constexpr int kPageBits = 14, kRecent = 256;
+
+  static size_t place(uint64_t address) { return address >> kPageBits & (kRecent - 1); }
   bool find(uint64_t address, size_t bytes);
 
   std::map<uint64_t, uint64_t> ranges_;
-  uint64_t last_begin_ = 0, last_end_ = 0;
+  std::array<Range, kRecent> recent_;  // what was found last, by a few bits of the address
 };
 
 // What emu_memory announced: nothing is checked while it is empty.
-KnownMemory& device_memory();
+inline KnownMemory device_memory;
 // Variables and parameters of modules.
-KnownMemory& module_memory();
+inline KnownMemory module_memory;
 
 }  // namespace emulator

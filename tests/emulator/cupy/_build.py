@@ -16,7 +16,7 @@ from cupy import _errors
 FOLDER = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-Wno-psabi"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"),
 )
 
 
