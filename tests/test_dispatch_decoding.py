@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cuattn._spec import MAX_HEAD_DIM, attention_spec
 from cuattn.gpu import dispatch, params
-from cuattn.gpu.dispatch import Call
+from cuattn.gpu.dispatch import Call, Layout
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
 
@@ -270,6 +271,68 @@ def test_many_short_sequences_have_small_blocks(batch, heads, capacity, dim, blo
 def test_whole_lines_are_read_where_the_next_copies_need_them(heads, dim, whole_lines, change):
     spec = cached(64, heads, 4096, dim)
     assert choose(spec, **change).variant.config.whole_lines == whole_lines
+
+
+def layout(shape, dtype, strides=None):
+    """Of a bias or mask; contiguous, and broadcast along axes of length 1, if nothing is said."""
+    dtype = np.dtype(dtype)
+    contiguous = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return Layout(shape, tuple(strides or contiguous), dtype)
+
+
+KEY_MASK = layout((4, 1, 1, 1000), bool)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "has_bias"),
+    [
+        ({"mask": KEY_MASK}, 8, False),
+        ({"mask": layout((999,), bool)}, 8, False),
+        ({"mask": KEY_MASK, "tokens": 3}, 16, False),
+        ({"mask": KEY_MASK, "tokens": 5}, 64, False),
+        ({"mask": KEY_MASK, "tokens": 400}, 64, False),
+        ({"mask": KEY_MASK, "tokens": 5, "dim": 256}, 16, False),
+        ({"bias": layout((1, 32, 1, 1000), np.float16)}, 8, True),
+        ({"bias": layout((1000,), np.float32), "mask": KEY_MASK}, 8, True),
+        ({"mask": KEY_MASK, "arch": "sm_120"}, 8, False),
+        ({"mask": KEY_MASK, "arch": "sm_75"}, None, False),
+        ({"mask": layout((1, 32, 1, 1), bool)}, None, False),  # a column for all keys
+        ({"bias": layout((1000, 32), np.float16, (2, 2000))}, None, False),  # transposed
+        ({"mask": KEY_MASK, "dtype": np.float32}, None, False),
+        ({"mask": KEY_MASK, "formats": ("int8", "int8")}, None, False),
+        ({"mask": KEY_MASK, "dim": 60}, None, False),
+        ({"mask": KEY_MASK, "dim": 264}, None, False),
+    ],
+)
+def test_bias_and_mask_are_read_by_tensor_core_kernels(change, rows, has_bias):
+    """Where elements of neighbouring keys lie side by side."""
+    call = {"arch": "sm_90a", "tokens": 1, "dim": 128, "dtype": np.float16, "formats": ("", "")}
+    call |= change
+    cache = (4, 1000, 8, call["dim"])
+    spec = attention_spec(
+        "flash_decode",
+        (4, call["tokens"], 32, call["dim"]),
+        *(cache, cache),
+        *[np.dtype(call["dtype"])] * 3,
+        causal=True,
+        keys="cached",
+        formats=call["formats"],
+    )
+    given = {name: call[name] for name in ("bias", "mask") if name in call}
+    launch = dispatch.choose(Call.contiguous(spec, call["arch"], **given))
+    assert launch.variant in set(dispatch.variants(call["arch"]))
+    if rows is None:
+        assert launch.variant.entry == "decode_simt"
+        return
+    config = launch.variant.config
+    assert launch.variant.entry == "decode_sm80"
+    assert (config.rows, config.mask, config.bias) == (rows, True, has_bias)
+    (arguments,) = launch.arguments
+    addresses = collections.defaultdict(int, mask=1 << 20, bias=1 << 30)
+    packed = arguments.pack(addresses)
+    scores = params.SCORE_PARAMS.unpack(packed[params.DECODE_PARAMS.size :])
+    assert scores["mask"] == 1 << 20
+    assert scores["score_cols"] in (999, 1000)
 
 
 def cached(batch, heads, capacity, dim):

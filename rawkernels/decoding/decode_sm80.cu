@@ -38,16 +38,22 @@ static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWar
 constexpr bool kCodes = Config::k_format != tile::kPlain;
 static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
 
+constexpr bool kElementwise = Config::mask || Config::bias;
+static_assert(!kElementwise || !kCodes, "bias and mask are for plain keys");
+
+using Params = DecodeParamsOf<kElementwise>::Type;
 using Tile = decoding::SwizzledRows<kHeadDim>;
+using ScoreTile = decoding::ScoreTile<kRows, kWarpKeys, Config::bias>;
 using Storage = decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim, Config::whole_lines>,
                                   decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>,
                                   Config::k_format, Config::v_format, kHeadDim, kRows, kWarpRows,
                                   kWarpKeys, Config::k_groups, Config::v_groups>;
-using Stage = Storage::Stage;
+using Stage = decoding::StageOf<Storage::Stage, ScoreTile, kElementwise>::Type;
 using Slice = Storage::Slice;
 using Schedule = decoding::Schedule<kRows, kTileKeys>;
 using Loader = decoding::Loader<T, Stage, Schedule, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK,
-                                kStages, Config::query_buffers, Config::table>;
+                                kStages, Config::query_buffers, Config::table, kElementwise>;
+using Rows = decoding::RowsOf<T, decoding::Rows<T, kRows>, ScoreTile, kElementwise>::Type;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch>;
 
 struct Smem {
@@ -59,7 +65,7 @@ struct Smem {
   int pages[kStages][Config::threads / 32]
            [kWarpKeys];  // page numbers of the tile that each warp loads into a stage next
   Loader::Table table;
-  decoding::Rows<T, kRows> rows;
+  Rows rows;
   // Where the rings' loads are. Aligned, since the compiler reads 16 bytes at a time, and would
   // read a word that another warp writes along with a warp's own.
   alignas(16) Schedule ahead[Config::threads / 32];
@@ -118,7 +124,7 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& params, Smem
 
 // Adds a tile of keys, in `stage`, to a warp's rows of split `number`.
 template <class AnySlice, class AnyStage>
-__device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params, const Smem& smem,
+__device__ __forceinline__ void attend(AnySlice& acc, const Params& params, const Smem& smem,
                                        const AnyStage& stage, int number,
                                        const tile::Range& common_keys, int key, int first_row) {
   const decoding::Split& split = smem.splits[number & 1];
@@ -132,9 +138,16 @@ __device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params
   else
     AnySlice::multiply_scores(s, ptx::shared_address(stage.k), q_rows);
   const bool masked = !common_keys.contains(key, kWarpKeys);
-  AnySlice::finish_scores(s, params, smem.rows, split, key, first_row, masked);
+  if constexpr (kElementwise)
+    AnySlice::finish_scores(s, params, smem.rows, stage.elements, split, key, first_row, masked);
+  else
+    AnySlice::finish_scores(s, params, smem.rows, split, key, first_row, masked);
   if constexpr (kCodes) {
     acc.add_values(s, stage, stage.scales, decoding::ScaleReader::of_values(params, split.head));
+  } else if constexpr (kElementwise) {
+    const typename AnySlice::SeenValues seen(s);
+    acc.update_softmax(s);
+    acc.multiply_values(s, ptx::shared_address(stage.v), seen);
   } else {
     acc.update_softmax(s);
     acc.multiply_values(s, ptx::shared_address(stage.v));
@@ -142,7 +155,7 @@ __device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params
 }
 
 // Begins the block's split `number`, unless there are no more.
-__device__ __forceinline__ bool begin_split(const DecodeParams& params, Smem& smem, Loader& loader,
+__device__ __forceinline__ bool begin_split(const Params& params, Smem& smem, Loader& loader,
                                             int number) {
   const int turn = number % 2, next = 1 - turn;
   if (smem.exists[turn]) {
@@ -183,7 +196,7 @@ __device__ __forceinline__ bool end_split(const Writer& writer, Smem& smem, Slic
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
-    decode_sm80(const __grid_constant__ DecodeParams params) {
+    decode_sm80(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
   Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
   const int warp = threadIdx.x / 32, slice = warp / kWarpsQ, row_warp = warp % kWarpsQ;

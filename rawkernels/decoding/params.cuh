@@ -74,6 +74,22 @@ struct ScoreParams {
   int bias_is_float32, score_rows, score_cols;
 };
 
+// Both, for kernels that take one struct.
+struct ScoredDecodeParams : DecodeParams {
+  ScoreParams scores;
+};
+static_assert(sizeof(ScoredDecodeParams) == sizeof(DecodeParams) + sizeof(ScoreParams),
+              "the launching code packs the one after the other");
+
+template <bool kElementwise>
+struct DecodeParamsOf {
+  using Type = DecodeParams;
+};
+template <>
+struct DecodeParamsOf<true> {
+  using Type = ScoredDecodeParams;
+};
+
 __device__ __forceinline__ tile::ScoreInputs score_inputs(const DecodeParams& params) {
   tile::ScoreInputs inputs = {};
   inputs.scale = params.scale;

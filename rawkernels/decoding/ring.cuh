@@ -2,6 +2,7 @@
 // products, across the ends of splits.
 #pragma once
 
+#include "decoding/elements.cuh"
 #include "decoding/schedule.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/createpolicy.cuh"
@@ -89,14 +90,34 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& params,
   }
 }
 
+// A tile that is to be loaded.
+template <bool kElementwise>
+struct KeyTile {
+  int key;               // its first; negative after the last tile
+  int begin, end, head;  // of its split
+
+  __device__ __forceinline__ static KeyTile of(int key, const Split& split) {
+    return {key, split.begin, split.end, split.head};
+  }
+};
+template <>
+struct KeyTile<true> : KeyTile<false> {
+  TileRows rows;
+
+  __device__ __forceinline__ static KeyTile of(int key, const Split& split) {
+    return {KeyTile<false>::of(key, split), TileRows::of(split)};
+  }
+};
+
 // Loads the tiles of one slice, split after split, and its warps' share of each split's rows of Q.
 // Behind the ring's traffic a read takes microseconds, so everything is requested before it is
 // needed: queries with their split's first tile, and the page table's entries of a tile when the
 // tile kStages before it is loaded; or all of a single sequence's table, of up to kTable entries,
 // before the sequence's length is known.
 template <class T, class Stage, class Schedule, int kRows, int kHeadDim, int kWarpKeys, int kWarpsQ,
-          int kWarpsK, int kStages, int kQueryBuffers, int kTable>
+          int kWarpsK, int kStages, int kQueryBuffers, int kTable, bool kElementwise = false>
 struct Loader {
+  using Params = typename DecodeParamsOf<kElementwise>::Type;
   using Tile = SwizzledRows<kHeadDim>;
   using Queries = T[kQueryBuffers][kRows * kHeadDim];  // of splits in turn
   using Table = int[kTable > 0 ? kTable : 1];
@@ -105,12 +126,9 @@ struct Loader {
   static constexpr int kChunks = kHeadDim / 8;
   static constexpr int kStep = kWarpKeys * kWarpsK;
 
-  struct KeyTile {
-    int key;               // its first; negative after the last tile
-    int begin, end, head;  // of its split
-  };
+  using KeyTile = decoding::KeyTile<kElementwise>;
 
-  const DecodeParams& params;
+  const Params& params;
   Schedule& schedule;  // where the loads are, in shared memory: needed only between splits
   Queries& queries;
   const Table& table;
@@ -135,8 +153,8 @@ struct Loader {
 
   // `schedule` has given its first split; `pages` are the stages', of all warps. Where the first
   // split has a tile for every stage these are looked up at once.
-  __device__ __forceinline__ Loader(const DecodeParams& params, Schedule& schedule,
-                                    Queries& queries, const Table& table, const Split& first,
+  __device__ __forceinline__ Loader(const Params& params, Schedule& schedule, Queries& queries,
+                                    const Table& table, const Split& first,
                                     int (&pages)[kStages][kBlockThreads / 32][kWarpKeys])
       : params(params), schedule(schedule), queries(queries), table(table), split(first) {
     number = 0;
@@ -154,7 +172,7 @@ struct Loader {
       depth = kStages;
 #pragma unroll
       for (int i = 0; i < kStages; ++i) {
-        tiles[i] = {key, split.begin, split.end, split.head};
+        tiles[i] = KeyTile::of(key, split);
         request_page(pages[i][threadIdx.x / 32][threadIdx.x % kWarpKeys]);
         key += kStep;
       }
@@ -194,6 +212,8 @@ struct Loader {
       page = page_table(params).existing(page);  // here: sooner would wait for its read
       copy_tile<kThreads, kRows == 8>(params, stage, tile.key, tile.begin, tile.end, tile.head,
                                       page, read_once());
+      if constexpr (kElementwise)
+        copy_elements<T, kThreads>(params, stage.elements, tile.rows, tile.head, tile.key);
     }
     const bool room = kQueryBuffers > 1 || started == 0;  // beside those being computed with
     if (more && room && number == started && requested_queries < number)
@@ -240,7 +260,7 @@ struct Loader {
       key = first_key();
       ++number;
     }
-    return {more ? key : -1, split.begin, split.end, split.head};
+    return KeyTile::of(more ? key : -1, split);
   }
 
   // Copies the page table's entry for this lane's key of the tile that was looked up.

@@ -144,7 +144,39 @@ struct Slice {
         score = term(score, rows.score_row(params, split, row), key);
       });
     });
-    if (!masked) return;
+    if (masked) hide_keys(s, params, rows, split, key, first_row);
+  }
+
+  // The same with a tile's bias and mask.
+  template <class Params, class Rows, class Elements>
+  __device__ __forceinline__ static void finish_scores(Scores& s, const Params& params,
+                                                       const Rows& rows, const Elements& elements,
+                                                       const Split& split, int key, int first_row,
+                                                       bool masked) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = first_row + 8 * r + tile::lane_column(lane) + c;
+        const tile::ScoreRow<float> score_row = rows.score_row(params, split, row);
+        rows.score_mod(params, elements, row, key).terms([&](const auto& term) {
+#pragma unroll
+          for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              s[j][r][2 * h + c] =
+                  term(s[j][r][2 * h + c], score_row, key + 16 * j + 8 * h + tile::lane_row(lane));
+        });
+      }
+    if (masked) hide_keys(s, params, rows, split, key, first_row);
+  }
+
+  // Sets scores of keys that a row does not see, by its position or that of the split, to -inf.
+  template <class Rows>
+  __device__ __forceinline__ static void hide_keys(Scores& s, const DecodeParams& params,
+                                                   const Rows& rows, const Split& split, int key,
+                                                   int first_row) {
     each_score(s, first_row, key, [&](float& score, int row, int key) {
       const tile::Range keys = rows.keys(params, split, row);
       if (key < keys.begin || key >= keys.end) score = tile::negative_infinity();
@@ -227,7 +259,40 @@ struct Slice {
       }
   }
 
-  __device__ __forceinline__ void multiply_values(const Scores& p, unsigned v_tile) {
+  // Of a tile's values, in operands, those of keys that some row of the warp sees; zeros in the
+  // place of others, which may be NaN: 0 · NaN is NaN.
+  struct SeenValues {
+    unsigned bits[kKeyBlocks][2];  // of keys 16 j + 8 h + 2 t and the next
+
+    __device__ __forceinline__ explicit SeenValues(const Scores& s) {
+      const int lane = threadIdx.x % 32;
+#pragma unroll
+      for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          bool seen = false;
+#pragma unroll
+          for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) seen |= s[j][r][2 * h + c] != tile::negative_infinity();
+          const unsigned lanes = __ballot_sync(~0u, seen) >> lane % 4 * 8;
+          bits[j][h] = ((lanes & 0xf) != 0 ? 0xffff : 0) | ((lanes & 0xf0) != 0 ? 0xffff0000 : 0);
+        }
+    }
+    __device__ __forceinline__ void operator()(unsigned (&v)[4], int j) const {
+      v[0] &= bits[j][0];
+      v[1] &= bits[j][0];
+      v[2] &= bits[j][1];
+      v[3] &= bits[j][1];
+    }
+  };
+  struct AllValues {
+    __device__ __forceinline__ void operator()(unsigned (&)[4], int) const {}
+  };
+
+  template <class Filter = AllValues>
+  __device__ __forceinline__ void multiply_values(const Scores& p, unsigned v_tile,
+                                                  const Filter& filter = {}) {
     const unsigned v_lane = v_tile + Tile::lane_column_major();
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j) {
@@ -241,6 +306,7 @@ struct Slice {
       for (int step = 0; step < kSteps; ++step) {
         unsigned v[4];
         tile::values_to_operand(v, Tile::at_chunks(v_lane + j * 16 * Tile::kRowBytes, step));
+        filter(v, j);
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) ptx::mma_m16n8k16<T>(o[step][r], v, b[r][0], b[r][1]);
       }

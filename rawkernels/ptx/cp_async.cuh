@@ -65,6 +65,12 @@ __device__ __forceinline__ void cp_async_4(unsigned shared, const void* global, 
       : "memory");
 }
 
+// Copies `bytes` bytes, 1 to 4, to 4: the others become zeros. What follows them is not read.
+__device__ __forceinline__ void cp_async_4_of(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

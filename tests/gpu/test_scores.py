@@ -60,6 +60,73 @@ def test_codes(dtype, name, dims, rng):
     scores.check_codes(rng, dtype, name, dims, cupy.asarray)
 
 
+@pytest.mark.parametrize("name", ["bias", "bias of keys", "mask", "key_mask", "both masks", "all"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("dims", [(64, 40), (128, 128), (256, 192)])
+def test_tensor_cores_while_decoding(dims, tokens, name, rng):
+    """Tiles of every number of rows; in caches, and of ragged rows in pages."""
+    dtype = DTYPES[rng.integers(2)]
+    assert dtype.itemsize == 2
+    with dispatch.use_tiers("decode_sm80"):
+        scores.check_decode(rng, dtype, name, dims, cupy.asarray, tokens=tokens)
+        if tokens == 5:
+            scores.check_paged(rng, dtype, name, dims, cupy.asarray)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_elements_that_begin_anywhere(first, rng):
+    """Rows of bias and mask need not begin at a word, nor lie at equal distances modulo four."""
+    from cuattn import flash_decode
+
+    dtype = DTYPES[rng.integers(2)]
+    q, k, v = (cupy.asarray(scores.random(rng, dtype, 2, n, 4, 64)) for n in (3, 333, 333))
+    lengths = cupy.asarray(np.array([333, 130], np.int32))
+    bias = cupy.asarray(scores.random(rng, dtype, 2, 4, 3, 333 + first))[..., first:]
+    mask = cupy.asarray(rng.random((2, 1, 3, 336 + first)) > 0.4)[..., first : first + 333]
+    options = {"bias": bias, "mask": mask}
+    with dispatch.use_tiers("decode_sm80"):
+        out = flash_decode(q, k, v, lengths, **options)
+        same = flash_decode(q, k, v, lengths, **{n: a.copy() for n, a in options.items()})
+    cupy.testing.assert_array_equal(out, same)
+    with dispatch.use_tiers("decode_simt"):
+        other = flash_decode(q, k, v, lengths, **options)
+    np.testing.assert_allclose(
+        out.get().astype(float), other.get().astype(float), atol=2.0**-6, rtol=2.0**-6
+    )
+
+
+@pytest.mark.parametrize("how", ["key_mask", "mask", "bias"])
+def test_what_no_query_sees_may_be_anything(how, rng):
+    """Padding before a sequence's first token, which holds NaN."""
+    from cuattn import flash_decode
+
+    dtype = DTYPES[rng.integers(2)]
+    q, k, v = (scores.random(rng, dtype, 2, n, 4, 64) for n in (3, 200, 200))
+    padding = np.array([70, 0])
+    seen = np.arange(200) >= padding[:, None]
+    rows = np.broadcast_to(seen[:, None, None], (2, 4, 3, 200))
+    options = {
+        "key_mask": {"key_mask": seen},
+        "mask": {"mask": rows},
+        "bias": {"bias": np.where(rows, 0.25, -np.inf).astype(dtype)},
+    }[how]
+    lengths = np.array([200, 150], np.int32)
+    wanted = [
+        flash_decode(
+            *(a[b : b + 1].astype(np.float64) for a in (q,)),
+            *(a[b : b + 1, first:].astype(np.float64) for a in (k, v)),
+            lengths[b : b + 1] - np.int32(first),
+        )
+        for b, first in enumerate(padding)
+    ]
+    k[0, :70] = v[0, :70] = np.nan
+    with dispatch.use_tiers("decode_sm80"):
+        out = flash_decode(
+            *map(cupy.asarray, (q, k, v, lengths)), **scores.on_device(options, cupy.asarray)
+        )
+    np.testing.assert_allclose(out.get().astype(float), np.concatenate(wanted), atol=2.0**-6)
+
+
 def test_gradients_with_a_key_mask(rng):
     scores.check_key_mask_gradients(rng, DTYPES[rng.integers(4)], cupy.asarray)
 

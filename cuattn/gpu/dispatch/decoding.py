@@ -67,8 +67,9 @@ TABLE = 2048
 #: The same over codes, and the keys of a warp's tile.
 CODE_TABLE = 1024
 CODE_TILE_KEYS = 32
-#: Rows of a tile that decode_sm80.cu comes with, by head_dim.
+#: Rows of a tile that decode_sm80.cu comes with, by head_dim, and with a bias or mask.
 DECODE_ROWS = {64: (8, 16, 32, 64), 128: (8, 16, 32, 64), 256: (8, 16, 64)}
+SCORED_ROWS = {64: (8, 16, 64), 128: (8, 16, 64), 256: (8, 16)}
 
 
 class Rings(NamedTuple):
@@ -125,6 +126,8 @@ class Sm80DecodeConfig(Config):
     k_groups: int = 1  # of a key's features, each with a scale
     v_groups: int = 1
     whole_lines: bool = True  # as of Stage in decoding/ring.cuh
+    mask: bool = False  # there may be a mask
+    bias: bool = False  # and a bias
 
     @property
     def rows(self) -> int:
@@ -148,16 +151,19 @@ class Sm80DecodeConfig(Config):
         rings = self.warps_k * self.stages * self.stage_bytes
         pages = self.stages * warps * self.warp_keys * 4
         rows = self.query_buffers * self.rows * self.head_dim * 2 + warps * 4 * self.head_dim * 4
-        small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
+        small = 32 * warps + (12 if self.mask else 8) * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
         if self.k_format:
             small += self.rows * (8 + 8 * self.k_groups)
         return -(-(rings + rows + pages + small) // 128) * 128
 
     @property
     def stage_bytes(self) -> int:
-        """Of a slice's tile of K and V, with scales."""
+        """Of a slice's tile of K and V, with scales, or bias and mask."""
         if not self.k_format:
-            return self.warp_keys * self.head_dim * 2 * 2
+            words = self.warp_keys // 4 + 1 if self.mask else 0
+            words += self.warp_keys + 4 if self.bias else 0
+            elements = 4 * self.rows * words + (4 if self.mask and not self.bias else 0)
+            return self.warp_keys * self.head_dim * 2 * 2 + -(-elements // 128) * 128
         bits = _bits_of_two(self.k_format, self.v_format)
         row = self.head_dim * bits // 8 + 4 * (self.k_groups + self.v_groups)
         return -(-(self.warp_keys * row) // 128) * 128
@@ -360,7 +366,7 @@ class Sm80Decode:
             return None
         if not call.vectors or any(d % 8 for d in dims):
             return None
-        if call.elementwise or max(dims) > MAX_DIM:
+        if max(dims) > MAX_DIM or (call.elementwise and not _reads_elements(call)):
             return None
         head_dim = next(n for n in (64, 128, 256) if max(dims) <= n)
         groups = _code_groups(call, head_dim)
@@ -371,7 +377,7 @@ class Sm80Decode:
         rows = rows_of_sequence(spec)
         if call.max_queries < UNBOUNDED:
             rows = call.max_queries * (spec.heads_q // spec.heads_kv)
-        tiles = DECODE_ROWS[head_dim]
+        tiles = (SCORED_ROWS if call.elementwise else DECODE_ROWS)[head_dim]
         if spec.quantized:
             tiles = CODE_ROWS[head_dim] if groups == (1, 1) else CODE_ROWS[head_dim][:1]
         tile_rows = next((n for n in tiles if rows <= n), tiles[-1])
@@ -381,6 +387,15 @@ class Sm80Decode:
                 spec.dtype.name, head_dim, tile_rows, call.arch, formats, groups
             )
             return partitioned(call, variant)
+        if call.elementwise:
+            launch = partitioned(
+                call,
+                _scored_variant(
+                    spec.dtype.name, head_dim, tile_rows, call.arch, bias=call.bias is not None
+                ),
+            )
+            arguments = launch.arguments[0].followed_by(score_arguments(call.bias, call.mask))
+            return dataclasses.replace(launch, arguments=(arguments,))
         config = _sm80_config(spec.dtype.name, head_dim, tile_rows, call.arch)
         rings = _short_rings(call, head_dim, tile_rows)
         if rings is not None:
@@ -405,12 +420,24 @@ class Sm80Decode:
                 for change in changes:
                     config = dataclasses.replace(usual.config, **change)
                     yield dataclasses.replace(usual, config=config)
+            for rows, bias in itertools.product(SCORED_ROWS[head_dim], (False, True)):
+                yield _scored_variant(dtype, head_dim, rows, arch, bias=bias)
             for formats in CODE_FORMATS if head_dim in CODE_ROWS else ():
                 for rows in CODE_ROWS[head_dim]:
                     yield _sm80_variant(dtype, head_dim, rows, arch, formats)
                 for groups in CODE_GROUPS.get((*formats, head_dim), ()):
                     rows = CODE_ROWS[head_dim][0]
                     yield _sm80_variant(dtype, head_dim, rows, arch, formats, groups)
+
+
+def _reads_elements(call: Call) -> bool:
+    """Whether decode_sm80.cu serves a call with a bias or mask: in both, elements of neighbouring
+    keys lie side by side. (It has no such variants over codes.)"""
+    return not call.spec.quantized and all(
+        layout.shape[-1] > 1 and layout.strides[-1] == layout.dtype.itemsize
+        for layout in (call.bias, call.mask)
+        if layout is not None
+    )
 
 
 def _code_groups(call: Call, head_dim: int) -> tuple[int, int] | None:
@@ -723,7 +750,15 @@ def _has_split_lines(call: Call) -> bool:
     )
 
 
-def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeConfig:
+def _scored_variant(dtype: str, head_dim: int, rows: int, arch: str, *, bias: bool) -> Variant:
+    """That with a mask, and with a bias too where there is one."""
+    config = _sm80_config(dtype, head_dim, rows, arch, mask=True, bias=bias)
+    return Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+
+
+def _sm80_config(
+    dtype: str, head_dim: int, rows: int, arch: str, *, mask: bool = False, bias: bool = False
+) -> Sm80DecodeConfig:
     """The config with the deepest rings that leave an architecture's shared memory and registers
     room."""
     shared = SHARED_KIB.get(capability(arch), 100) * 1024
@@ -754,7 +789,9 @@ def _sm80_config(dtype: str, head_dim: int, rows: int, arch: str) -> Sm80DecodeC
             stages,
             blocks,
             query_buffers=1 if rows == 64 else 2,  # the rings need the room more
-            table=TABLE if shared >= 227 << 10 and rows == 8 and head_dim < 256 else 0,
+            table=TABLE if shared >= 227 << 10 and rows == 8 and head_dim < 256 and not mask else 0,
+            mask=mask,
+            bias=bias,
         )
         fits = blocks * (config.smem_bytes + RING_BLOCK_BYTES) <= shared
         if fits and blocks * config.threads <= (256 if wide else 512):
