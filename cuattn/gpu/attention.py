@@ -54,6 +54,30 @@ def forward(
     """
     with use_device(q):
         quantized = None
+        if spec.quantized and prefix is None and num_splits is None:
+            most = quantization.sequences_to_expand(
+                k, v, spec, elementwise=bias is not None or mask is not None
+            )
+            if 0 < most < spec.batch:
+                return _forward_in_turns(
+                    q,
+                    k,
+                    v,
+                    spec,
+                    most,
+                    out,
+                    bias=bias,
+                    mask=mask,
+                    alibi_slopes=alibi_slopes,
+                    seq_lens=seq_lens,
+                    page_table=page_table,
+                    sinks=sinks,
+                    return_lse=return_lse,
+                    score_mod=score_mod,
+                )
+            if most:
+                k, v, spec = quantization.expanded(k, v, spec, seq_lens, page_table)
+                page_table = None
         if spec.quantized:
             quantized = quantization.operand(k), quantization.operand(v)
             k, v = quantized[0].codes, quantized[1].codes
@@ -188,6 +212,52 @@ def forward(
                     lse,
                 )
         return copy_to_out(result, out), lse
+
+
+def _forward_in_turns(
+    q: cupy.ndarray,
+    k: Any,
+    v: Any,
+    spec: AttentionSpec,
+    most: int,
+    out: cupy.ndarray | None,
+    *,
+    bias: cupy.ndarray | None,
+    mask: cupy.ndarray | None,
+    alibi_slopes: cupy.ndarray | None,
+    seq_lens: cupy.ndarray | None,
+    page_table: cupy.ndarray | None,
+    return_lse: bool,
+    **options: Any,
+) -> tuple[cupy.ndarray, cupy.ndarray | None]:
+    """Compute the results of at most `most` sequences at a time, of batched rows."""
+    result = target(out, spec.out_shape, spec.dtype)
+    lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
+
+    def own(array: Any, axes: int = 4) -> Any:
+        """What some sequences have of an array with a batch as the first of its `axes`."""
+        shared = array is None or array.ndim < axes or len(array) == 1
+        return array if shared else array[some]
+
+    for begin in range(0, spec.batch, most):
+        some = slice(begin, min(begin + most, spec.batch))
+        with temporaries():
+            _, own_lse = forward(
+                q[some],
+                *((k, v) if page_table is not None else (k[some], v[some])),
+                dataclasses.replace(spec, batch=some.stop - begin),
+                bias=own(bias),
+                mask=own(mask),
+                alibi_slopes=own(alibi_slopes, 2),
+                seq_lens=own(seq_lens, 1),
+                page_table=own(page_table, 2),
+                out=result[some],
+                return_lse=return_lse,
+                **options,
+            )
+        if lse is not None:
+            lse[some] = own_lse
+    return copy_to_out(result, out), lse
 
 
 def _forward_in_pieces(

@@ -141,11 +141,11 @@ QUANTIZE_PARAMS = Struct(
     "QuantizeParams",
     ("void*", "x codes scale minimum"),
     ("const float*", "offset"),
-    ("const int*", "page_table"),
+    ("const int*", "page_table seq_lens"),
     ("PageStrides", "x_stride codes_stride"),
     ("ScaleStrides", "scale_stride minimum_stride"),
     ("long long", "table_stride"),
-    ("int", "rows tokens heads head_dim first_token page_shift num_pages"),
+    ("int", "rows tokens heads head_dim page_shift num_pages"),
     ("int", "format group group_shift scale_is_float rotated is_static"),
     ("tile::Divisor", "by_heads by_tokens"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import cupy
 import numpy as np
 
 from cuattn._quantized import BFLOAT16, FLOAT32, FORMATS, QuantizedArray, code_columns
+from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.arguments import Scales
 from cuattn.gpu.compiler import Variant
@@ -72,6 +74,33 @@ def operand(array: Any) -> Operand:
     if made.codes is array.data:  # else it is a copy of this call's
         object.__setattr__(array, "on_device", made)
     return made
+
+
+def sequences_to_expand(k: Any, v: Any, spec: AttentionSpec, *, elementwise: bool) -> int:
+    """As of :mod:`cuattn.gpu.dispatch.quantization`, on the current device."""
+    if not (spec.k_format and spec.v_format):
+        return 0
+    arch = compiler.device_arch(cupy.cuda.runtime.getDevice())
+    return dispatch.sequences_to_expand(spec, (k.like, v.like), arch, elementwise=elementwise)
+
+
+def expanded(
+    k: QuantizedArray,
+    v: QuantizedArray,
+    spec: AttentionSpec,
+    seq_lens: cupy.ndarray | None,
+    page_table: cupy.ndarray | None,
+) -> tuple[cupy.ndarray, cupy.ndarray, AttentionSpec]:
+    """Keys and values as numbers of q's dtype, in a cache of each, and the call over these. Tokens
+    beyond a sequence's length are left as they are."""
+    caches = []
+    for array, head_dim in ((k, spec.head_dim), (v, spec.head_dim_v)):
+        x = scratch_array((spec.batch, spec.seqlen_k, spec.heads_kv, head_dim), spec.dtype)
+        where = {"page_table": page_table, "seq_lens": seq_lens}
+        _convert(dispatch.dequantize, x, array, is_static=True, **where)
+        caches.append(x)
+    plain = dataclasses.replace(spec, k_format="", v_format="", keys="cached", page_size=0)
+    return caches[0], caches[1], plain
 
 
 def scale_addresses(k: Operand, v: Operand) -> dict[str, int]:
@@ -166,8 +195,9 @@ def _convert(
     array: QuantizedArray,
     *,
     is_static: bool,
+    **where: cupy.ndarray | None,
 ) -> None:
-    """Launch a kernel that makes codes of x, or x of codes."""
+    """Launch a kernel that makes codes of x, or x of codes; `where` as of `_params`."""
     x, codes = (_four_axes(part) for part in (x, contiguous_last_axis(array.data)))
     aligned = (
         x.data.ptr % 16 == 0
@@ -178,7 +208,7 @@ def _convert(
     dtype = x.dtype.name
     lanes = dispatch.row_lanes(dtype, x.shape[-1], array.group_size, aligned=aligned)
     variant = choose(dtype, lanes, array, is_static=is_static)
-    params = _params(x, codes, array, is_static=is_static)
+    params = _params(x, codes, array, is_static=is_static, **where)
     kernel = compiler.kernel(variant, x.device.id)
     blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
     kernel((blocks,), (variant.config.threads,), (params,))
@@ -201,9 +231,16 @@ def _find_scales(x: cupy.ndarray, array: QuantizedArray) -> None:
 
 
 def _params(
-    x: cupy.ndarray, codes: cupy.ndarray, array: QuantizedArray, *, is_static: bool
+    x: cupy.ndarray,
+    codes: cupy.ndarray,
+    array: QuantizedArray,
+    *,
+    is_static: bool,
+    page_table: cupy.ndarray | None = None,
+    seq_lens: cupy.ndarray | None = None,
 ) -> np.void:
-    """QuantizeParams of four axes."""
+    """QuantizeParams of four axes. With a page table x has sequences where `codes` has pages; of
+    each of x's, the tokens are wanted that `seq_lens` counts."""
     scale = _four_axes(array.scale)
     minimum = None if array.minimum is None else _four_axes(array.minimum)
     pages, tokens, heads, head_dim = x.shape
@@ -214,19 +251,19 @@ def _params(
         scale.data.ptr,
         pointer(minimum),
         pointer(array.offset),
-        0,
+        pointer(page_table),
+        pointer(seq_lens),
         *(stride // x.itemsize for stride in x.strides[:-1]),
         *codes.strides[:-1],
         *_strides(scale),
         *((0, 0, 0, 0) if minimum is None else _strides(minimum)),
-        0,
+        0 if page_table is None else page_table.strides[0] // page_table.itemsize,
         pages * tokens * heads,
         tokens,
         heads,
         head_dim,
-        0,
-        0,
-        0,
+        codes.shape[1].bit_length() - 1,
+        codes.shape[0],
         FORMATS[array.dtype].number,
         group,
         group.bit_length() - 1,

@@ -1,7 +1,7 @@
 // Dequantises codes, which may lie in the pages of a cache. Memory-bound.
 //
-//   x (pages, tokens, heads, head_dim), or with a page table (sequences, tokens, heads, head_dim)
-//   for tokens from first_token on; QuantizeParams and quantize.cu say the rest.
+//   x (pages, tokens, heads, head_dim), or with a page table (sequences, tokens, heads, head_dim).
+//   QuantizeParams and quantize.cu say the rest.
 #include "quantization/params.cuh"
 
 using T = Config::dtype;
@@ -10,6 +10,7 @@ using Row = tile::RowOf<Config::lanes>::type;
 extern "C" __global__ void __launch_bounds__(Config::threads, 2)
     dequantize_rows(const __grid_constant__ QuantizeParams params) {
   const quantization::Place at = quantization::place_of<Row>(params);
+  if (params.seq_lens != nullptr && !__syncthreads_or(at.token < params.seq_lens[at.page])) return;
   const PageStrides& stride = params.x_stride;
   T* const x = static_cast<T*>(params.x) + at.page * stride.page + at.token * stride.seq +
                at.head * stride.head;

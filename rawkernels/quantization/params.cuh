@@ -17,11 +17,11 @@ struct QuantizeParams {
   void* minimum;          // null: none
   const float* offset;    // (heads, head_dim); null: none
   const int* page_table;  // of the codes; null: a page has the page's number
+  const int* seq_lens;    // tokens of each of x's pages that are wanted; null: all
   PageStrides x_stride, codes_stride;
   ScaleStrides scale_stride, minimum_stride;
   long long table_stride;
   int rows, tokens, heads, head_dim;
-  int first_token;  // with a page table: the sequence's token that is x's first
   int page_shift, num_pages;
   int format, group, group_shift, scale_is_float, rotated, is_static;
   tile::Divisor by_heads, by_tokens;
@@ -50,8 +50,8 @@ __device__ __forceinline__ tile::CodeRow<kFormat> codes_of(const QuantizeParams&
   if (params.page_table != nullptr) {
     const kvcache::PageTable table = {params.page_table, params.table_stride, params.page_shift,
                                       params.num_pages};
-    page = table.page(at.page, params.first_token + at.token);
-    slot = table.slot(params.first_token + at.token);
+    page = table.page(at.page, at.token);
+    slot = table.slot(at.token);
   }
   const auto scale_at = [&](void* scales, const ScaleStrides& stride) -> void* {
     if (scales == nullptr) return nullptr;

@@ -199,3 +199,118 @@ def test_a_cache_goes_on_where_another_was(rng):
         for each, to in ((cache, cupy.asarray), (other, np.asarray))
     )
     np.testing.assert_allclose(got.get().astype(float), want.astype(float), atol=2e-3)
+
+
+class Prompts:
+    """Calls of 40 query tokens a sequence over codes, in pages that are out of order, some of them
+    of several sequences, or in caches; sequences end anywhere."""
+
+    seq_lens = np.array([100, 43, 64], np.int32)
+    bounds = np.array([0, 60, 90, 120], np.int32)
+
+    def __init__(self, rng, way, *, paged, ragged=False, dim=64, dtype=BFLOAT16):
+        formats = ("int8", "int4") if way == "k8v4" else (way, way)
+        shape = (21, 16, 2, dim) if paged else (3, 112, 2, dim)
+        arrays = []
+        for name, format in zip("kv", formats, strict=True):
+            x = rng.standard_normal(shape).astype(dtype)
+            options = {"offset": x.mean(axis=(0, 1), dtype=np.float32)} if name == "k" else {}
+            options |= {"symmetric": format != "int4", "rotate": name == "k"}
+            arrays.append(cuattn.quantize(x, format, **options))
+        self.k, self.v = arrays
+        self.q = rng.standard_normal((3, 40, 4, dim)).astype(dtype)
+        self.options = {"window": (50, None)}
+        self.table = None
+        if paged:
+            self.table = rng.permutation(21).reshape(3, 7).astype(np.int32)
+            self.table[1:, :2] = self.table[0, :2]
+            for b, n in enumerate(self.seq_lens):
+                self.table[b, -(-n // 16) :] = 1 << 30
+        if ragged:
+            self.q = self.q.reshape(-1, 4, dim)
+            self.options["cu_seqlens_q"] = self.bounds
+
+    def call(self, q, k, v, to, **more):
+        """The call with arrays that `to` has made of NumPy's."""
+        options = {
+            name: to(value) if isinstance(value, np.ndarray) else value
+            for name, value in (self.options | more).items()
+        }
+        if self.table is not None:
+            return cuattn.paged_attention(q, k, v, to(self.table), to(self.seq_lens), **options)
+        return cuattn.flash_decode(q, k, v, to(self.seq_lens), **options)
+
+    def on_gpu(self, **more):
+        return self.call(cupy.asarray(self.q), on_gpu(self.k), on_gpu(self.v), cupy.asarray, **more)
+
+    def check(self, got, **more):
+        """By the values, and by these in q's dtype: that is what kernels read."""
+        numbers = [cuattn.dequantize(x, np.float64) for x in (self.k, self.v)]
+        want = self.call(self.q.astype(np.float64), *numbers, np.asarray, **more)
+        rounded = [cuattn.dequantize(x, self.q.dtype) for x in (self.k, self.v)]
+        plain = self.call(self.q, *rounded, np.asarray, **more)
+        slack = 4 * float(ml_dtypes.finfo(self.q.dtype).eps)
+        formulas.assert_accurate(got.get(), want, plain, slack=slack)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("way", ["int8", "k8v4", "float8_e4m3"])
+def test_prompts_over_pages(rng, way, ragged):
+    """Of which the same numbers in 16 bits are made first."""
+    prompts = Prompts(rng, way, paged=True, ragged=ragged)
+    prompts.check(prompts.on_gpu())
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_prompts_over_caches(rng, dim):
+    prompts = Prompts(rng, "int8", paged=False, dim=dim, dtype=np.dtype(np.float16))
+    prompts.check(prompts.on_gpu())
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_prompts_that_take_turns(rng, paged, monkeypatch):
+    """Where the numbers of all sequences would take too much memory."""
+    prompts = Prompts(rng, "int8", paged=paged)
+    more = {"alibi_slopes": rng.random((3, 4)).astype(np.float32)}
+    whole = prompts.on_gpu(return_lse=True, **more)
+    monkeypatch.setattr("cuattn.gpu.dispatch.quantization.MOST_EXPANDED", 2 * 112 * 2 * 128 * 2)
+    for one, other in zip(prompts.on_gpu(return_lse=True, **more), whole, strict=True):
+        cupy.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=2e-2)
+    prompts.check(whole[0], **more)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_masks_over_codes(rng, tokens):
+    """For which there is no kernel of tensor cores that reads codes."""
+    prompts = Prompts(rng, "int8", paged=True)
+    prompts.q = prompts.q[:, :tokens]
+    more = {"key_mask": rng.random((3, 112)) > 0.3}
+    prompts.check(prompts.on_gpu(**more), **more)
+
+
+def test_prompts_in_a_graph(rng):
+    """A replay expands what codes, lengths and the page table then are."""
+    prompts = Prompts(rng, "int8", paged=True)
+    q, k, v = cupy.asarray(prompts.q), on_gpu(prompts.k), on_gpu(prompts.v)
+    table, seq_lens = cupy.asarray(prompts.table), cupy.asarray(prompts.seq_lens)
+    places = {prompts.table.ctypes.data: table, prompts.seq_lens.ctypes.data: seq_lens}
+
+    def call():
+        return prompts.call(q, k, v, lambda array: places[array.ctypes.data])
+
+    call()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        out = call()
+        graph = stream.end_capture()
+        for array in (k.data, v.data):
+            array[:] = array[::-1].copy()
+        seq_lens[:] = cupy.asarray(np.array([81, 100, 40], np.int32))
+        table[:] = cupy.asarray(rng.permutation(21).reshape(3, 7).astype(np.int32))
+        out[:] = np.nan
+        graph.launch(stream)
+        again = call()
+    stream.synchronize()
+    cupy.testing.assert_array_equal(out, again)

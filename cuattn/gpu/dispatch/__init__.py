@@ -57,6 +57,7 @@ from cuattn.gpu.dispatch.quantization import (
     quantization_variants,
     quantize,
     row_lanes,
+    sequences_to_expand,
 )
 from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding, queries_for_decoding
 from cuattn.gpu.dispatch.sampling import (
@@ -122,6 +123,7 @@ __all__ = [
     "sample_unfiltered",
     "sampling_variants",
     "segment",
+    "sequences_to_expand",
     "sm90_section",
     "softmax",
     "speculate",

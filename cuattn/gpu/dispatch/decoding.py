@@ -151,7 +151,9 @@ class Sm80DecodeConfig(Config):
         rings = self.warps_k * self.stages * self.stage_bytes
         pages = self.stages * warps * self.warp_keys * 4
         rows = self.query_buffers * self.rows * self.head_dim * 2 + warps * 4 * self.head_dim * 4
-        small = 32 * warps + (12 if self.mask else 8) * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
+        small = 32 * warps + 8 * self.rows + 64 * (warps + 1) + 172 + 4 * max(self.table, 1)
+        if self.mask:
+            small += 4 * self.rows
         if self.k_format:
             small += self.rows * (8 + 8 * self.k_groups)
         return -(-(rings + rows + pages + small) // 128) * 128

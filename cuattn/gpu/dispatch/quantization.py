@@ -1,13 +1,19 @@
-"""Which variants of the kernels that make codes of numbers, and numbers of codes, serve a call."""
+"""Which variants of the kernels that make codes of numbers, and numbers of codes, serve a call; and
+which calls of attention want numbers made of their codes first."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn._quantized import FORMATS, QuantizedArray
+from cuattn._quantized import BFLOAT16, FORMATS, QuantizedArray
+from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.launch import MAX_DIM, capability
+from cuattn.gpu.dispatch.routing import rows_of_sequence
 
 #: Lanes of a row in kernels that read and write 8 features at a time, by head_dim.
 ROW_LANES = {64: 2, 128: 4, 256: 8}
@@ -20,6 +26,13 @@ FORMAT_PAIRS = (
     ("int4", "int4"),
     ("int8", "int4"),
 )
+
+#: Rows of queries that meet a key head in a sequence, beyond which codes become 16-bit numbers
+#: before attention reads them. A decoding kernel reads and expands the codes once for every 16
+#: rows; to expand them apart, to write the numbers and to read those takes the time of four or five
+#: such turns, as bytes say (not yet timed on a GPU).
+EXPAND_ROWS = 64
+MOST_EXPANDED = 1 << 30  # bytes of those numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +119,46 @@ def has_formats(dtype: str, lanes: int) -> bool:
 def lanes_of(dtype: str) -> tuple[int, ...]:
     """Lanes of a row that there are variants for."""
     return (0,) if dtype == "float64" else (0, *ROW_LANES.values())
+
+
+def sequences_to_expand(
+    spec: AttentionSpec, likes: tuple[np.dtype, np.dtype], arch: str, *, elementwise: bool
+) -> int:
+    """How many sequences at a time have their codes expanded to numbers, over which their attention
+    then is; 0 where kernels of attention read the codes.
+
+    Those of prompts are expanded: once, and not for every tile of queries. So are those of calls
+    with a bias or mask, since over codes these are for `decode_simt` alone.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The call.
+    likes : (dtype, dtype)
+        What the codes' numbers were before: `QuantizedArray.like` of keys and of values.
+    arch : str
+        As ``sm_90a``.
+    elementwise : bool
+        Whether there is a bias or mask.
+    """
+    dims = spec.head_dim, spec.head_dim_v
+    elements = spec.seqlen_k * spec.heads_kv * sum(dims)
+    if (
+        not (spec.k_format and spec.v_format)
+        or spec.keys not in ("cached", "paged")
+        or spec.dtype.itemsize != 2
+        # float16 ends early: what was of another type may lie beyond.
+        or (spec.dtype != BFLOAT16 and any(like != spec.dtype for like in likes))
+        or not (elementwise or rows_of_sequence(spec) > EXPAND_ROWS)
+        or max(dims) > MAX_DIM
+        or any(dim % 8 for dim in dims)
+        or capability(arch) < 80
+        or elements == 0
+    ):
+        return 0
+    most = min(spec.batch, MOST_EXPANDED // (spec.dtype.itemsize * elements))
+    # Which of ragged rows are whose, only the device knows.
+    return most if most == spec.batch or spec.rows == "batched" else 0
 
 
 def quantization_variants() -> Iterator[Variant]:

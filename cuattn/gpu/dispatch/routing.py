@@ -108,7 +108,7 @@ def queries_for_decoding(call: Call) -> int:
     if (
         call.arch != "sm_90a"
         or spec.rows != "ragged"
-        or spec.keys != "paged"
+        or spec.keys not in ("cached", "paged")
         or spec.batch < 2
         or call.partial is not None
         or call.num_splits is not None

@@ -1,0 +1,82 @@
+"""Which calls over codes have numbers made of them first: pure functions of a call's shapes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuattn._spec import attention_spec
+from cuattn.gpu import dispatch
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "sequences"),
+    [
+        ({}, 4),
+        ({"tokens": 17}, 4),  # 68 rows of a key head
+        ({"tokens": 16}, 0),  # 64
+        ({"tokens": 1, "elementwise": True}, 4),
+        ({"formats": ("int4", "float8_e5m2")}, 4),
+        ({"formats": ("int8", "")}, 0),
+        ({"formats": ("", "")}, 0),
+        ({"likes": (FLOAT32, FLOAT32)}, 4),
+        ({"dtype": FLOAT16, "likes": (FLOAT16, FLOAT16)}, 4),
+        ({"dtype": FLOAT16, "likes": (FLOAT16, FLOAT32)}, 0),
+        ({"dtype": FLOAT32, "likes": (FLOAT32, FLOAT32)}, 0),
+        ({"arch": "sm_80"}, 4),
+        ({"arch": "sm_75"}, 0),
+        ({"dim": 256}, 4),
+        ({"dim": 264}, 0),
+        ({"dim": 60}, 0),
+        ({"capacity": 1 << 17}, 2),  # half a GiB each
+        ({"capacity": 1 << 19}, 0),
+        ({"ragged": True}, 4),
+        ({"ragged": True, "capacity": 1 << 17}, 0),
+        ({"capacity": 0}, 0),
+    ],
+)
+def test_codes_of_prompts_are_expanded(change, sequences):
+    call = {"tokens": 100, "capacity": 4096, "dim": 128, "formats": ("int8", "int8")}
+    call |= {"dtype": BFLOAT16, "likes": (BFLOAT16, BFLOAT16), "arch": "sm_90a"}
+    call |= {"elementwise": False, "ragged": False} | change
+    batch, ragged = 4, call["ragged"]
+    lead = () if ragged else (batch,)
+    rows = (batch * call["tokens"],) if ragged else (batch, call["tokens"])
+    cache = (*lead, call["capacity"], 8, call["dim"])
+    spec = attention_spec(
+        "paged_attention",
+        (*rows, 32, call["dim"]),
+        *(cache, cache),
+        *[call["dtype"]] * 3,
+        causal=True,
+        sequences=batch if ragged else None,
+        keys="paged",
+        page_size=16,
+        formats=call["formats"],
+    )
+    expanded = dispatch.sequences_to_expand(
+        spec, call["likes"], call["arch"], elementwise=call["elementwise"]
+    )
+    assert expanded == sequences
+
+
+def test_numbers_of_ragged_prompts_are_a_cache_of_each_sequence():
+    """Which is how the calls that were over pages go on."""
+    cache = (1024, 8, 128)
+    spec = attention_spec(
+        "paged_attention",
+        (400, 32, 128),
+        *(cache, cache),
+        *[BFLOAT16] * 3,
+        causal=True,
+        sequences=4,
+        keys="cached",
+    )
+    launch = dispatch.choose(dispatch.Call.contiguous(spec, "sm_90a"))
+    names = {launch.variant.entry, launch.beside and launch.beside.variant.entry}
+    assert "forward_sm90" in names
+    assert dispatch.choose(dispatch.Call.contiguous(spec, "sm_80")).variant.entry == "decode_sm80"
