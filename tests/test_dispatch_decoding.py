@@ -335,6 +335,40 @@ def test_bias_and_mask_are_read_by_tensor_core_kernels(change, rows, has_bias):
     assert scores["score_cols"] in (999, 1000)
 
 
+SCALES = params.Scales(
+    *((0, 1, 1000, 1), (0, 0, 0, 0), 1),
+    is_float32=False,
+    has_minimum=False,
+    paired=False,
+    has_offset=False,
+    rotated=False,
+    aligned=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens", "rows"),
+    [(64, 1, 8), (128, 4, 16), (128, 40, 16), (256, 1, 8), (256, 3, 16), (208, 9, 16)],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_codes_are_for_tensor_cores(arch, dim, tokens, rows):
+    """Of any number of rows, in as many tiles as it takes."""
+    cache = (40, 1000, 8, dim)
+    spec = attention_spec(
+        *("flash_decode", (40, tokens, 32, dim), cache, cache),
+        *[np.dtype(np.float16)] * 3,
+        causal=True,
+        keys="cached",
+        formats=("int8", "int8"),
+    )
+    columns = [(8 * dim * 1000, 8 * dim, dim, 1)] * 2
+    call = Call.contiguous(spec, arch, k_scales=SCALES, v_scales=SCALES)
+    assert call.strides[1:3] == tuple(columns)
+    launch = dispatch.choose(call)
+    assert (launch.variant.entry, launch.variant.config.rows) == ("decode_sm80", rows)
+    assert launch.variant in set(dispatch.variants(arch))
+
+
 def cached(batch, heads, capacity, dim):
     cache = (batch, capacity, heads[1], dim)
     dtypes = [np.dtype(np.float16)] * 3

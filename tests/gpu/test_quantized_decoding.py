@@ -130,7 +130,7 @@ def check(result, q, k, v, lens, **options):
 
 
 @PAIRS
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_code_at_every_channel(tiers, formats, dim):
     """One key a sequence, and queries that each ask for one channel."""
     heads, group = dim // 8, 8
@@ -163,7 +163,7 @@ def test_every_code_at_every_channel(tiers, formats, dim):
 
 @PAIRS
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("heads_q", "tokens"), [(8, 1), (2, 3), (8, 3), (16, 3), (8, 16)])
 def test_rows(rng, tiers, formats, paged, dim, heads_q, tokens):
     k, v = (Cache(rng, LENS, 2, dim, format) for format in formats)
