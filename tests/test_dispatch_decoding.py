@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cuattn._spec import MAX_HEAD_DIM, attention_spec
 from cuattn.gpu import dispatch, params
+from cuattn.gpu.arguments import Scales
 from cuattn.gpu.dispatch import Call, Layout
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
@@ -335,7 +336,7 @@ def test_bias_and_mask_are_read_by_tensor_core_kernels(change, rows, has_bias):
     assert scores["score_cols"] in (999, 1000)
 
 
-SCALES = params.Scales(
+SCALES = Scales(
     *((0, 1, 1000, 1), (0, 0, 0, 0), 1),
     is_float32=False,
     has_minimum=False,

@@ -14,6 +14,7 @@ from cuattn._quantized import format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.params import (
     BACKWARD_PARAMS,
+    CACHE_PARAMS,
     CACHE_WRITE_PARAMS,
     DECODE_PARAMS,
     DROPOUT_PARAMS,
@@ -88,6 +89,16 @@ def forward_arguments(
         group=group,
         queries_of_64_rows=64 // group,
         group_magic=-(-(1 << 16) // group),
+    )
+
+
+def cache_arguments(spec: AttentionSpec, *, table_stride: int, num_pages: int) -> Arguments:
+    """Pack CACHE_PARAMS but for what each launch fills in; `table_stride` in elements, `num_pages`
+    of paged keys."""
+    return CACHE_PARAMS.arguments(
+        table_stride=table_stride,
+        page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
+        num_pages=num_pages if spec.page_size else spec.batch,
     )
 
 

@@ -27,6 +27,13 @@ FORWARD_PARAMS = Struct(
     ("unsigned", "group_magic"),
 )
 
+CACHE_PARAMS = Struct(
+    "CacheParams",
+    ("const int*", "page_table seq_lens"),
+    ("long long", "table_stride"),
+    ("int", "page_shift num_pages"),
+)
+
 SM90_PARAMS = Struct(
     "Sm90Params",
     ("ptx::TensorMap", "q k v bias mask k_pair v_pair"),
@@ -259,6 +266,7 @@ JVP_PARAMS = Struct(
 #: Every struct, and a kernel that takes it.
 STRUCTS = {
     FORWARD_PARAMS: "attention/forward_simt.cu",
+    CACHE_PARAMS: "attention/forward_sm80.cu",
     SM90_PARAMS: "attention/forward_sm90.cu",
     DECODE_PARAMS: "decoding/decode_simt.cu",
     SCORE_PARAMS: "decoding/decode_simt.cu",

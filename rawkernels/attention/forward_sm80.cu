@@ -18,7 +18,8 @@
 // warps; general: with bias, mask, alibi_slopes, softcap, a scale of any sign, and rows that start
 // anywhere. Without it scores are only scaled, rows are whole 16-byte chunks at multiples of 16
 // bytes; dropout: after the sums of exponentials, P's entries are cleared where tile/dropout.cuh
-// says so.
+// says so; cached: k and v lie in caches or pages (attention/cache_sm80.cuh).
+#include "attention/cache_sm80.cuh"
 #include "attention/params.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -48,7 +49,16 @@ static_assert(kBytesQ + kBytesK + kBytesV <= Config::smem_bytes,
 static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0,
               "swizzled tiles must begin at multiples of 128 bytes");
 
-using Params = tile::ParamsOf<ForwardParams, Config::dropout>::Type;
+template <bool kCached>
+struct ParamsOf {
+  using Type = tile::ParamsOf<ForwardParams, Config::dropout>::Type;
+};
+template <>
+struct ParamsOf<true> {
+  using Type = CachedForwardParams;
+};
+using Params = ParamsOf<Config::cached>::Type;
+static_assert(!Config::cached || !Config::dropout, "a cache is for calls without dropout");
 
 extern __shared__ __align__(128) unsigned char smem[];
 
@@ -64,9 +74,9 @@ struct Problem {
 
 // Varlen: grid (slots, heads). Else grid (tiles * n, heads of all batches / n), the n heads of one
 // y fastest. Either way the rightmost queries, which see most keys under a causal mask, come first.
-__device__ __forceinline__ Problem find_problem(const ForwardParams& params) {
+__device__ __forceinline__ Problem find_problem(const Params& params) {
   if (params.cu_seqlens_q != nullptr) {
-    const auto s = tile::varlen_sequence<kTileM>(params, gridDim.x - 1 - blockIdx.x);
+    const auto s = attention::sequence_of_slot<kTileM>(params, gridDim.x - 1 - blockIdx.x);
     const int head = blockIdx.y;
     return {s.index, head, s.tile, s.begin_q, s.begin_k, s.seqlen_q, s.seqlen_k};
   }
@@ -75,13 +85,14 @@ __device__ __forceinline__ Problem find_problem(const ForwardParams& params) {
   const bool exists = head < params.batch * params.heads_q;
   const int tile = exists ? static_cast<int>(tiles - 1 - blockIdx.x / heads) : -1;
   const int batch = head / params.heads_q;
-  return {batch, head - batch * params.heads_q, tile, 0, 0, params.seqlen_q, params.seqlen_k};
+  const int seqlen_k = attention::count_keys(params, batch);
+  return {batch, head - batch * params.heads_q, tile, 0, 0, params.seqlen_q, seqlen_k};
 }
 
 __device__ __forceinline__ long long first_element(const ForwardParams& params,
                                                    const Strides& stride, const Problem& p,
-                                                   int head, long long row) {
-  const int batch = params.cu_seqlens_q != nullptr ? 0 : p.batch;
+                                                   int head, long long row, bool paged = false) {
+  const int batch = params.cu_seqlens_q != nullptr || paged ? 0 : p.batch;
   return batch * stride.batch + head * stride.head + row * stride.seq;
 }
 
@@ -268,20 +279,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   const T* q = static_cast<const T*>(params.q) +
                first_element(params, params.q_stride, p, p.head, p.begin_q);
   const T* k = static_cast<const T*>(params.k) +
-               first_element(params, params.k_stride, p, head_kv, p.begin_k);
+               first_element(params, params.k_stride, p, head_kv, p.begin_k, Config::cached);
   const T* v = static_cast<const T*>(params.v) +
-               first_element(params, params.v_stride, p, head_kv, p.begin_k);
+               first_element(params, params.v_stride, p, head_kv, p.begin_k, Config::cached);
   const auto is_aligned = [](const void* matrix, const Strides& stride, int cols) {
     return !Config::general || aligned(matrix, stride, cols);
   };
   const tile::TileLoader<T, TileQ, kTileM, kThreads> load_q(
       q, params.q_stride.seq, params.head_dim,
       is_aligned(params.q, params.q_stride, params.head_dim));
-  const tile::TileLoader<T, TileQ, kTileN, kThreads> load_k(
-      k, params.k_stride.seq, params.head_dim,
+  const attention::KeyLoader<Params, T, TileQ, kTileN, kThreads> load_k(
+      params, p.batch, k, params.k_stride, params.head_dim,
       is_aligned(params.k, params.k_stride, params.head_dim));
-  const tile::TileLoader<T, TileV, kTileN, kThreads> load_v(
-      v, params.v_stride.seq, params.head_dim_v,
+  const attention::KeyLoader<Params, T, TileV, kTileN, kThreads> load_v(
+      params, p.batch, v, params.v_stride, params.head_dim_v,
       is_aligned(params.v, params.v_stride, params.head_dim_v));
 
   const int warp_row = threadIdx.x / 32 * kRows;               // within the tile

@@ -86,6 +86,11 @@ class TileLoader {
     target_ = Tile::at(row, chunk);
   }
 
+  // Of a thread's chunk in a tile, from that of its first pass and group.
+  __device__ __forceinline__ static int offset(int pass, int group) {
+    return pass * kRowsPerPass * Tile::kRowBytes + group * Tile::kGroup * 16;
+  }
+
   // Rows first_row on, but only `content` of them. Rows outside [begin, end) and columns from cols
   // on become zeros and are not read: what lies there may be NaN, and 0 · NaN is NaN.
   __device__ __forceinline__ void load(unsigned tile, int first_row, int begin, int end,
@@ -106,11 +111,24 @@ class TileLoader {
     }
   }
 
- private:
-  __device__ __forceinline__ static int offset(int pass, int group) {
-    return pass * kRowsPerPass * Tile::kRowBytes + group * Tile::kGroup * 16;
+  // Copies the first `count` elements of a chunk, or what of them is `content`; zeros follow.
+  __device__ __forceinline__ static void copy_elements(unsigned target, const T* source, int count,
+                                                       int content) {
+    T chunk[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      chunk[i] = i < count ? source[i] : static_cast<T>(0.0f);
+      if (content == kValues) continue;
+      const float value = static_cast<float>(chunk[i]);
+      const bool finite = fabsf(value) <= 3.402823466e38f;
+      const bool counts = !finite && (content == kPositive ? !(value < 0.0f) : !(value > 0.0f));
+      chunk[i] = content == kFinite ? (finite ? chunk[i] : static_cast<T>(0.0f))
+                                    : static_cast<T>(counts ? 1.0f : 0.0f);
+    }
+    *static_cast<uint4*>(__cvta_shared_to_generic(target)) = reinterpret_cast<const uint4&>(chunk);
   }
 
+ private:
   __device__ __forceinline__ void load_edge(unsigned tile, int first_row, int begin, int end,
                                             bool chunks, int content) const {
     const int thread = ptx::thread_index();  // nothing for this rare path is kept in registers
@@ -133,22 +151,6 @@ class TileLoader {
       }
       source += kRowsPerPass * row_stride_;
     }
-  }
-
-  __device__ __forceinline__ static void copy_elements(unsigned target, const T* source, int count,
-                                                       int content) {
-    T chunk[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      chunk[i] = i < count ? source[i] : static_cast<T>(0.0f);
-      if (content == kValues) continue;
-      const float value = static_cast<float>(chunk[i]);
-      const bool finite = fabsf(value) <= 3.402823466e38f;
-      const bool counts = !finite && (content == kPositive ? !(value < 0.0f) : !(value > 0.0f));
-      chunk[i] = content == kFinite ? (finite ? chunk[i] : static_cast<T>(0.0f))
-                                    : static_cast<T>(counts ? 1.0f : 0.0f);
-    }
-    *static_cast<uint4*>(__cvta_shared_to_generic(target)) = reinterpret_cast<const uint4&>(chunk);
   }
 };
 

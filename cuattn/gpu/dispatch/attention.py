@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn.gpu.arguments import dropout_arguments, forward_arguments
+from cuattn.gpu.arguments import cache_arguments, dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.structs import Arguments
@@ -107,6 +107,7 @@ class Sm80ForwardConfig(Config):
     tile_n: int
     warps: int
     dropout: bool = False
+    cached: bool = False  # keys and values lie in caches or pages
 
     @property
     def threads(self) -> int:
@@ -145,12 +146,18 @@ SM80_DROPOUT_TILES = SM80_TILES | {
     ),
 }
 
+#: Those of calls over caches, whose page numbers take registers.
+SM80_CACHE_TILES = SM80_TILES | {
+    (64, 64): (((128, 64, 4),) * 3, ((128, 32, 4),) * 3),
+    (128, 128): (((128, 32, 4),) * 3, ((64, 64, 4),) * 3),
+}
+
 #: Of keys and values that blocks work on at the same time: they should stay in L2.
 SM80_GROUP_BYTES = 16 << 20
 
 
 class Sm80Forward:
-    """16-bit calls of whole sequences, of any kind."""
+    """16-bit calls of any kind, whose keys lie in arrays, caches or pages."""
 
     name = "forward_sm80"
     decodes = False
@@ -160,9 +167,10 @@ class Sm80Forward:
         """The launch for a call, or None."""
         spec = call.spec
         heads = spec.batch * spec.heads_q
+        cached = spec.keys in ("cached", "paged")
         if (
             capability(call.arch) < 80
-            or spec.keys not in ("batched", "ragged")
+            or (cached and (spec.dropout != 0.0 or call.partial is not None or spec.quantized))
             or spec.dtype.itemsize != 2
             or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
             or spec.heads_q > GRID_Y
@@ -179,6 +187,7 @@ class Sm80Forward:
             general,
             spec.dropout != 0.0,
             call.arch,
+            cached=cached,
         )
         if spec.rows == "ragged":
             grid = spec.seqlen_q // config.tile_m + spec.batch, spec.heads_q
@@ -196,6 +205,9 @@ class Sm80Forward:
         arguments = _arguments(call)
         if config.dropout:
             arguments = arguments.followed_by(dropout_arguments(spec))
+        if cached:
+            table = {"table_stride": call.table_stride, "num_pages": call.num_pages}
+            arguments = arguments.followed_by(cache_arguments(spec, **table))
         return Launch(_sm80_variant(config), grid, (arguments,))
 
     def variants(self, arch: str) -> Iterator[Variant]:
@@ -205,14 +217,23 @@ class Sm80Forward:
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
             for general, dropout in itertools.product((False, True), repeat=2):
                 yield _sm80_variant(_sm80_config(dtype, dims, general, dropout, arch))
+            for general in (False, True):
+                yield _sm80_variant(_sm80_config(dtype, dims, general, False, arch, cached=True))
 
 
 def _sm80_config(
-    dtype: str, dims: tuple[int, int], general: bool, dropout: bool, arch: str
+    dtype: str,
+    dims: tuple[int, int],
+    general: bool,
+    dropout: bool,
+    arch: str,
+    *,
+    cached: bool = False,
 ) -> Sm80ForwardConfig:
     shared = (228, 164, 100).index(SHARED_KIB.get(capability(arch), 100))
-    tile = (SM80_DROPOUT_TILES if dropout else SM80_TILES)[dims][general][shared]
-    return Sm80ForwardConfig(dtype, *dims, general, *tile, dropout=dropout)
+    tiles = SM80_CACHE_TILES if cached else SM80_DROPOUT_TILES if dropout else SM80_TILES
+    tile = tiles[dims][general][shared]
+    return Sm80ForwardConfig(dtype, *dims, general, *tile, dropout=dropout, cached=cached)
 
 
 def _sm80_variant(config: Sm80ForwardConfig) -> Variant:

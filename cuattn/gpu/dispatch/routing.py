@@ -293,4 +293,6 @@ def _rates(call: Call) -> Rates:
         or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
     ):
         return SIMT[spec.dtype.itemsize]
-    return HOPPER if call.arch == "sm_90a" else AMPERE
+    # A bias or mask over a cache is for forward_sm80.cu on Hopper, too.
+    wgmma = call.arch == "sm_90a" and not (call.elementwise and spec.keys in ("cached", "paged"))
+    return HOPPER if wgmma else AMPERE
