@@ -208,7 +208,7 @@ def test_the_partition_of_the_work_can_be_counted(spec, batch, seqlen_q, capacit
     """Steps of decoding/schedule.cuh are counted in int."""
     spec = dataclasses.replace(spec, batch=batch, seqlen_q=seqlen_q, seqlen_k=capacity)
     launch = dispatch.choose(Call.contiguous(spec, "sm_90a", num_pages=1000))
-    if "sm90" in launch.variant.source:
+    if launch.variant.entry not in ("decode_sm80", "decode_simt"):
         return
     fields, config = decode_params(launch), launch.variant.config
     tiles = -(-seqlen_q * spec.heads_q // spec.heads_kv // config.rows)
@@ -320,7 +320,7 @@ def test_bias_and_mask_are_read_by_tensor_core_kernels(change, rows, has_bias):
         formats=call["formats"],
     )
     given = {name: call[name] for name in ("bias", "mask") if name in call}
-    launch = dispatch.choose(Call.contiguous(spec, call["arch"], **given))
+    launch = dispatch.choose(Call.contiguous(spec, call["arch"], **given), TIERS)
     assert launch.variant in set(dispatch.variants(call["arch"]))
     if rows is None:
         assert launch.variant.entry == "decode_simt"
@@ -334,6 +334,46 @@ def test_bias_and_mask_are_read_by_tensor_core_kernels(change, rows, has_bias):
     scores = params.SCORE_PARAMS.unpack(packed[params.DECODE_PARAMS.size :])
     assert scores["mask"] == 1 << 20
     assert scores["score_cols"] in (999, 1000)
+
+
+@pytest.mark.parametrize(
+    ("arch", "mask", "keys", "entry"),
+    [
+        ("sm_90a", KEY_MASK, "cached", "forward_sm80"),
+        ("sm_90a", None, "cached", "forward_sm90"),
+        ("sm_80", None, "paged", "forward_sm80"),
+        ("sm_120", None, "cached", "forward_sm80"),
+        ("sm_120", layout((1, 1, 1, 1), bool), "paged", "forward_sm80"),
+        ("sm_75", None, "cached", "decode_simt"),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_prompts_over_caches_are_for_forward_kernels(arch, mask, keys, entry, ragged):
+    lead, rows = ((), (2400,)) if ragged else ((4,), (4, 600))
+    cache = (*lead, 1024, 8, 128)
+    spec = attention_spec(
+        "paged_attention",
+        (*rows, 32, 128),
+        *(cache, cache),
+        *[np.dtype(np.float16)] * 3,
+        causal=True,
+        sequences=4 if ragged else None,
+        keys=keys,
+        page_size=16 if keys == "paged" else 0,
+    )
+    call = Call.contiguous(spec, arch, num_pages=256 if keys == "paged" else 0, mask=mask)
+    launch = dispatch.choose(call)
+    assert launch.variant in set(dispatch.variants(arch))
+    beside = launch.beside and launch.beside.variant.entry
+    assert entry in (launch.variant.entry, beside)
+    if entry == "forward_sm80":
+        assert launch.variant.config.cached
+        (arguments,) = launch.arguments
+        packed = arguments.pack(collections.defaultdict(int, seq_lens=1 << 20))
+        fields = params.CACHE_PARAMS.unpack(packed[params.FORWARD_PARAMS.size :])
+        assert fields["seq_lens"] == 1 << 20
+        shift, pages = (4, 256) if keys == "paged" else (30, 4)
+        assert (fields["page_shift"], fields["num_pages"]) == (shift, pages)
 
 
 SCALES = Scales(
