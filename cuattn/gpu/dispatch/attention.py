@@ -146,10 +146,11 @@ SM80_DROPOUT_TILES = SM80_TILES | {
     ),
 }
 
-#: Those of calls over caches, whose page numbers take registers.
-SM80_CACHE_TILES = SM80_TILES | {
+#: Those of calls over caches, of fewer sizes; page numbers take registers.
+SM80_CACHE_TILES = {
     (64, 64): (((128, 64, 4),) * 3, ((128, 32, 4),) * 3),
     (128, 128): (((128, 32, 4),) * 3, ((64, 64, 4),) * 3),
+    (256, 256): SM80_TILES[256, 256],
 }
 
 #: Of keys and values that blocks work on at the same time: they should stay in L2.
@@ -178,12 +179,13 @@ class Sm80Forward:
         ):
             return None
         dims = spec.head_dim, spec.head_dim_v
+        tiles = SM80_CACHE_TILES if cached else SM80_TILES
         general = (
             call.has_score or not call.addressable or any(d % 8 for d in dims) or spec.scale <= 0.0
         )
         config = _sm80_config(
             spec.dtype.name,
-            next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1]),
+            next(tile for tile in tiles if dims[0] <= tile[0] and dims[1] <= tile[1]),
             general,
             spec.dropout != 0.0,
             call.arch,
@@ -217,7 +219,7 @@ class Sm80Forward:
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
             for general, dropout in itertools.product((False, True), repeat=2):
                 yield _sm80_variant(_sm80_config(dtype, dims, general, dropout, arch))
-            for general in (False, True):
+            for general in (False, True)[: 2 if dims in SM80_CACHE_TILES else 0]:
                 yield _sm80_variant(_sm80_config(dtype, dims, general, False, arch, cached=True))
 
 

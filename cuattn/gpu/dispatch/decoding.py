@@ -96,7 +96,7 @@ SHORT_RINGS = {
 LEAST_PAIRS = 0.95
 #: The same over codes, and formats of keys and values, with groups of features that have scales of
 #: their own, where it is for more than one.
-CODE_ROWS = {64: (8, 16), 128: (8, 16), 256: (8, 16)}
+CODE_ROWS = {64: (8, 16), 128: (8, 16), 256: (8,)}
 CODE_FORMATS = (
     ("int8", "int8"),
     ("float8_e4m3", "float8_e4m3"),
