@@ -79,4 +79,4 @@ def test_numbers_of_ragged_prompts_are_a_cache_of_each_sequence():
     launch = dispatch.choose(dispatch.Call.contiguous(spec, "sm_90a"))
     names = {launch.variant.entry, launch.beside and launch.beside.variant.entry}
     assert "forward_sm90" in names
-    assert dispatch.choose(dispatch.Call.contiguous(spec, "sm_80")).variant.entry == "decode_sm80"
+    assert dispatch.choose(dispatch.Call.contiguous(spec, "sm_80")).variant.entry == "forward_sm80"
