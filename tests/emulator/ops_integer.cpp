@@ -77,6 +77,11 @@ constexpr auto remainder = [](T a, T b) -> T {
   if (std::is_signed_v<T> && b == static_cast<T>(-1)) return 0;
   return static_cast<T>(a % b);
 };
+// With .relu a negative result becomes 0.
+template <class T>
+constexpr auto least_relu = [](T a, T b) { return most<T>(least<T>(a, b), 0); };
+template <class T>
+constexpr auto most_relu = [](T a, T b) { return most<T>(most<T>(a, b), 0); };
 constexpr auto add_saturated = [](int32_t a, int32_t b) {
   const int64_t sum = int64_t{a} + b;
   return static_cast<int32_t>(std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX));
@@ -121,9 +126,18 @@ void pairs(Warp& warp, const Instr& in) {
 Handler decode_binary(const Statement& statement, Instr& instr, Decoding& decoding) {
   const std::string& name = statement.parts[0];
   const Type type = type_of(statement);
-  expect_modifiers(statement, {"sat"});
+  expect_modifiers(statement, {"sat", "relu"});
   expect_operands(statement, 3, 3);
   read_rows(statement, instr, decoding, type.bytes);
+  if (statement.has("relu")) {
+    const bool smaller = name == "min";
+    if (type == type_named("s16x2")) {
+      return smaller ? pairs<int16_t, least_relu<int16_t>> : pairs<int16_t, most_relu<int16_t>>;
+    }
+    if (type != type_named("s32")) return nullptr;
+    return smaller ? binary<int32_t, int32_t, int32_t, least_relu<int32_t>>
+                   : binary<int32_t, int32_t, int32_t, most_relu<int32_t>>;
+  }
   if (type.parts == 2) {
     const bool s = type.is_signed();
     if (name == "add") return pairs<uint16_t, add<uint16_t>>;

@@ -132,6 +132,7 @@ CASES = [
      " subc.u32 h, h, y; mov.b64 %0, {l, h};}", "LLL",
      lambda a, b: wrapped(wide(a) - wide(b), a.dtype)),
     ("min.s32 %0, %1, %2;", "III", np.minimum),
+    ("min.relu.s32 %0, %1, %2;", "III", lambda a, b: np.maximum(np.minimum(a, b), 0)),
     ("max.u64 %0, %1, %2;", "LLL", np.maximum),
     ("abs.s32 %0, %1;", "II", np.abs),
     ("neg.s64 %0, %1;", "SS", lambda a: -a),
