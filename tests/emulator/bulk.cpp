@@ -70,8 +70,16 @@ void run_bulk_reduce(Warp& warp, const Instr& instr) {
         reinterpret_cast<float*>(warp.global(operands.to.at(warp, lane), bytes, kChunkBytes));
     work->from = warp.shared(operands.from.shared(warp, lane), bytes, kChunkBytes);
     work->bytes = bytes;
+    if (!warp.block->launch->late) {
+      work->add();
+      return;
+    }
     async_of(warp).bulk[lane].add(work);
-    perform(warp, [work] { work->add(); });
+    warp.block->launch->deferred.push_back([work, block = warp.block] {
+      if (work->from && block->live_warps == 0)
+        fail("a bulk reduction had not read its source when its block ended");
+      work->add();
+    });
   });
 }
 

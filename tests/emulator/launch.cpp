@@ -68,7 +68,7 @@ class Runner {
       clusters_[axis] = grid[axis] / launch_.cluster[axis];
     }
     if (count(block) > 1024) throw Failure("a block of more than 1024 threads");
-    if (shared_bytes_ > kMaxSharedBytes)
+    if (shared_bytes_ - kSharedBase > kMaxSharedBytes)
       throw Failure("a block of more shared memory than a multiprocessor has");
     const auto threads = static_cast<uint32_t>(count(block) * count(launch_.cluster));
     most_resident_ =
