@@ -75,8 +75,9 @@ struct ClusterAsync {
 WarpAsync& async_of(Warp& warp);
 ClusterAsync& async_of(Cluster& cluster);
 
-// Does `work` at once, or later as described above. Fails if that is after the block has ended.
-void perform(Warp& warp, std::function<void()> work);
+// Does `work`, which writes to shared memory at `to`, at once, or later as described above. Fails
+// if that is after the block whose memory it is has ended.
+void perform(Warp& warp, const uint8_t* to, std::function<void()> work);
 
 // An address operand: [base + offset].
 struct AddressOperand {

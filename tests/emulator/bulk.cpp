@@ -54,7 +54,7 @@ void run_bulk_load(Warp& warp, const Instr& instr) {
     uint8_t* to = warp.shared(operands.to.shared(warp, lane), bytes, kChunkBytes);
     const uint8_t* from = warp.global(operands.from.at(warp, lane), bytes, kChunkBytes);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
-    perform(warp, [=, &async] {
+    perform(warp, to, [=, &async] {
       std::memcpy(to, from, bytes);
       mbarrier_complete_tx(async, barrier, bytes);
     });
@@ -177,7 +177,7 @@ void run_tensor_load(Warp& warp, const Instr& instr) {
     uint8_t* to = warp.shared(address, bytes, 128);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
     const uint32_t swizzle = span ? span - kChunkBytes : 0;  // the bits of an address that change
-    perform(warp, [=, &async, rows = std::move(rows)] {
+    perform(warp, to, [=, &async, rows = std::move(rows)] {
       std::vector<uint8_t> line(pitch);
       uint32_t place = address;
       for (const BoxRow& row : rows) {

@@ -72,7 +72,7 @@ void run_store(Warp& warp, const Instr& instr) {
                                             warp.row<uint32_t>(operands.values[1])[lane]};
     uint8_t* to = warp.shared(operands.to.shared(warp, lane), sizeof values, sizeof values);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
-    perform(warp, [=, &async] {
+    perform(warp, to, [=, &async] {
       std::memcpy(to, values.data(), sizeof values);
       mbarrier_complete_tx(async, barrier, sizeof values);
     });

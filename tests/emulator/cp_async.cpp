@@ -72,7 +72,7 @@ void run_arrive(Warp& warp, const Instr& instr) {
     WarpAsync& async = async_of(warp);
     ClusterAsync& cluster = async_of(*warp.block->cluster);
     const uint64_t end = async.copies[lane].begun;
-    perform(warp, [&async, &cluster, lane, end, barrier] {
+    perform(warp, barrier, [&async, &cluster, lane, end, barrier] {
       for (const Copy& work : async.copies[lane].take(end)) copy(work);
       mbarrier_arrive(cluster, barrier);
     });
