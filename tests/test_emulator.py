@@ -1,0 +1,96 @@
+"""Every kernel runs without a GPU: a few GPU tests, in the emulator."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from cuattn.gpu import dispatch
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+#: Small ones, which launch every kernel between them.
+TESTS = (
+    "test_attention.py::test_no_batch_axis",
+    "test_gradients.py::test_very_low_scores",
+    "test_gradients.py::test_empty",
+    "test_gradients.py::test_captured_in_a_graph",
+    "test_gradients.py::test_aligned_bias_and_mask[sm80-bfloat16]",
+    "test_gradients.py::test_aligned_common_calls[sm90-bfloat16-head_dims0-True]",
+    "test_gradients.py::test_aligned_common_calls[sm90-bfloat16-head_dims3-False]",
+    "test_gradients.py::test_jvp_ignores_hidden_values",
+    "test_decoding.py::test_a_page_that_does_not_exist_disturbs_nobody_else",
+    "test_decoding.py::test_merge[2-float16]",
+    "test_mla.py::test_every_page_size[mla_sm90-256-True]",
+    "test_mla.py::test_every_width[mla_sm80-widths0]",
+    "test_split.py::test_into_an_array_of_any_strides",
+    "test_append_kv.py::test_places_that_do_not_exist_are_not_written",
+    "test_kvcache.py::test_host_memory_and_files[float16]",
+    "test_quantization.py::test_a_cache_goes_on_where_another_was",
+    "test_quantization.py::test_the_bits_of_numpy[34-float32]",
+    "test_sampling.py::test_parameters_on_the_device_are_clamped",
+    "test_sampling.py::test_penalties_are_those_of_numpy[float16]",
+    "test_sampling.py::test_softmax[2-float16]",
+    "test_sampling.py::test_speculation_is_that_of_numpy[40-chain]",
+    "test_sampling.py::test_arrays_of_other_libraries",
+    "test_positions.py::test_scalings",
+)
+
+
+@functools.cache
+def missing() -> str:
+    """Why the emulator cannot run here; empty where it can."""
+    if not sys.platform.startswith("linux"):
+        return "the emulator needs Linux"
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        return "the emulator needs g++"
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        return f"NVRTC is not available: {error}"
+    return ""
+
+
+def emulate(*tests: str, options: str = "") -> tuple[str, dict[str, int]]:
+    """Run GPU tests in a process of their own: its last lines, which say how they went, and how
+    often it launched each kernel."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"),
+            *("-m", "gpu", "--emulate", f"--emulate-options={options}", "--random-seed=1", *tests),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+    launches = re.search(r"^emulated launches: (.*)$", done.stdout, re.MULTILINE)
+    counts = (entry.rsplit(" ", 1) for entry in launches[1].split(", "))
+    return done.stdout[-300:], {name: int(count) for name, count in counts}
+
+
+needs_emulator = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@needs_emulator
+def test_every_kernel_runs():
+    """With copies and products as late as waits allow, and warps in an order of their own."""
+    _, launches = emulate(*(f"tests/gpu/{test}" for test in TESTS), options="late=1 seed=1")
+    missed = {variant.entry for variant in dispatch.variants("sm_90a")} - launches.keys()
+    assert not missed, f"{', '.join(sorted(missed))}: no test of TESTS launches these kernels"
+
+
+@needs_emulator
+def test_the_emulator_s_instructions():
+    last, _ = emulate("tests/emulator", "tests/gpu/test_ptx.py")
+    assert " skipped" not in last
