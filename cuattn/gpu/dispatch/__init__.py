@@ -15,14 +15,9 @@ from collections.abc import Iterator
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
-from cuattn.gpu.dispatch.decoding import (
-    SimtDecode,
-    Sm80Decode,
-    Sm90Decode,
-    decode_head_lanes,
-    merge,
-    merge_variants,
-)
+from cuattn.gpu.dispatch.decoding import SimtDecode, decode_head_lanes, merge, merge_variants
+from cuattn.gpu.dispatch.decoding_sm80 import Sm80Decode
+from cuattn.gpu.dispatch.decoding_sm90 import Sm90Decode
 from cuattn.gpu.dispatch.gradients import (
     BACKWARD,
     BackwardCall,

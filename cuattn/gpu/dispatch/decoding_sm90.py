@@ -1,0 +1,241 @@
+"""Few sequences on Hopper: which calls decoding/decode_sm90.cu serves, in which variants."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuattn._quantized import code_columns, format_number
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.decoding import (
+    CODE_TILE_KEYS,
+    RING_BLOCK_BYTES,
+    arguments_of,
+    as_decoding,
+    bits_of_two,
+    code_groups,
+)
+from cuattn.gpu.dispatch.launch import Call, Launch, capability
+from cuattn.gpu.params import DECODE_MAPS
+from cuattn.gpu.tensormap import TensorMap, addressable
+
+#: Sizes of clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key
+#: head: as many as run at a time on an H200's 132 multiprocessors.
+CLUSTERS = {8: 14, 4: 33}
+CLUSTER_TILE_KEYS = 16
+
+#: Rows of a tile, and head_dims, that it comes with.
+CLUSTER_ROWS = (8, 16)
+CLUSTER_HEAD_DIMS = (64, 128)
+
+#: How many keys a pair has at most, and all pairs together, by rows of a tile, head_dim and size of
+#: a cluster: beyond, decode_sm80.cu starts later but reads faster, though less so in its tile for
+#: more than 8 rows.
+MOST_KEYS = {
+    (8, 64, 8): (1 << 14, 1 << 17),
+    (8, 64, 4): (1 << 12, 1 << 16),
+    (8, 128, 8): (1 << 15, 3 << 16),
+    (8, 128, 4): (1 << 14, 3 << 16),
+    (16, 64, 8): (1 << 15, 1 << 19),
+    (16, 64, 4): (1 << 14, 1 << 18),
+    (16, 128, 8): (1 << 16, 1 << 19),
+    (16, 128, 4): (1 << 14, 1 << 19),
+}
+
+#: A pair has several of the largest clusters where they fit: each has so many keys at least, and
+#: all pairs so many at most.
+SPLIT_KEYS = 2048
+MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
+
+#: The same of a pair that has one cluster, over codes, by rows of a tile: as far as expanding them
+#: on a half of the device's multiprocessors takes less time than decode_sm80.cu takes to start. So
+#: only the largest clusters come over codes, and for these formats.
+MOST_CODES = {8: 1 << 13, 16: 1 << 14}
+CLUSTER_FORMATS = (
+    ("int8", "int8"),
+    ("float8_e4m3", "float8_e4m3"),
+    ("int4", "int4"),
+    ("int8", "int4"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90DecodeConfig(Config):
+    """decoding/decode_sm90.cu."""
+
+    dtype: str
+    head_dim: int  # of both
+    rows: int  # 8 or 16
+    warp_keys: int  # of a warp's tile
+    warps: int
+    stages: int
+    cluster: int  # blocks that share a sequence and key head
+    k_format: int = 0  # as in Sm80DecodeConfig
+    v_format: int = 0
+
+    @property
+    def threads(self) -> int:
+        """A warp for each ring."""
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """The rings, then Q, then the cluster's parts of O, then what is small."""
+        tile_bits = self.warp_keys * self.head_dim * bits_of_two(self.k_format, self.v_format)
+        rings = self.warps * self.stages * tile_bits // 8
+        rows = self.rows * (self.head_dim * (2 + 4) + 8 * (self.cluster + self.warps + 1))
+        small = 8 * self.stages * self.warps
+        if self.k_format:  # what scores of a row need, and scales
+            small += 16 * self.rows + 8 * self.warp_keys * self.stages * self.warps + 1024
+        return -(-(rings + rows + small) // 1024) * 1024
+
+    @property
+    def part_bytes(self) -> int:
+        """What a cluster leaves in global memory where it is one of several: each row's O, and each
+        block's maximum and sum of it, and as many bytes of launch ids."""
+        return 16 * self.rows * (self.head_dim // 2 + self.cluster)
+
+
+class Sm90Decode:
+    """So few sequences that each can have a cluster of thread blocks for every key head, or
+    several, and these little to read."""
+
+    name = "decode_sm90"
+    decodes = True
+    reads_codes = True
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None. Its grid is (blocks of all clusters of a pair, key heads,
+        batch)."""
+        if (taken := as_decoding(call)) is None:
+            return None
+        call, spec, multiprocessors = taken, taken.spec, taken.multiprocessors
+        rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+        if capability(call.arch) != 90 or spec.dtype.itemsize != 2:
+            return None
+        if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
+            return None
+        if spec.rows == "ragged" or rows > CLUSTER_ROWS[-1] or call.num_splits is not None:
+            return None
+        if call.elementwise:
+            return None
+        if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
+            return None
+        pairs = spec.batch * spec.heads_kv
+        sizes = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
+        cluster = next(sizes, None)
+        if cluster is None or (spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS):
+            return None
+        names = spec.k_format, spec.v_format
+        if spec.quantized and (cluster < max(CLUSTERS) or names not in CLUSTER_FORMATS):
+            return None
+        if code_groups(call, spec.head_dim) != (1, 1):
+            return None
+        formats = format_number(names[0]), format_number(names[1])
+        tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
+        clusters = decode_clusters(spec, cluster, multiprocessors)
+        if clusters == 1 and spec.quantized:
+            most = MOST_CODES[tile_rows]
+        elif clusters == 1:
+            most, most_of_all = MOST_KEYS[tile_rows, spec.head_dim, cluster]
+            most = min(most, most_of_all // pairs)
+        else:
+            most = MOST_SPLIT_KEYS[tile_rows] // pairs
+        if spec.seqlen_k > most:
+            return None
+        config = _sm90_config(spec.dtype.name, spec.head_dim, tile_rows, cluster, formats)
+        grid = (clusters * cluster, spec.heads_kv, spec.batch)
+        slots = 0 if clusters == 1 else clusters * spec.heads_kv * spec.batch
+        return Launch(
+            _sm90_variant(config),
+            grid,
+            (arguments_of(call, head_lanes=grid[0]), DECODE_MAPS.arguments()),
+            {
+                "k": _panels(call, call.strides.k, spec.k_format),
+                "v": _panels(call, call.strides.v, spec.v_format),
+            },
+            workspace_bytes=slots * config.part_bytes,
+        )
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if capability(arch) == 90:
+            for dtype in ("float16", "bfloat16"):
+                for shape in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTERS):
+                    yield _sm90_variant(_sm90_config(dtype, *shape))
+                for *shape, names in itertools.product(
+                    CLUSTER_HEAD_DIMS, CLUSTER_ROWS, [max(CLUSTERS)], CLUSTER_FORMATS
+                ):
+                    formats = format_number(names[0]), format_number(names[1])
+                    yield _sm90_variant(_sm90_config(dtype, *shape, formats))
+
+
+def _panels(call: Call, strides: tuple[int, ...], format: str) -> TensorMap:
+    """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it, some keys of a
+    head at a time: (64 columns, key, their number, head, sequence or page), or with all bytes of a
+    row of codes in place of columns."""
+    spec = call.spec
+    outer, keys = spec.batch, spec.seqlen_k
+    if spec.keys == "paged":
+        outer, keys = call.num_pages, spec.page_size
+    page, key, head, column = strides
+    dtype, columns, panels = spec.dtype, 64, spec.head_dim // 64
+    if format:
+        dtype, columns, panels = np.dtype(np.uint8), code_columns(format, spec.head_dim), 1
+    return TensorMap(
+        dtype,
+        (columns, keys, panels, spec.heads_kv, outer),
+        (key, columns * column, head, page),
+        (columns, CLUSTER_TILE_KEYS, panels, 1, 1),
+        swizzle_bytes=columns * dtype.itemsize,
+    )
+
+
+def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
+    """How many clusters of `cluster` blocks a sequence and key head have."""
+    if cluster != max(CLUSTERS):
+        return 1
+    most = CLUSTERS[cluster] * multiprocessors // 132
+    fit = most // (spec.batch * spec.heads_kv)
+    if fit < 3:  # twice the blocks do not pay for one more merge
+        return 1
+    return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
+
+
+def _sm90_config(
+    dtype: str, head_dim: int, rows: int, cluster: int, formats: tuple[int, int] = (0, 0)
+) -> Sm90DecodeConfig:
+    """A block has a multiprocessor in clusters of 8, half of one in clusters of 4."""
+    tiles = 24 if cluster == 8 else 12  # of head_dim 128 that fit
+    warps = 8 if cluster == 8 or head_dim == 64 else 4
+    plain = Sm90DecodeConfig(
+        dtype,
+        head_dim,
+        rows,
+        warp_keys=CLUSTER_TILE_KEYS,
+        warps=warps,
+        stages=tiles * 128 // head_dim // warps,
+        cluster=cluster,
+    )
+    if formats == (0, 0):
+        return plain
+    most = (227 << 10) // (1 if cluster == 8 else 2) - RING_BLOCK_BYTES
+    for stages in (6, 5, 4, 3, 2):
+        config = dataclasses.replace(
+            plain,
+            warp_keys=CODE_TILE_KEYS,
+            stages=stages,
+            k_format=formats[0],
+            v_format=formats[1],
+        )
+        if config.smem_bytes <= most:
+            return config
+    raise AssertionError(f"no rings fit into {most} bytes for {plain} with {formats=}")
+
+
+def _sm90_variant(config: Sm90DecodeConfig) -> Variant:
+    return Variant("decoding/decode_sm90.cu", "decode_sm90", config)
