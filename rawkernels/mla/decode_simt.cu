@@ -80,7 +80,7 @@ __device__ __forceinline__ auto pages_of_latents(const DecodeParams& params) {
         params.v_offset, params.v_scale_stride,   params.v_minimum_stride, params.v_format,
         params.v_group,  params.v_scale_is_float, params.v_rotated,        params.head_dim_v};
   else
-    return kvcache::Pages<const T>{static_cast<const T*>(params.k), params.v_stride};
+    return kvcache::Pages<const T>{static_cast<const T*>(params.k), params.k_stride};
 }
 
 // A warp's share of a split.

@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& par
                                              const MlaParams& mla, const decoding::Split& split) {
   constexpr int kChunks = kPanels * 8;
   const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
-#pragma unroll(Config::latent_format == tile::kPlain ? 6 : 4)  // more would spill
+#pragma unroll(Config::gather ? 4 : 6)  // more would spill
   for (int i = threadIdx.x; i < kRows * kChunks; i += kConsumers) {
     const int row = i / kChunks, chunk = i % kChunks;
     const int index = split.row_tile * kRows + min(row, rows - 1);
