@@ -12,7 +12,6 @@ import types
 from typing import Any
 
 import numpy as np
-
 from cupy import _array, _tensormap, cuda
 from cupy._array import (
     array,

@@ -10,7 +10,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 from cupy import _memory, _streams
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")

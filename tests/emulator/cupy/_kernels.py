@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
 from cupy import _array, _build, _errors, _memory, _settings, _streams
 
 MESSAGE_BYTES = 1 << 14

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from cupy import _errors, _streams
 
 ALIGNMENT = 512  # of all allocations, as of CuPy's pool
