@@ -98,6 +98,36 @@ def bench_mla_decode(benchmark, ceilings, shape, page_size):
     report(benchmark, run, ceilings, calls=count, nbytes=nbytes, flops=flops)
 
 
+@pytest.mark.parametrize("layout", ["joined", "flashmla"])
+@pytest.mark.parametrize("heads", [16, 128])
+def bench_mla_codes(benchmark, ceilings, heads, layout):
+    """Latents of float8_e4m3: rows of 640 bytes and a scale of 2 for each token, or FlashMLA's 656
+    bytes. 64 sequences of 16384 tokens; bytes are the cache's own."""
+    batch, length, row = 64, 16384, 640 if layout == "joined" else 656
+    count = batch * length // 64
+    rows = cupy.random.randint(0, 0x70, (count, 64, 1, row), dtype=np.uint8)
+    rows[..., -2 * ROPE :] = draw(count, 64, 1, ROPE).view(np.uint8)
+    if layout == "joined":
+        scale = cupy.full((count, 64, 1, 1), 0.01, np.float32).astype(BFLOAT16)
+        codes = cuattn.QuantizedArray(rows[..., :LATENT], scale, dtype="float8_e4m3")
+        both = codes, rows[..., LATENT:].view(BFLOAT16)
+    else:
+        rows[..., LATENT : -2 * ROPE] = cupy.full((count, 64, 1, 4), 0.01, np.float32).view(
+            np.uint8
+        )
+        both = cuattn.flashmla_pages(rows)
+    table = cupy.random.permutation(count).astype(np.int32).reshape(batch, -1)
+    lens = cupy.full(batch, length, np.int32)
+    q = queries(batch, 1, heads)
+    out = cupy.empty_like(q[0])
+    run = timing.captured(
+        "cuattn", [lambda: cuattn.mla_decode(*q, *both, table, lens, scale=SCALE, out=out)]
+    )
+    nbytes = batch * length * (row + (2 if layout == "joined" else 0))
+    flops = 2 * batch * length * heads * (2 * LATENT + ROPE)
+    report(benchmark, run, ceilings, calls=1, nbytes=nbytes, flops=flops)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def bench_mla_sparse(benchmark, ceilings, heads):
     """2048 chosen tokens of 65536 for each of 64 sequences; bytes and operations are theirs."""
