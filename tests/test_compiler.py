@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import uuid
 
 import numpy as np
 import pytest
@@ -344,6 +345,30 @@ def test_cupy_compiles_for_the_architecture_with_all_instructions():
     kernel = cupy.RawModule(code=code, options=compiler.options(arch)).get_function("specific")
     kernel((1,), (1,), (flag,))
     assert int(flag[0]) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.not_emulated("CuPy's own options")
+def test_reports_are_compiled_with_the_options_that_cupy_adds(monkeypatch):
+    import cupy
+
+    program = cupy.cuda.compiler._NVRTCProgram
+    compile_program, seen = program.compile, []
+
+    def compile_and_note(self, options=(), *args, **kwargs):
+        seen.append(options)
+        return compile_program(self, options, *args, **kwargs)
+
+    monkeypatch.setattr(program, "compile", compile_and_note)
+    arch = compiler.device_arch(cupy.cuda.Device().id)
+    code = f'extern "C" __global__ void of_no_cache_{uuid.uuid4().hex}() {{}}'
+    cupy.RawModule(code=code, options=compiler.options(arch)).compile()
+    added = {
+        option
+        for option in seen[-1]  # an empty program comes first, which says the compiler's version
+        if not option.startswith(("-I", "-arch=")) and option not in compiler.options(arch)
+    }
+    assert added == set(compiler.CUPY_OPTIONS)
 
 
 @pytest.mark.gpu
