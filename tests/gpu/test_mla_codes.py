@@ -44,7 +44,8 @@ class Cache:
         width = max(1, -(-max(lens) // page_size))
         pages = len(lens) * width + 2
         numbers = rng.standard_normal((pages, page_size, 1, latent))
-        numbers *= np.exp(rng.standard_normal((pages, page_size, 1, 1)))
+        # Tokens of different sizes, but not of scores so far apart that ties of a few keys decide.
+        numbers *= np.exp(rng.standard_normal((pages, page_size, 1, 1)) / 4)
         self.codes = cuattn.quantize(numbers.astype(np.float32), format, **options)
         self.rotated = rng.standard_normal((pages, page_size, 1, rope)).astype(dtype)
         self.place(rng, lens, page_size, width)
