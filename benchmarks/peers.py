@@ -125,23 +125,30 @@ def attention_backward(
 
 
 def attention_forward_cpu(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    causal: bool,
+    timer: Callable[[Callable[[int], Any], int], float] = timing.by_wall,
 ) -> Iterator[timing.Contestant]:
-    """torch's attention on the CPU, on NumPy arrays (batch, seqlen, heads, head_dim)."""
+    """torch's attention on the CPU, on NumPy arrays (batch, seqlen, heads, head_dim). Key heads may
+    be fewer than query heads."""
     if importlib.util.find_spec("torch"):
         import torch
 
         arrays = [torch.from_numpy(array).transpose(1, 2) for array in (q, k, v)]
+        gqa = q.shape[2] != k.shape[2]
 
         def run(launches: int) -> Any:
             with torch.no_grad():
                 for _ in range(launches):
                     out = torch.nn.functional.scaled_dot_product_attention(
-                        *arrays, is_causal=causal
+                        *arrays, is_causal=causal, enable_gqa=gqa
                     )
             return out.transpose(1, 2).numpy()
 
-        yield timing.Contestant("torch", run, timing.by_wall)
+        yield timing.Contestant("torch", run, timer)
 
 
 def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:

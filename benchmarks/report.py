@@ -147,6 +147,29 @@ def cpu(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def one_core(files: Iterable[pathlib.Path]) -> list[str]:
+    """The NumPy side on one core: two lines for each machine that it was measured on."""
+    groups = {
+        "attention on one core of a CPU": "float32 forward beside torch, 8 heads of 64 unless said",
+        "decoding on one core of a CPU": "a step of decoding over 8192 keys by the cache's dtype",
+    }
+    lines = []
+    for group, title in groups.items():
+        machines: dict[str, list[str]] = {}
+        for r in load(files, group):
+            times = ", ".join(f"{name} {ms:.3g}" for name, ms in r["ms"].items())
+            shape = f"{r['heads_q']} heads" if "heads_q" in r else r["shape"]
+            shape += " causal" if r.get("causal") else ""
+            machines.setdefault(f"{r['machine']['cpu']}; {r['date']}", []).append(
+                f"{shape}: {times}"
+            )
+        lines += [
+            f"- With NumPy arrays, one core, in ms, {title}: {'; '.join(shapes)} ({at})."
+            for at, shapes in machines.items()
+        ]
+    return lines
+
+
 def decoding(records: list[dict[str, Any]], heads: Iterable[int] = (32, 8, 128)) -> str:
     """Decoding with these heads in µs (per cent of the copy ceiling) as Markdown: a row for each
     batch and length of the caches, a column for each contestant."""
@@ -361,6 +384,7 @@ def main(argv: list[str] | None = None) -> None:
         if others and (source := provenance(others, what)) != sources[0]:
             sources.append(f"cuattn {tier}: {source}")
     calls = [*host(load(files, "host")), *cpu(load(files, "attention forward on the CPU"))]
+    calls += one_core(files)
     text = "\n".join(
         [
             "## Forward attention",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -55,6 +55,14 @@ def by_wall(run: Callable[[int], Any], launches: int) -> float:
     return time.perf_counter() - start
 
 
+def by_cpu(run: Callable[[int], Any], launches: int) -> float:
+    """Seconds of this process's CPU time that ``run(launches)`` takes: for work on one core, which
+    other programs use too."""
+    start = time.process_time()
+    run(launches)
+    return time.process_time() - start
+
+
 @dataclasses.dataclass(frozen=True)
 class Contestant:
     """Something that can be timed: `run(n)` launches it n times, asynchronously, and returns the
@@ -83,7 +91,14 @@ class Clock:
 clock = Clock()
 
 
-def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 9, turn: float = 20e-3):
+def race(
+    benchmark: Any,
+    contestants: list[Contestant],
+    *,
+    rounds: int = 9,
+    turn: float = 20e-3,
+    judge: Callable[[Sequence[float]], float] = statistics.median_low,
+):
     """Time contestants turn by turn; pytest-benchmark's figures become the first one's seconds per
     launch.
 
@@ -97,11 +112,13 @@ def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 9, turn
         How many turns each takes.
     turn : float
         About how many seconds a turn lasts.
+    judge : callable
+        What counts of a contestant's turns; `min` where other programs slow some of them down.
 
     Returns
     -------
     dict of str to float
-        Median seconds per launch, by name.
+        Seconds per launch, by name.
     """
     turns = _Turns(contestants, turn)
 
@@ -109,7 +126,7 @@ def race(benchmark: Any, contestants: list[Contestant], *, rounds: int = 9, turn
         clock.now += turns.take()[0]
 
     benchmark.pedantic(one_round, rounds=rounds, warmup_rounds=1)
-    return turns.medians()
+    return turns.judged(judge)
 
 
 def race_alone(contestants: list[Contestant], *, rounds: int = 9, turn: float = 20e-3):
@@ -117,7 +134,7 @@ def race_alone(contestants: list[Contestant], *, rounds: int = 9, turn: float = 
     turns = _Turns(contestants, turn)
     for _ in range(rounds + 1):
         turns.take()
-    return turns.medians()
+    return turns.judged()
 
 
 class _Turns:
@@ -135,10 +152,12 @@ class _Turns:
         self._rounds.append(seconds)
         return seconds
 
-    def medians(self) -> dict[str, float]:
+    def judged(
+        self, judge: Callable[[Sequence[float]], float] = statistics.median_low
+    ) -> dict[str, float]:
         columns = zip(*self._rounds[1:], strict=True)
         return {
-            c.name: statistics.median_low(seconds)
+            c.name: judge(seconds)
             for (c, _), seconds in zip(self._contestants, columns, strict=True)
         }
 

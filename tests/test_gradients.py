@@ -348,7 +348,7 @@ def test_the_number_of_threads_changes_nothing(rng, monkeypatch):
     dout = rng.standard_normal(out.shape, np.float32)
     results = []
     for count in (1, 3):
-        monkeypatch.setattr("os.cpu_count", lambda count=count: count)
+        monkeypatch.setattr("cuattn.reference.tiles.cores", lambda count=count: count)
         with monkeypatch.context() as patch:
             patch.setattr("cuattn.reference.tiles.SERIAL_PRODUCTS", 0)
             patch.setattr("cuattn.reference.tiles.TILE_SCORES", 5000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import itertools
 import tracemalloc
 from typing import Any
 
@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.reference import tiles
+from cuattn.reference import attention as attention_of_tiles
+from cuattn.reference import products, tiles
 from tests.formulas import DTYPES, assert_accurate, attention, varlen_attention
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -39,11 +40,17 @@ def small_tiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_KEYS", 5)
         patch.setattr(tiles, "TILE_SCORES", 40)
-        patch.setattr(tiles, "BLOCK_PRODUCT", 96)
-        patch.setattr(tiles, "BLOCK_ROWS", 3)
-        patch.setattr(tiles, "BLOCK_LENGTH", 2)
+        patch.setattr(attention_of_tiles, "BLOCK_ROWS", 6)
+        patch.setattr(attention_of_tiles, "UNIT", 400)
+        patch.setattr(attention_of_tiles, "PACKED_ROWS", 7)
+        patch.setattr(products, "BLOCK_PRODUCT", 96)
+        patch.setattr(products, "BLOCK_ROWS", 3)
+        patch.setattr(products, "BLOCK_LENGTH", 2)
+        patch.setattr(products, "PANEL", 2)
+        patch.setattr(products, "PANEL_ROWS", 4)
+        patch.setattr(products, "PACKED", 20)
         patch.setattr(tiles, "SERIAL_PRODUCTS", 0)
-        patch.setattr(os, "cpu_count", lambda: 3)
+        patch.setattr(tiles, "cores", lambda: 3)
         yield
 
 
@@ -322,6 +329,62 @@ def test_large_scores_do_not_overflow(rng, dtype):
         check(q, k, v, scale=0.125, bias=-rising)
 
 
+@pytest.mark.parametrize("size", [1, 5, 40])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "random"}], ids=str)
+def test_small_and_large_scores(rng, options, size):
+    """Rows whose scores are known to be small, and others, in one call."""
+    q, k, v = arrays(rng, (2, 70, 90, 4, 2, 16, 16))
+    if "mask" in options:
+        options = {"mask": rng.random((70, 90)) < 0.5}
+    q[:, 35:] *= size
+    check(q, k, v, **options)
+    check(q, k * size, v, **options)
+
+
+# Products
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_products_of_any_shape(rng, dtype):
+    for rows, inner, columns in itertools.product(
+        (1, 7, 8, 33, 70), (1, 65, 600), (1, 63, 64, 200)
+    ):
+        a = rng.integers(-3, 4, (2, rows, inner)).astype(dtype)
+        b = rng.integers(-3, 4, (2, inner, columns)).astype(dtype)
+        out = np.full((2, rows, columns), np.nan, dtype)
+        products.matmul(a, b, out=out)
+        np.testing.assert_array_equal(out, a @ b)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("given", [np.float16, np.float32, ml_dtypes.bfloat16])
+def test_packed_keys_and_values(rng, dtype, given):
+    for heads, seqlen, head_dim, head_dim_v in ((1, 1, 1, 1), (3, 64, 16, 7), (2, 700, 65, 40)):
+        k, v = (
+            rng.standard_normal((heads, seqlen, d)).astype(given) for d in (head_dim, head_dim_v)
+        )
+        room = products.Room(products.packed_size(k, v), np.dtype(dtype))
+        panels, values, norms = products.pack(k, v, room)
+        assert panels.ctypes.data % 64 == values.ctypes.data % 64 == 0
+        np.testing.assert_array_equal(values, v.astype(dtype))
+        wide = k.astype(dtype)
+        np.testing.assert_allclose(norms, np.sqrt((wide**2).sum(axis=2).max(axis=1)), rtol=1e-6)
+        a = np.eye(head_dim + 1, dtype=dtype)[None].repeat(heads, axis=0)
+        out = np.empty((heads, head_dim + 1, seqlen), dtype)
+        products.matmul_panels(a, panels, out=out)
+        np.testing.assert_array_equal(out[:, :-1], wide.swapaxes(1, 2))
+        assert (out[:, -1] == 1).all()
+
+
+def test_every_float16_is_widened_exactly():
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)]
+    for numbers in (finite, every):
+        wide = products.widened(numbers, np.dtype(np.float32))
+        np.testing.assert_array_equal(wide, numbers.astype(np.float32))
+        np.testing.assert_array_equal(np.signbit(wide[wide == 0]), np.signbit(numbers[wide == 0]))
+
+
 # Arrays as they come
 
 
@@ -473,7 +536,7 @@ def test_threads_do_not_change_a_bit(rng, monkeypatch):
     results = []
     monkeypatch.setattr(tiles, "SERIAL_PRODUCTS", 0)
     for threads in (1, 2, 7):
-        monkeypatch.setattr(os, "cpu_count", lambda threads=threads: threads)
+        monkeypatch.setattr(tiles, "cores", lambda threads=threads: threads)
         results.append(cuattn.flash_attention(q, k, v, causal=True, return_lse=True))
     for out, lse in results[1:]:
         np.testing.assert_array_equal(out, results[0][0])
@@ -595,8 +658,8 @@ def test_memory_is_linear(rng):
         return peak
 
     short, long = peak(4096), peak(8192)
-    tiles = 2**21 * (os.cpu_count() or 1)  # what threads work in, whatever the length
-    assert long < tiles + 2 * 8192 * 16 * 4  # one score matrix would take 268 MB
+    working = 2**21 * tiles.cores()  # what threads work in, whatever the length
+    assert long < working + 2 * 8192 * 16 * 4  # one score matrix would take 268 MB
     assert long < 2.2 * short
 
 

@@ -9,27 +9,32 @@ their number.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from cuattn._quantized import codes_of
 from cuattn._spec import AttentionSpec
-from cuattn.reference import dropout, tiles
+from cuattn.reference import dropout, products, tiles
 from cuattn.reference.layouts import Keys, Rows
-from cuattn.reference.tiles import ScoreTerms, matmul, matmul_of_nonfinite, size_of, widened
+from cuattn.reference.products import matmul, matmul_of_nonfinite, widened
+from cuattn.reference.tiles import ScoreTerms, size_of
 
 MOST_SUM = 2.0**14  # of a tile's exponentials of a row: far from what a float32 holds
-FIRST_KEYS = 64  # of a tile, where more of them are to come
+SMALL_SCORE = 40.0  # exp(±40) is far from what a float32 cannot hold
+BLOCK_ROWS = 256  # of the query heads that share a key head; under a window half as many
+UNIT = 2**19  # elements of keys and values that a thread packs at a time
+PACKED_ROWS = 64  # so many rows for a key head are worth bringing its keys and values together
 WIDENED = 2**17  # elements of 16-bit keys or values that become float32 at a time, in cache
 
 
 class _Sequence(NamedTuple):
-    """One sequence of the batch: views of the call's arrays, but where k and v are rearranged."""
+    """One sequence of the batch: views of the call's arrays."""
 
     q: np.ndarray  # (seqlen_q, heads_q, head_dim)
-    k: np.ndarray  # (heads_kv, head_dim, seqlen_k), or with a row of ones behind its features
+    k: np.ndarray  # (heads_kv, seqlen_k, head_dim)
     v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
     index: int  # in the batch
     terms: ScoreTerms
@@ -42,20 +47,59 @@ class _Sequence(NamedTuple):
         """How many query heads share a key head."""
         return self.q.shape[1] // self.k.shape[0]
 
+    def scores_are_products(self, spec: AttentionSpec) -> bool:
+        """Whether scores are those of queries and keys, and no more than masks change them."""
+        more = self.terms.bias is not None or self.terms.alibi_slopes is not None
+        return not (spec.softcap or more)
 
-class _Tile(NamedTuple):
-    """Queries that a thread works on at a time: some positions of the query heads of some key
-    heads."""
+
+class _Block(NamedTuple):
+    """Some rows of a sequence, and the keys that the window leaves to them."""
+
+    rows: slice
+    keys: slice
+
+
+class _Unit(NamedTuple):
+    """Some heads of a sequence, with blocks of their rows: what a thread does at a time."""
 
     sequence: _Sequence
-    heads_kv: slice
     heads_q: slice
-    rows: slice
-    keys: slice  # those that the window leaves to the rows
+    k: np.ndarray  # (heads_kv, seqlen_k, head_dim), or packed as products.pack does
+    v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
+    packed: bool
+    k_norm: np.ndarray | None  # (heads_kv,): of the longest key, where they are packed
+    blocks: list[_Block]
+    heads_of_tile: int  # key heads whose scores a tile holds
 
     @property
     def scores(self) -> int:
-        return size_of(self.heads_q) * size_of(self.rows) * size_of(self.keys)
+        return size_of(self.heads_q) * sum(size_of(b.rows) * size_of(b.keys) for b in self.blocks)
+
+    def of_heads(self, begin: int, end: int) -> _Unit:
+        """The unit with these of its key heads only."""
+        group, first = self.sequence.group, self.heads_q.start
+        return self._replace(
+            heads_q=slice(first + begin * group, first + end * group),
+            k=self.k[begin:end],
+            v=self.v[begin:end],
+            k_norm=None if self.k_norm is None else self.k_norm[begin:end],
+        )
+
+    def tiles(self) -> Iterator[_Unit]:
+        """The unit with the heads of one tile at a time."""
+        heads = len(self.k)
+        for h in range(0, heads, self.heads_of_tile):
+            yield self.of_heads(h, min(h + self.heads_of_tile, heads))
+
+    def shares(self, count: int) -> list[_Unit]:
+        """The unit as about `count`, of fewer heads or, where it has too few tiles of them, of
+        fewer blocks."""
+        heads = len(self.k)
+        step = -(-heads // (count * self.heads_of_tile)) * self.heads_of_tile
+        by_heads = [self.of_heads(h, min(h + step, heads)) for h in range(0, heads, step)]
+        each = min(-(-count // len(by_heads)), len(self.blocks))
+        return [u._replace(blocks=u.blocks[i::each]) for u in by_heads for i in range(each)]
 
 
 def forward(
@@ -113,152 +157,234 @@ def forward(
     terms = tiles.score_terms(spec, lengths, bias, mask, alibi_slopes)
     if sinks is not None:
         sinks = sinks.astype(dtype)[:, None, None]
-    queue: collections.deque[_Tile] = collections.deque()
+    units: list[_Unit] = []
     for b in range(spec.batch if result.size else 0):
         sequence = _Sequence(
             rows.of(q, b),
-            *_as_operands(*keys.of(b), rows.length(b), spec),
+            *(array.swapaxes(0, 1) for array in keys.of(b)),
             b,
             terms[b],
             sinks,
             rows.of(result, b),
             None if lse is None else rows.of_lse(lse, b),
         )
-        queue.extend(_tiles(sequence, spec))
+        units += _units(sequence, spec)
         if keys.are_copied:
-            _run(queue, spec, seed)
-    _run(queue, spec, seed)
+            _run(units, spec, seed)
+            units = []
+    _run(units, spec, seed)
 
     if overlaps:
         out[...] = result
     return result if out is None else out, lse
 
 
-def _as_operands(
-    k: np.ndarray, v: np.ndarray, seqlen_q: int, spec: AttentionSpec
-) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values (seqlen_k, heads_kv, features) as products take them: (heads_kv, head_dim,
-    seqlen_k) and (heads_kv, seqlen_k, head_dim_v).
+def _units(sequence: _Sequence, spec: AttentionSpec) -> Iterator[_Unit]:
+    """The work of a sequence, the longest rows of a causal mask first.
 
-    Where there are many query tiles, which all read them, 16-bit ones are converted once, and all
-    are brought together. For few rows they stay where they are. Q is converted as its tiles come.
+    Where there are rows enough, keys and values are packed, as products like them best. For few
+    rows they are read where they are.
     """
-    k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-    if seqlen_q * (spec.heads_q // spec.heads_kv) < tiles.BLOCK_ROWS:
-        return k.swapaxes(1, 2), v
-    k, v = widened(k, spec.acc_dtype), widened(v, spec.acc_dtype)
-    return _keys_last(k), np.ascontiguousarray(v)
+    seqlen_q, heads_kv, group = len(sequence.q), len(sequence.k), sequence.group
+    seqlen_k = sequence.terms.seqlen_k
+    packed = seqlen_q * group >= PACKED_ROWS
+    most = BLOCK_ROWS // (1 if spec.window_left is spec.window_right is None else 2)
+    num_rows = max(1, min(seqlen_q, most // group))
+    starts = reversed(range(0, seqlen_q, num_rows))
+    blocks = [slice(i, min(i + num_rows, seqlen_q)) for i in starts]
+    tile_keys = max(1, min(seqlen_k, tiles.TILE_KEYS))
+    heads_of_tile = max(1, tiles.TILE_SCORES // (group * num_rows * tile_keys))
+    step = heads_kv
+    if packed:
+        most = UNIT // max(1, seqlen_k * (spec.head_dim + spec.head_dim_v))
+        step = max(1, most // heads_of_tile) * heads_of_tile
+    for h in range(0, heads_kv, step):
+        end = min(h + step, heads_kv)
+        yield _Unit(
+            sequence,
+            heads_q=slice(h * group, end * group),
+            k=sequence.k[h:end],
+            v=sequence.v[h:end],
+            packed=packed,
+            k_norm=None,
+            blocks=[_Block(i, tiles.visible_keys(sequence.terms, i, spec)) for i in blocks],
+            heads_of_tile=heads_of_tile,
+        )
 
 
-def _run(queue: collections.deque[_Tile], spec: AttentionSpec, seed: int) -> None:
-    """Do all tiles of the queue, on several threads where that pays."""
+def _run(units: list[_Unit], spec: AttentionSpec, seed: int) -> None:
+    """Do all units, on several threads where that pays."""
+    multiplications = sum(unit.scores for unit in units) * (spec.head_dim + spec.head_dim_v)
+    threads = tiles.threads_for(multiplications)
+    if threads > 1:
+        count = -(-2 * threads // len(units))
+        units = [share for unit in units for share in unit.shares(count)]
+    queue = collections.deque(units)
+    scores = max(tiles.TILE_SCORES, products.PANEL * (spec.heads_q // spec.heads_kv))
+    size = scores + max((products.packed_size(u.k, u.v) for u in units if u.packed), default=0)
 
     def work() -> None:
-        buffer = np.empty(tiles.TILE_SCORES, spec.acc_dtype)
+        room = products.Room(size, spec.acc_dtype)
         # NaN and infinities of the inputs, and the -inf of masked scores, come as no surprise.
         with np.errstate(all="ignore"):
             while True:
                 try:
-                    tile = queue.popleft()
+                    unit = queue.popleft()
                 except IndexError:
                     return
-                _attend(tile, spec, buffer, seed)
+                room.clear()
+                buffer = room.array(scores)
+                if unit.packed:
+                    k, v, k_norm = products.pack(unit.k, unit.v, room)
+                    unit = unit._replace(k=k, v=v, k_norm=k_norm)
+                for block in unit.blocks:
+                    _attend(block, unit, spec, buffer, seed)
 
-    products = sum(tile.scores for tile in queue) * (spec.head_dim + spec.head_dim_v)
-    tiles.run_tiles(queue, work, products)
-
-
-def _keys_last(k: np.ndarray) -> np.ndarray:
-    """(heads, seqlen_k, head_dim) -> (heads, head_dim + 1, seqlen_k), which BLAS likes best: with a
-    row of ones, and rows an odd number of cache lines apart, or many would be in each other's
-    place."""
-    heads, seqlen_k, head_dim = k.shape
-    line = 64 // k.itemsize
-    pitch = (-(-seqlen_k // line) | 1) * line
-    keys_last = np.empty((heads, head_dim + 1, pitch), k.dtype)[..., :seqlen_k]
-    keys_last[:, head_dim] = 1
-    for j in range(0, seqlen_k, 64):  # piece by piece, in cache: three times faster than at once
-        piece = np.ascontiguousarray(k[:, j : j + 64])
-        keys_last[:, :head_dim, j : j + 64] = piece.swapaxes(1, 2)
-    return keys_last
+    tiles.run(work, min(threads, len(units)))
 
 
-def _tiles(sequence: _Sequence, spec: AttentionSpec) -> Iterator[_Tile]:
-    """Query tiles of a sequence, the longest rows of a causal mask first."""
-    seqlen_q = sequence.q.shape[0]
-    heads_kv, _, seqlen_k = sequence.k.shape
-    group = sequence.group
-    rows_of_heads = tiles.TILE_SCORES // max(1, min(seqlen_k, tiles.TILE_KEYS))
-    positions = max(1, min(seqlen_q, rows_of_heads // group))
-    heads = max(1, min(heads_kv, rows_of_heads // (positions * group)))
-    for i in reversed(range(0, seqlen_q, positions)):
-        rows = slice(i, min(i + positions, seqlen_q))
-        for h in range(0, heads_kv, heads):
-            end = min(h + heads, heads_kv)
-            yield _Tile(
-                sequence,
-                heads_kv=slice(h, end),
-                heads_q=slice(h * group, end * group),
-                rows=rows,
-                keys=tiles.visible_keys(sequence.terms, rows, spec),
-            )
+def _attend(block: _Block, unit: _Unit, spec: AttentionSpec, buffer: np.ndarray, seed: int) -> None:
+    """Attention of one block of rows, written to its sequence's out and lse.
+
+    Arrays of rows are read and written for all heads of the unit, as they lie in memory; between
+    that, tiles are of some heads.
+    """
+    sequence, heads, rows = unit.sequence, unit.heads_q, block.rows
+    shape = size_of(heads), size_of(rows)
+    q = np.empty((*shape, spec.head_dim), spec.acc_dtype)
+    q.swapaxes(0, 1)[...] = widened(sequence.q[rows, heads], spec.acc_dtype)
+    out = np.empty((*shape, spec.head_dim_v), spec.acc_dtype)
+    row_sum, shift = np.empty((2, *shape, 1), spec.acc_dtype)
+    for tile in unit.tiles():
+        part = slice(tile.heads_q.start - heads.start, tile.heads_q.stop - heads.start)
+        softmax = _plain if _scores_are_small(q[part], tile, spec) else _online
+        call = q[part], out[part], tile, block, spec, buffer, seed
+        row_sum[part], shift[part] = softmax(*call)
+        if not np.isfinite(out[part]).all():
+            # 0 * NaN is NaN: values may have got in that a row does not see. Once more, with care.
+            row_sum[part], shift[part] = _online(*call, multiply=matmul_of_nonfinite)
+    divisor = np.where(row_sum == 0, 1, row_sum)
+    result = sequence.out[rows, heads]
+    np.divide(out.swapaxes(0, 1), divisor.swapaxes(0, 1), out=result, casting="same_kind")
+    if sequence.lse is not None:
+        sequence.lse[heads, rows] = (np.log(row_sum) + shift)[..., 0]
 
 
-def _attend(
-    tile: _Tile, spec: AttentionSpec, buffer: np.ndarray, seed: int, finite: bool = True
-) -> None:
-    """Attention of one tile of queries, written to its sequence's out and lse.
+def _scores_are_small(q: np.ndarray, tile: _Unit, spec: AttentionSpec) -> bool:
+    """Whether no score of a tile is beyond `SMALL_SCORE`, since ``|q.k| <= |q| |k|``."""
+    if tile.k_norm is None or tile.sequence.sinks is not None:
+        return False
+    if not tile.sequence.scores_are_products(spec):
+        return False
+    q_norm = math.sqrt(np.vecdot(q, q).max())
+    return abs(spec.scale) * q_norm * float(tile.k_norm.max()) <= SMALL_SCORE
+
+
+def _plain(
+    q: np.ndarray,
+    out: np.ndarray,
+    tile: _Unit,
+    block: _Block,
+    spec: AttentionSpec,
+    buffer: np.ndarray,
+    seed: int,
+) -> tuple[np.ndarray, float]:
+    """Softmax of small scores, which needs no maxima: their exponentials are taken as they are.
 
     Scores and results are (heads_q, rows, ...) arrays. BLAS sees them as (heads_kv, group * rows,
     ...), so that K and V serve all the query heads of a group at once.
+
+    Parameters
+    ----------
+    q : numpy.ndarray (heads_q, rows, head_dim)
+    out : numpy.ndarray (heads_q, rows, head_dim_v)
+        Becomes the sum of values times exponentials.
+    tile : _Unit
+        The heads.
+    buffer : numpy.ndarray
+        Room for scores.
+
+    Returns
+    -------
+    row_sum : numpy.ndarray (heads_q, rows, 1)
+        Sums of exponentials.
+    shift : numpy.ndarray (heads_q, rows, 1) or float
+        What was subtracted from scores.
+    """
+    sequence, heads, rows = tile.sequence, tile.heads_q, block.rows
+    shape, dtype = q.shape[:2], spec.acc_dtype
+    stacked = len(tile.k), sequence.group * shape[1]
+    q = (q * dtype.type(spec.scale)).reshape(*stacked, -1)
+    out[...] = 0
+    product = np.empty_like(out)
+    row_sum = np.zeros((*shape, 1), dtype)
+    for keys in _key_tiles(tile, block, spec):
+        s = buffer[: math.prod(shape) * size_of(keys)].reshape(*stacked, -1)
+        products.matmul_panels(q, tile.k[:, keys.start // products.PANEL :, :-1], out=s)
+        s = s.reshape(*shape, -1)
+        np.exp(s, out=s)
+        tiles.mask_weights(s, sequence.terms, heads, rows, keys, spec)
+        row_sum += np.vecdot(s, np.ones(size_of(keys), dtype))[..., None]
+        if spec.dropout:
+            s *= dropout.factors(spec, seed, sequence.index, heads, rows, keys)
+        s = s.reshape(*stacked, -1)
+        matmul(s, tile.v[:, keys], out=product.reshape(*stacked, -1))
+        out += product
+    return row_sum, 0.0
+
+
+def _online(
+    q: np.ndarray,
+    out: np.ndarray,
+    tile: _Unit,
+    block: _Block,
+    spec: AttentionSpec,
+    buffer: np.ndarray,
+    seed: int,
+    multiply: Callable[..., None] = matmul,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax of any scores, with the arguments and results of `_plain`.
 
     From scores a number of their row's is subtracted before they are exponentiated: its maximum
     when it was last looked for. That is good as long as sums stay below `MOST_SUM`, so most key
     tiles need no maxima; and where K has a row of ones, the product with Q subtracts.
     """
-    sequence, rows = tile.sequence, tile.rows
-    dtype = spec.acc_dtype
-    k, v = sequence.k[tile.heads_kv], sequence.v[tile.heads_kv]
-    heads_q, num_rows = size_of(tile.heads_q), size_of(rows)
-    stacked = (len(k), sequence.group * num_rows)
-    given = sequence.q[rows, tile.heads_q].swapaxes(0, 1)
+    sequence, heads, rows, packed = tile.sequence, tile.heads_q, block.rows, tile.packed
+    k, v, dtype, terms = tile.k, tile.v, spec.acc_dtype, sequence.terms
+    shape = q.shape[:2]
+    stacked = len(k), sequence.group * shape[1]
     # Where more than q·k makes a score, the difference would be rounded at another size.
-    terms = sequence.terms
-    in_product = k.shape[1] > spec.head_dim and not (
-        spec.softcap or terms.bias is not None or terms.alibi_slopes is not None
-    )
-    if k.shape[1] == spec.head_dim:
-        q = np.multiply(given, spec.scale, dtype=dtype, order="C")
-    else:
-        q = np.zeros((heads_q, num_rows, k.shape[1]), dtype)
-        np.multiply(given, spec.scale, dtype=dtype, out=q[..., : spec.head_dim])
-    subtrahend = q[..., spec.head_dim :]
-    q = q.reshape(*stacked, -1)
+    in_product = packed and sequence.scores_are_products(spec)
+    extended = np.zeros((*shape, spec.head_dim + packed), dtype)
+    np.multiply(q, spec.scale, out=extended[..., : spec.head_dim])
+    subtrahend = extended[..., spec.head_dim :]
+    extended = extended.reshape(*stacked, -1)
 
     first = sequence.sinks is None  # no row has seen anything
     if first:
-        shift = np.zeros((heads_q, num_rows, 1), dtype)
+        shift = np.zeros((*shape, 1), dtype)
         row_sum = np.zeros_like(shift)
     else:  # the score of a key that comes before all others and has no value
-        sinks = np.repeat(sequence.sinks[tile.heads_q], num_rows, axis=1)
+        sinks = np.repeat(sequence.sinks[heads], size_of(rows), axis=1)
         row_sum = (sinks > -np.inf).astype(dtype)
         shift = np.where(sinks == -np.inf, 0, sinks)
-    out = np.zeros((heads_q, num_rows, v.shape[-1]), dtype)
+    out[...] = 0
     product = out if first else np.empty_like(out)
-    ones = np.ones(min(tiles.TILE_SCORES, size_of(tile.keys)), dtype)
 
     def weights(keys: slice, look: bool) -> tuple[np.ndarray, np.ndarray]:
         """Exponentials of scores, and their sums; `look` for maxima first."""
         nonlocal shift, row_sum
-        num_keys = size_of(keys)
-        s = buffer[: heads_q * num_rows * num_keys].reshape(*stacked, num_keys)
+        s = buffer[: math.prod(shape) * size_of(keys)].reshape(*stacked, -1)
         if in_product:
             np.multiply(shift, 0 if look else -1, out=subtrahend)
-        matmul(q, widened(k[:, :, keys], dtype), out=s)
-        s = s.reshape(heads_q, num_rows, num_keys)
+        if packed:
+            products.matmul_panels(extended, k[:, keys.start // products.PANEL :], out=s)
+        else:
+            matmul(extended, widened(k[:, keys], dtype).swapaxes(1, 2), out=s)
+        s = s.reshape(*shape, -1)
         if spec.softcap:
             tiles.cap_scores(s, spec.softcap)
-        tiles.modify_scores(s, terms, tile.heads_q, rows, keys, spec)
+        tiles.modify_scores(s, terms, heads, rows, keys, spec)
         if look:
             row_max = s.max(axis=-1, keepdims=True)
             if not first:
@@ -273,50 +399,44 @@ def _attend(
         if look or not in_product:
             np.subtract(s, shift, out=s)
         np.exp(s, out=s)
-        return s, np.vecdot(s, ones[:num_keys])[..., None]
+        return s, np.vecdot(s, np.ones(size_of(keys), dtype))[..., None]
 
     settled = False  # whether each row has seen a key
-    for keys in _key_tiles(tile, spec):
+    for keys in _key_tiles(tile, block, spec, few_first=True):
         s, added = weights(keys, look=not settled)
         if settled and not (added <= MOST_SUM).all():
             s, added = weights(keys, look=True)
         row_sum = added if first else row_sum + added
-        if not settled and keys.stop < tile.keys.stop:
+        if not settled and keys.stop < block.keys.stop:
             settled = bool((row_sum > 0).all())
         if spec.dropout:
-            s *= dropout.factors(spec, seed, sequence.index, tile.heads_q, rows, keys)
-        multiply = matmul if finite else matmul_of_nonfinite
+            s *= dropout.factors(spec, seed, sequence.index, heads, rows, keys)
         s = s.reshape(*stacked, -1)
         multiply(s, widened(v[:, keys], dtype), out=product.reshape(*stacked, -1))
         if first:
-            first, product = False, np.empty_like(out) if keys.stop < tile.keys.stop else out
+            first, product = False, np.empty_like(out) if keys.stop < block.keys.stop else out
         else:
             out += product
-
-    out /= np.where(row_sum == 0, 1, row_sum)
-    if finite and not np.isfinite(out).all():
-        # 0 * NaN is NaN: values may have got in that a row does not see. Once more, with care.
-        return _attend(tile, spec, buffer, seed, finite=False)
-    sequence.out[rows, tile.heads_q] = out.swapaxes(0, 1)
-    if sequence.lse is not None:
-        sequence.lse[tile.heads_q, rows] = (shift + np.log(row_sum))[..., 0]
+    return row_sum, shift
 
 
-def _key_tiles(tile: _Tile, spec: AttentionSpec) -> Iterator[slice]:
-    """The keys of a tile, some at a time: of many first a few, which tell how large scores are."""
-    k = tile.sequence.k
-    rows = size_of(tile.heads_q) * size_of(tile.rows)
-    step = tiles.TILE_SCORES // rows
-    begin, end = tile.keys.start, tile.keys.stop
-    if k.shape[1] == spec.head_dim:  # few rows, which read K and V as they are
-        if k.dtype != spec.acc_dtype:
-            features = size_of(tile.heads_kv) * max(spec.head_dim, spec.head_dim_v)
-            step = max(1, min(step, WIDENED // features))
-    else:
-        columns = tiles.block_columns(k.shape[1])
-        step = max(step // columns * columns, min(step, columns))
-        if end - begin > 4 * FIRST_KEYS:
-            yield slice(begin, begin + FIRST_KEYS)
-            begin += FIRST_KEYS
+def _key_tiles(
+    tile: _Unit, block: _Block, spec: AttentionSpec, *, few_first: bool = False
+) -> Iterator[slice]:
+    """The keys of a block, some at a time: `few_first` of many, which tell how large scores are."""
+    step = tiles.TILE_SCORES // (size_of(tile.heads_q) * size_of(block.rows))
+    begin, end = block.keys.start, block.keys.stop
+    if begin == end:
+        return
+    if tile.packed:  # whole panels
+        panel = products.PANEL
+        begin = begin // panel * panel
+        step = max(1, step // panel) * panel
+        if few_first and end - begin > 4 * panel:
+            yield slice(begin, begin + panel)
+            begin += panel
+    elif tile.k.dtype != spec.acc_dtype:
+        features = len(tile.k) * max(spec.head_dim, spec.head_dim_v)
+        step = max(1, min(step, WIDENED // features))
     for j in range(begin, end, step):
         yield slice(j, min(j + step, end))

@@ -23,7 +23,8 @@ import numpy as np
 
 from cuattn._spec import AttentionSpec
 from cuattn.reference import attention, dropout, tiles
-from cuattn.reference.tiles import ScoreTerms, matmul, matmul_of_nonfinite, size_of
+from cuattn.reference.products import matmul, matmul_of_nonfinite
+from cuattn.reference.tiles import ScoreTerms, size_of
 
 
 class _Sequence(NamedTuple):
@@ -223,7 +224,7 @@ def backward(
                         finite=finite,
                     )  # fmt: skip
 
-    tiles.run_tiles(queue, work, 2 * _products(units, spec))
+    tiles.run(work, min(tiles.threads_for(2 * _products(units, spec)), len(queue)))
 
     dbias, dsinks, dalibi = grads.dbias, grads.dsinks, grads.dalibi
     if dbias is not None and bias is not None:
@@ -382,7 +383,7 @@ def jvp(
                 inputs = (q, k, v, dq, dk, dv, out, lse)
                 _push_forward(unit, spec, inputs, dout, buffers, seed, finite=finite)
 
-    tiles.run_tiles(queue, work, 2 * _products(units, spec))
+    tiles.run(work, min(tiles.threads_for(2 * _products(units, spec)), len(queue)))
     return out, dout
 
 

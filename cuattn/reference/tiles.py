@@ -3,11 +3,10 @@ tile of keys, products of stacks of matrices, threads."""
 
 from __future__ import annotations
 
-import collections
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,19 +17,8 @@ from cuattn._spec import AttentionSpec
 # core's own cache holds.
 TILE_KEYS = 512
 TILE_SCORES = 256 * TILE_KEYS
-# OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise
-# wakes threads of its own, for which the workers here would wait in turn. So products are done in
-# blocks of that size: 2.5 times faster than large ones at (1, 2048, 8, 64) on two cores, and 1.4
-# times faster than one worker with OpenBLAS's threads.
-BLOCK_PRODUCT = 2**18
-BLOCK_ROWS = 8  # fewer rows a block are slower; with fewer rows in all, columns or the sum are cut
-BLOCK_LENGTH = 128  # of their pieces
 # A call with fewer multiplications than this, some 0.3 ms, is not worth a second thread.
 SERIAL_PRODUCTS = 2**24
-
-
-_HALF_INFINITY = 0x7C00  # bits of float16
-_SIGN_AND_HALF = np.int32(-0x70000001)  # bits 31 and 27 to 0
 
 
 class ScoreTerms(NamedTuple):
@@ -89,13 +77,24 @@ def visible_keys(terms: ScoreTerms, rows: slice, spec: AttentionSpec) -> slice:
         start = max(start, rows.start + terms.diagonal - spec.window_left)
     if spec.window_right is not None:
         stop = min(stop, rows.stop + terms.diagonal + spec.window_right)
+    start = min(start, terms.seqlen_k)
     return slice(start, max(start, stop))
 
 
-def run_tiles(tiles: collections.deque[Any], work: Callable[[], None], products: int) -> None:
-    """Let threads `work`, each until `tiles` is empty: as many as there are cores where `products`
-    multiplications are worth it."""
-    threads = min(os.cpu_count() or 1, len(tiles)) if products > SERIAL_PRODUCTS else 1
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_for(products: int) -> int:
+    """How many threads so many multiplications are worth: one, or as many as there are cores."""
+    return cores() if products > SERIAL_PRODUCTS else 1
+
+
+def run(work: Callable[[], None], threads: int) -> None:
+    """Let threads `work`, each until nothing is left to do."""
     if threads <= 1:
         work()
         return
@@ -120,110 +119,44 @@ def modify_scores(
         s += terms.bias[heads, rows, keys]
     if terms.alibi_slopes is not None:
         s -= terms.alibi_slopes[heads] * alibi_distance(terms, rows, keys, s.dtype)
-    # Of the window only the keys that some row does not see.
-    if spec.window_left is not None:
-        first_seen_by_all = rows.stop - 1 + terms.diagonal - spec.window_left
-        cut = slice(keys.start, min(keys.stop, first_seen_by_all))
-        if cut.start < cut.stop:
-            hidden = _offsets(terms, rows, cut) < -spec.window_left
-            np.copyto(s[:, :, : size_of(cut)], -np.inf, where=hidden)
-    if spec.window_right is not None:
-        last_seen_by_all = rows.start + terms.diagonal + spec.window_right
-        cut = slice(max(keys.start, last_seen_by_all + 1), keys.stop)
-        if cut.start < cut.stop:
-            hidden = _offsets(terms, rows, cut) > spec.window_right
-            np.copyto(s[:, :, -size_of(cut) :], -np.inf, where=hidden)
+    for columns, seen in _cuts(terms, rows, keys, spec):
+        np.copyto(s[:, :, columns], -np.inf, where=~seen)
     if terms.mask is not None:
         np.copyto(s, -np.inf, where=~terms.mask[heads, rows, keys])
 
 
+def mask_weights(
+    s: np.ndarray, terms: ScoreTerms, heads: slice, rows: slice, keys: slice, spec: AttentionSpec
+) -> None:
+    """Put 0 where a mask removes one of a tile's exponentials, (heads, rows, keys), in place; all
+    are finite. That is some times faster than to put -inf into scores."""
+    for columns, seen in _cuts(terms, rows, keys, spec):
+        s[:, :, columns] *= seen.astype(s.dtype)
+    if terms.mask is not None:
+        s *= terms.mask[heads, rows, keys]
+
+
+def _cuts(
+    terms: ScoreTerms, rows: slice, keys: slice, spec: AttentionSpec
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """The keys of a tile that the window hides from some row, and which it leaves to which row:
+    bool (rows, keys)."""
+    if spec.window_left is not None:
+        first_seen_by_all = rows.stop - 1 + terms.diagonal - spec.window_left
+        cut = size_of(slice(keys.start, min(keys.stop, first_seen_by_all)))
+        if cut > 0:
+            hidden = rows.start + terms.diagonal - keys.start - spec.window_left - 1
+            yield slice(0, cut), ~np.tri(size_of(rows), cut, hidden, dtype=bool)
+    if spec.window_right is not None:
+        last_seen_by_all = rows.start + terms.diagonal + spec.window_right
+        start = max(keys.start, last_seen_by_all + 1)
+        if start < keys.stop:
+            seen = last_seen_by_all - start
+            columns = slice(start - keys.start, size_of(keys))
+            yield columns, np.tri(size_of(rows), keys.stop - start, seen, dtype=bool)
+
+
 def alibi_distance(terms: ScoreTerms, rows: slice, keys: slice, dtype: np.dtype) -> np.ndarray:
     """How far each key lies from the one beside each row, whichever way: (rows, keys)."""
-    return abs(_offsets(terms, rows, keys)).astype(dtype)
-
-
-def _offsets(terms: ScoreTerms, rows: slice, keys: slice) -> np.ndarray:
-    """How far each key lies behind the one beside each row: (rows, keys)."""
-    i = np.arange(rows.start + terms.diagonal, rows.stop + terms.diagonal, dtype=np.int32)
-    return np.arange(keys.start, keys.stop, dtype=np.int32) - i[:, None]
-
-
-def widened(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`array` in the accumulator's dtype.
-
-    NumPy converts float16 one by one, at 1 ns each; by integer operations it takes half of that.
-    A float16's bits, three places up from the top of a float32, are a number 2**112 times too
-    small, subnormal ones included, unless it is infinite or NaN.
-    """
-    if array.dtype == dtype:
-        return array
-    if array.dtype != np.float16 or not array.size:
-        return array.astype(dtype)
-    if array.view(np.int16).max() >= _HALF_INFINITY or (
-        array.view(np.uint16).max() >= _HALF_INFINITY + (1 << 15)
-    ):
-        return array.astype(dtype)
-    bits = array.view(np.int16).astype(np.int32)  # the sign in the upper half
-    bits <<= 13
-    bits &= _SIGN_AND_HALF
-    wide = bits.view(np.float32)
-    wide *= np.float32(2.0**112)
-    return wide
-
-
-def block_columns(inner: int) -> int:
-    """Columns of a block of `BLOCK_ROWS` rows."""
-    return max(16, BLOCK_PRODUCT // (BLOCK_ROWS * max(inner, 1)) // 16 * 16)
-
-
-def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """``a @ b`` of stacks of matrices, in blocks that BLAS multiplies on this thread."""
-    stack, num_rows, inner = a.shape
-    num_columns = b.shape[-1]
-    if num_rows < BLOCK_ROWS and max(inner, num_columns) <= BLOCK_LENGTH:
-        np.matmul(a, b, out=out)
-    elif num_rows >= BLOCK_ROWS and (columns := block_columns(inner)) < num_columns >= inner:
-        across, wide = _pieces(num_columns, columns)
-        down, long = _pieces(num_rows, BLOCK_ROWS)
-        left = a[:, :long].reshape(stack, down, 1, BLOCK_ROWS, inner)
-        right = b[:, :, :wide].reshape(stack, inner, across, columns).transpose(0, 2, 1, 3)
-        target = out[:, :long, :wide].reshape(stack, down, BLOCK_ROWS, across, columns)
-        np.matmul(left, right[:, None], out=target.transpose(0, 1, 3, 2, 4))
-        if wide < num_columns:
-            matmul(a, b[:, :, wide:], out=out[:, :, wide:])
-        if long < num_rows:
-            np.matmul(a[:, long:], b[:, :, :wide], out=out[:, long:, :wide])
-    elif num_rows >= BLOCK_ROWS:
-        size = min(num_rows, max(1, BLOCK_PRODUCT // (inner * num_columns)))
-        count, done = _pieces(num_rows, size)
-        blocks = a[:, :done].reshape(stack, count, size, inner)
-        target = out[:, :done].reshape(stack, count, size, num_columns)
-        np.matmul(blocks, b[:, None], out=target)
-        if done < num_rows:
-            np.matmul(a[:, done:], b, out=out[:, done:])
-    elif num_columns > inner:
-        count, done = _pieces(num_columns, BLOCK_LENGTH)
-        blocks = b[:, :, :done].reshape(stack, inner, count, BLOCK_LENGTH).transpose(2, 0, 1, 3)
-        target = out[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH)
-        np.matmul(a, blocks, out=target.transpose(2, 0, 1, 3))
-        if done < num_columns:
-            np.matmul(a, b[:, :, done:], out=out[:, :, done:])
-    else:
-        count, done = _pieces(inner, BLOCK_LENGTH)
-        left = a[:, :, :done].reshape(stack, num_rows, count, BLOCK_LENGTH).transpose(2, 0, 1, 3)
-        right = b[:, :done].reshape(stack, count, BLOCK_LENGTH, num_columns).swapaxes(0, 1)
-        np.add.reduce(left @ right, axis=0, out=out)
-        if done < inner:
-            out += a[:, :, done:] @ b[:, done:]
-
-
-def _pieces(length: int, size: int) -> tuple[int, int]:
-    """How many whole pieces a length has, and where they end."""
-    return length // size, length // size * size
-
-
-def matmul_of_nonfinite(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """``a @ b`` where a 0 in `a` leaves out even NaN and infinity in `b`."""
-    np.matmul(a, np.where(np.isfinite(b), b, 0), out=out)
-    for special, there in ((np.inf, b == np.inf), (-np.inf, b == -np.inf), (np.nan, np.isnan(b))):
-        out[a @ there.astype(a.dtype) > 0] += special
+    beside = np.arange(rows.start + terms.diagonal, rows.stop + terms.diagonal, dtype=np.int32)
+    return abs(np.arange(keys.start, keys.stop, dtype=np.int32) - beside[:, None]).astype(dtype)
