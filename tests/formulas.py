@@ -63,13 +63,19 @@ def attention_gradients(
     sinks: np.ndarray | None = None,
     z: np.ndarray | None = None,
     precision: Any = np.float64,
+    lse: np.ndarray | None = None,
+    sums_of_groups: bool = False,
     **options: Any,
 ) -> dict[str, np.ndarray]:
     """Return dq, dk, dv, and dbias, dsinks, dalibi of what is given, by the formula: the whole
-    score matrix at once, with out, P, dP, dS and results rounded to `precision`."""
+    score matrix at once, with out, P, dP, dS and results rounded to `precision`.
+
+    With the formula's own lse, or the given one. With `sums_of_groups` dk and dv are one sum over
+    all rows of the query heads that share a key head, and else a sum of each head's."""
     rounded, dtype = _rounding(precision)
     options |= {"bias": bias, "alibi_slopes": alibi_slopes}
-    out, lse = attention(q, k, v, sinks=sinks, z=z, precision=precision, **options)
+    out, own = attention(q, k, v, sinks=sinks, z=z, precision=precision, **options)
+    lse = own if lse is None else lse.astype(dtype)
     s, derivative = _scores(q, k, precision=precision, **options)
     heads_kv, head_dim = k.shape[2:]
     heads_q = q.shape[2]
@@ -87,12 +93,17 @@ def attention_gradients(
     dx = p * (z * rounded(dout @ v.swapaxes(2, 3)) - delta)
     ds = rounded(dx * derivative)
 
-    def of_group(x: np.ndarray) -> np.ndarray:
-        return x.reshape(x.shape[0], heads_kv, heads_q // heads_kv, *x.shape[2:]).sum(axis=2)
+    def over_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        if sums_of_groups:
+            x, y = (a.reshape(a.shape[0], heads_kv, -1, a.shape[3]) for a in (x, y))
+            return x.swapaxes(2, 3) @ y
+        product = x.swapaxes(2, 3) @ y
+        by_group = product.shape[0], heads_kv, heads_q // heads_kv, *product.shape[2:]
+        return product.reshape(by_group).sum(axis=2)
 
     dq = scale * (ds @ k)
-    dk = scale * of_group(ds.swapaxes(2, 3) @ q)
-    dv = of_group(rounded(p * z).swapaxes(2, 3) @ dout)
+    dk = scale * over_rows(ds, q)
+    dv = over_rows(rounded(p * z), dout)
     grads = {name: rounded(x.swapaxes(1, 2)) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
     if bias is not None:
         axes = [axis for axis, n in enumerate((1,) * (4 - bias.ndim) + bias.shape) if n == 1]
@@ -107,20 +118,30 @@ def attention_gradients(
 
 
 def plain_gradients(
-    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    lse: np.ndarray | None = None,
+    **options: Any,
 ) -> dict[str, list[np.ndarray]]:
-    """Return :func:`attention_gradients` in the precision of the inputs, several times, with the
-    head_dims in different orders: the same formula, whose sums round differently. By the error of
-    one a result would be judged by luck."""
+    """Return :func:`attention_gradients` in the precision of the inputs, several times: the same
+    formula, whose sums round differently. By the error of one a result would be judged by luck.
+
+    Three times the head_dims are in different orders. The fourth does as a backward pass does: it
+    takes the `lse` that the pass was given, where there is one, and sums over the rows of a group,
+    which makes larger partial sums than those of one head."""
     runs = []
-    for step in (1, -1, 2):
+    given: dict[str, Any] = {"lse": lse, "sums_of_groups": True}
+    for step, more in ((1, {}), (-1, {}), (2, {}), (1, given)):
         order, order_v = (
             np.argsort(np.arange(n)[::-1] if step < 0 else np.arange(n) % step, kind="stable")
             for n in (q.shape[-1], v.shape[-1])
         )
         grads = attention_gradients(
             dout[..., order_v], q[..., order], k[..., order], v[..., order_v],
-            precision=q.dtype, **options,
+            precision=q.dtype, **more, **options,
         )  # fmt: skip
         for name, back in (("dq", order), ("dk", order), ("dv", order_v)):
             grads[name] = grads[name][..., np.argsort(back)]

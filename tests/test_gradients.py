@@ -152,7 +152,7 @@ def test_precision(rng, name, dtype):
     grads = cuattn.flash_attention_backward(dout, *inputs, out, lse, **options)
     exact_type = np.longdouble if dtype == np.float64 else np.float64
     exact = formulas.attention_gradients(dout, *inputs, precision=exact_type, **options)
-    plain = formulas.plain_gradients(dout, *inputs, **options)
+    plain = formulas.plain_gradients(dout, *inputs, lse=lse, **options)
     for name, actual in zip(grads._fields, grads[:3], strict=False):
         assert actual.dtype == dtype
         formulas.assert_gradients_accurate(actual, exact[name], *plain[name], lse=lse)

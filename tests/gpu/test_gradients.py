@@ -95,7 +95,7 @@ def judge(
     exact_type, _ = precisions(call.q.dtype)
     inputs = dout, call.q, call.k, call.v
     exact = formulas.attention_gradients(*inputs, precision=exact_type, **options)
-    plain = formulas.plain_gradients(*inputs, **options)
+    plain = formulas.plain_gradients(*inputs, lse=lse, **options)
     for name, expected in exact.items():
         actual = getattr(grads, name)
         assert actual.shape == expected.shape, name
