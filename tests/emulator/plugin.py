@@ -42,11 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path.insert(0, str(FOLDER))
-    from cupy._build import library
+    from cupy._build import shared_object
     from cupy._errors import EmulationError
 
     try:
-        library()  # now, since a test would be over its time limit
+        shared_object()  # now, since a test would be over its time limit
     except EmulationError as error:
         raise pytest.UsageError(f"--emulate: {error}") from error
 

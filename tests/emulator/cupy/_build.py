@@ -50,7 +50,7 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-def library() -> pathlib.Path:
+def shared_object() -> pathlib.Path:
     """The emulator's shared library.
 
     Raises

@@ -39,8 +39,6 @@ _CTYPES = {
 }
 
 
-#: What CuPy adds to the options of all kernels.
-_CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 #: What CuPy makes of Python's numbers.
 _SCALARS = {bool: np.bool_, int: np.int64, float: np.float64}
 
@@ -60,7 +58,7 @@ def _invalid(message: str) -> CUDADriverError:
 @functools.cache
 def emulator() -> ctypes.CDLL:
     """The emulator's functions, once it has been told of all device memory."""
-    library = ctypes.CDLL(str(_build.library()))
+    library = ctypes.CDLL(str(_build.shared_object()))
     library.emu_load.restype = ctypes.c_void_p
     library.emu_load.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
     library.emu_launch.restype = ctypes.c_int
@@ -290,11 +288,13 @@ class RawModule:
     """CUDA C++ with kernels, compiled when a kernel of it is asked for."""
 
     def __init__(self, *, code: str, options: tuple[str, ...] = (), **others: Any) -> None:
+        from cuattn.gpu import compiler  # which imports CuPy, when it needs it
+
         if others.pop("backend", "nvrtc") != "nvrtc" or any(others.values()):
             raise _errors.NotEmulated(f"modules with {', '.join(others)}")
         if not any("-arch" in option for option in options):
             options = (*options, "-arch=sm_{}{}".format(*_settings.current().capability))
-        self.code, self.options = code, (*options, *_CUPY_OPTIONS)
+        self.code, self.options = code, (*options, *compiler.CUPY_OPTIONS)
 
     def compile(self, log_stream: Any = None) -> None:
         _module(self.code, self.options)
