@@ -44,17 +44,22 @@ struct Expander {
   Place here;               // this lane's key of the present block, or already of the next
   uint2 codes[kRowGroups];  // of the panel that is expanded next
   StoredScale scale;        // of a half's columns 128 (lane / 16) on, of key lane % 16
-  // Where this lane reads the codes of rows group * 4 + lane / 8, in 16 bytes, and which of the
-  // warp's exist.
-  unsigned row_chunks[kRowGroups], exist;
+  // Where this lane reads the codes of rows group * 4 + lane / 8, in 16 bytes, or kNowhere.
+  static constexpr unsigned kNowhere = ~0u;
+  unsigned row_chunks[kRowGroups];
+
+  // Which of the warp's keys of the present block exist.
+  __device__ __forceinline__ unsigned exist() const {
+    return __ballot_sync(~0u, here.has) & 0xffff;
+  }
 
   // The rows that codes are read of.
   __device__ __forceinline__ void find_rows() {
-    exist = __ballot_sync(~0u, here.has) & 0xffff;
     const long long at = here.page * params.k_stride.page + here.slot * params.k_stride.seq;
+    const unsigned own_chunk = here.has ? static_cast<unsigned>(at >> 4) : kNowhere;
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group)
-      row_chunks[group] = __shfl_sync(~0u, static_cast<unsigned>(at >> 4), group * 4 + lane / 8);
+      row_chunks[group] = __shfl_sync(~0u, own_chunk, group * 4 + lane / 8);
   }
 
   // Asks for the codes of 64 columns of four rows; zeros for what does not exist.
@@ -62,7 +67,7 @@ struct Expander {
     codes[group] = {};
     const unsigned char* const row =
         static_cast<const unsigned char*>(params.k) + lane % 8 * 8 + row_chunks[group] * 16ull;
-    if ((exist >> (group * 4 + lane / 8) & 1) && column < params.head_dim_v)
+    if (row_chunks[group] != kNowhere && column < params.head_dim_v)
       codes[group] = __ldg(reinterpret_cast<const uint2*>(row + column));
   }
   __device__ __forceinline__ void load_own_scale(int half) {
@@ -103,15 +108,16 @@ struct Expander {
 
   __device__ __forceinline__ void copy_rope(int buffer) const {
     const long long at = here.page * mla.rope_stride.page + here.slot * mla.rope_stride.seq;
-    const unsigned own_chunk = static_cast<unsigned>(at >> 3);
+    const unsigned own_chunk = here.has ? static_cast<unsigned>(at >> 3) : kNowhere;
     const bool rotated = lane % 8 * 8 < params.head_dim - params.head_dim_v;
     const unsigned to = ptx::shared_address(smem.k[buffer][kRopePanel]);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
       const int row = group * 4 + lane / 8;
-      const unsigned chunk = __shfl_sync(~0u, own_chunk, row) + lane % 8;
-      ptx::cp_async_16(to + place_of(group), static_cast<const T*>(mla.rope) + chunk * 8ull,
-                       (exist >> row & 1) && rotated);
+      const unsigned chunk = __shfl_sync(~0u, own_chunk, row);
+      ptx::cp_async_16(to + place_of(group),
+                       static_cast<const T*>(mla.rope) + (chunk + lane % 8) * 8ull,
+                       chunk != kNowhere && rotated);
     }
   }
   __device__ __forceinline__ void signal_rope(int buffer) const {
@@ -146,7 +152,8 @@ struct Expander {
         if (half == rope_half) copy_rope(buffer);
         own_scale = scale.value(params) * tile::Codes<kFormat>::kUnit;
         if (half == 1) {
-          if (lane == 0) smem.exist[buffer][warp] = exist;
+          const unsigned existing = exist();
+          if (lane == 0) smem.exist[buffer][warp] = existing;
           here = keys.next();
           prefetch();
         }

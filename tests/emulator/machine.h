@@ -213,6 +213,7 @@ struct Warp {
   uint32_t local_bytes = 0;  // of a lane
   std::vector<Group> others;
   uint32_t carry = 0;               // of add.cc and the like
+  uint32_t registers = 0;           // of a thread, as setmaxnreg left them; 0: as at launch
   bool at_barrier = false;          // arrived at a bar.sync whose phase is not complete,
   uint32_t barrier_generation = 0;  // which is this one
   std::shared_ptr<void> async;      // what asynchronous instructions keep for this warp
@@ -282,6 +283,7 @@ struct Block {
   std::vector<std::unique_ptr<Warp>> warps;
   std::array<Barrier, 16> barriers;
   uint32_t live_warps = 0;
+  uint32_t free_registers = 0;  // which setmaxnreg gave back: of a thread, summed over warps
   std::shared_ptr<void> async;  // what asynchronous instructions keep for this block
 };
 

@@ -144,6 +144,28 @@ Handler decode_barrier(const Statement& statement, Instr& instr, Decoding& decod
   return barrier;
 }
 
+// setmaxnreg: a warp gives registers back, or waits until others have given as many. Blocks with it
+// have a multiprocessor to themselves, and threads begin with even shares of its registers.
+void change_registers(Warp& warp, const Instr& in) {
+  if (!warp.converged()) return warp.wait("the warp's other lanes");
+  constexpr uint32_t kOfMultiprocessor = 65536, kUnit = 8, kMost = 256;
+  Block& block = *warp.block;
+  const auto& [x, y, z] = block.launch->block;
+  const uint32_t at_launch = std::min(kOfMultiprocessor / (x * y * z) / kUnit * kUnit, kMost);
+  const uint32_t had = warp.registers ? warp.registers : at_launch;
+  const uint32_t now = static_cast<uint32_t>(in.imm);
+  if (now > had && now - had > block.free_registers)
+    return warp.wait("registers that other warps give back");
+  block.free_registers += had - now;
+  warp.registers = now;
+}
+
+Handler decode_setmaxnreg(const Statement& statement, Instr& instr, Decoding& decoding) {
+  expect_modifiers(statement, {"inc", "dec", "sync", "aligned", "u32"});
+  instr.imm = decoding.integer(statement.operands.at(0));
+  return change_registers;
+}
+
 const Opcode bra{"bra", decode_branch};
 const Opcode exit_{"exit", decode_exit};
 const Opcode ret{"ret", decode_exit};
@@ -154,7 +176,7 @@ const Opcode nanosleep_{"nanosleep", decode_nanosleep};
 const Opcode createpolicy{"createpolicy", decode_createpolicy};
 const Opcode fence{"fence", decode_nothing};
 const Opcode membar{"membar", decode_nothing};
-const Opcode setmaxnreg{"setmaxnreg", decode_nothing};
+const Opcode setmaxnreg{"setmaxnreg", decode_setmaxnreg};
 const Opcode griddepcontrol{"griddepcontrol", decode_nothing};
 const Opcode prefetch{"prefetch", decode_nothing};
 const Opcode prefetchu{"prefetchu", decode_nothing};

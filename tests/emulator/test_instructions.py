@@ -443,3 +443,22 @@ def test_what_a_kernel_does_wrong_is_named(body, message):
     with pytest.raises(Exception, match=message) as error:
         run(text, cupy.zeros(64, np.int32), threads=(64,))
     assert "PTX line" in str(error.value)
+
+
+@pytest.mark.parametrize("given_back", [88, 96])
+def test_registers_are_shared_by_a_block(given_back):
+    """384 threads begin with 168 registers each: two warpgroups get 208 if the third keeps 88."""
+    text = f"""extern "C" __global__ void __launch_bounds__(384, 1) example(int* x) {{
+      if (threadIdx.x < 128)
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 {given_back};");
+      else
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+      x[threadIdx.x] = 1;
+    }}"""
+    x = cupy.zeros(384, np.int32)
+    if given_back == 88:
+        run(text, x, threads=(384,))
+        assert (x == 1).all()
+    else:
+        with pytest.raises(Exception, match="registers that other warps give back"):
+            run(text, x, threads=(384,))

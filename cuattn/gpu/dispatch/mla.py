@@ -268,7 +268,7 @@ class Sm90Mla:
 
 
 def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
-    registers = (208, 96) if gather else (216, 72)  # of consumers, of producers: nothing spills
+    registers = (208, 88) if gather else (216, 72)  # of consumers, of producers: nothing spills
     config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
