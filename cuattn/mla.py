@@ -445,25 +445,33 @@ def mla_prefill(
     )
     check_index_dtype(name, "page_table", page_table)
     check_seq_lens(name, seq_lens, page_table.shape[0])
-    q = xp.concatenate([q_nope, q_rope], axis=-1)
-    shape = q.shape
+    if q_rope.shape[:-1] != q_nope.shape[:-1] or q_rope.dtype != q_nope.dtype:
+        raise ValueError(
+            f"{name}: q_rope has shape {q_rope.shape} and dtype {q_rope.dtype}, must have q_nope's "
+            f"{(*q_nope.shape[:-1], rope_dim)} and {q_nope.dtype}"
+        )
+    shape = q_nope.shape
     if cu is None:
         cu = xp.arange(shape[0] + 1, dtype=np.int32) * shape[1]
-        q = q.reshape(-1, *shape[2:])
+        q_nope, q_rope = (x.reshape(-1, *x.shape[2:]) for x in (q_nope, q_rope))
 
-    def expand(latents: Any, rotated: Any) -> tuple[Any, Any]:
-        """Keys and values (tokens, heads, ...) of tokens, whose latents may be codes."""
-        heads = w_uk.shape[0]
+    def project(latents: Any, rotated: Any) -> tuple[Any, Any, Any]:
+        """What of each head's keys is not rotated, what is, and its values, of tokens, whose
+        latents may be codes."""
         if isinstance(latents, QuantizedArray):
-            latents = dequantize(latents, q.dtype)
+            latents = dequantize(latents, q_nope.dtype)
         latents, rotated = latents.reshape(-1, latent), rotated.reshape(-1, rope_dim)
-        k = xp.empty((len(latents), heads, w_uk.shape[1] + rope_dim), q.dtype)
-        k[..., : w_uk.shape[1]] = _project(xp, latents, w_uk)
-        k[..., w_uk.shape[1] :] = rotated[:, None]
-        return k, _project(xp, latents, w_uv)
+        return _project(xp, latents, w_uk), rotated, _project(xp, latents, w_uv)
+
+    def with_rotated(nope: Any, rotated: Any) -> Any:
+        """Keys (tokens, heads, both parts)."""
+        k = xp.empty((*nope.shape[:-1], nope.shape[-1] + rope_dim), nope.dtype)
+        k[..., : nope.shape[-1]] = nope
+        k[..., nope.shape[-1] :] = rotated[:, None]
+        return k
 
     page_size, num_pages = latent_pages.shape[1], latent_pages.shape[0]
-    rows = xp.arange(q.shape[0])
+    rows = xp.arange(q_nope.shape[0])
     sequence = xp.minimum(xp.searchsorted(cu[1:], rows, side="right"), len(cu) - 2)
     counts = cu[1:] - cu[:-1]
     lens = xp.clip(seq_lens, 0, page_table.shape[1] * page_size)
@@ -472,23 +480,23 @@ def mla_prefill(
     positions = xp.clip(positions, 0, max(page_table.shape[1] * page_size - 1, 0))
     pages = xp.clip(page_table[sequence, positions // page_size], 0, num_pages - 1)
     slots = positions % page_size
-    parts = [
-        flash_attention_varlen(
-            q,
-            *expand(latent_pages[pages, slots], rope_pages[pages, slots]),
-            cu,
-            causal=True,
-            scale=scale,
-            return_lse=True,
-        )
-    ]
+    new = project(latent_pages[pages, slots], rope_pages[pages, slots])
+    q: Any = None  # with both parts, where it takes that
+    own = None if xp is np else _prompt(name, xp, q_nope, q_rope, *new, cu, scale)
+    if own is None:
+        q = xp.concatenate([q_nope, q_rope], axis=-1)
+        k = with_rotated(*new[:2])
+        own = flash_attention_varlen(q, k, new[2], cu, causal=True, scale=scale, return_lse=True)
+    parts = [own]
     if max_prefix is None:
         max_prefix = int(before.max(initial=0)) if xp is np else page_table.shape[1] * page_size
     columns = max(1, chunk // (page_size * page_table.shape[0]))  # pages of a sequence at a time
     used = min(-(-check_integer(name, "max_prefix", max_prefix) // page_size), page_table.shape[1])
     for first in range(0, used, columns):
         table = xp.clip(page_table[:, first : min(first + columns, used)], 0, num_pages - 1)
-        k, v = expand(latent_pages[table], rope_pages[table])
+        *both, v = project(latent_pages[table], rope_pages[table])
+        k = with_rotated(*both)
+        q = xp.concatenate([q_nope, q_rope], axis=-1) if q is None else q
         in_chunk = xp.clip(before - first * page_size, 0, table.shape[1] * page_size)
         parts.append(
             paged_attention(
@@ -566,6 +574,40 @@ def flashmla_pages(rows: Any) -> tuple[QuantizedArray, Any]:
         dtype="float8_e4m3",
     )
     return latents, rows[..., rope_at:].view(BFLOAT16)
+
+
+def _prompt(
+    function: str,
+    xp: Any,
+    q_nope: Any,
+    q_rope: Any,
+    k_nope: Any,
+    rotated: Any,
+    v: Any,
+    cu_seqlens: Any,
+    scale: float,
+) -> Any:
+    """Causal attention of new tokens with their rotated parts where they are, by a kernel that
+    takes them so: out and lse; None if there is none."""
+    width = q_nope.shape[-1] + q_rope.shape[-1]
+    check_cu_seqlens(function, "cu_seqlens_q", cu_seqlens)
+    spec = attention_spec(
+        function,
+        (*q_nope.shape[:-1], width),
+        (*k_nope.shape[:-1], width),
+        v.shape,
+        q_nope.dtype,
+        k_nope.dtype,
+        v.dtype,
+        causal=True,
+        scale=scale,
+        sequences=cu_seqlens.shape[0] - 1,
+        keys="ragged",
+        names=("q_nope", "w_uk", "w_uv"),
+    )
+    return backend(xp, "mla").prompt(
+        q_nope, q_rope, k_nope, rotated, v, spec, as_indices(xp, cu_seqlens)
+    )
 
 
 def _project(xp: Any, latents: Any, weights: Any) -> Any:

@@ -116,6 +116,70 @@ def forward(
         return copy_to_out(result, out), lse
 
 
+def prompt(
+    q_nope: cupy.ndarray,
+    q_rope: cupy.ndarray,
+    k_nope: cupy.ndarray,
+    rotated: cupy.ndarray,
+    v: cupy.ndarray,
+    spec: AttentionSpec,
+    cu_seqlens: cupy.ndarray,
+) -> tuple[cupy.ndarray, cupy.ndarray] | None:
+    """Attention of ragged rows whose rotated parts are arrays of their own, (total, heads,
+    rope_dim) of the queries and (total, rope_dim) of the keys: out and lse; or None where they have
+    to be in q and k."""
+    with use_device(q_nope):
+        arrays = tuple(map(contiguous_last_axis, (q_nope, q_rope, k_nope, rotated, v)))
+        result = cupy.empty(spec.out_shape, spec.dtype)
+        plan = _prompt_plan(
+            spec,
+            q_nope.data.device_id,
+            dispatch.current_tiers(),
+            rotated.shape[-1],
+            tuple(array.strides for array in arrays),
+            result.strides,
+            all(array.data.ptr % 16 == 0 for array in arrays),
+        )
+        if plan is None or not result.size:
+            return None
+        lse = cupy.empty(spec.lse_shape, spec.acc_dtype)
+        names = ("q", "q_rope", "k", "k_rope", "v", "out", "lse")
+        addresses = dict.fromkeys(
+            ("bias", "mask", "alibi_slopes", "sinks", "seq_lens", "page_table"), 0
+        )
+        addresses |= {
+            name: array.data.ptr for name, array in zip(names, (*arrays, result, lse), strict=True)
+        }
+        addresses |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens.data.ptr)
+        plan.launch(addresses)
+        return result, lse
+
+
+@functools.lru_cache(maxsize=4096)
+def _prompt_plan(
+    spec: AttentionSpec,
+    device: int,
+    tiers: tuple[dispatch.Tier, ...],
+    rope_dim: int,
+    strides: tuple[tuple[int, ...], ...],
+    out: tuple[int, ...],
+    aligned: bool,
+) -> Plan | None:
+    """The plan of `prompt`; `strides` are those of q_nope, q_rope, k_nope, rotated and v."""
+    if not any(isinstance(tier, dispatch.Sm90Forward) for tier in tiers):
+        return None
+    q, q_rope, k, k_rope, v = strides
+    call = dispatch.Call(
+        spec,
+        compiler.device_arch(device),
+        compiler.multiprocessors(device),
+        dispatch.usable_strides(spec, dispatch.Strides(q, k, v, out)),
+        aligned,
+    )
+    launch = dispatch.prompt(call, rope_dim, q_rope, k_rope)
+    return None if launch is None else Plan(launch, device)
+
+
 def multiply_heads(x: cupy.ndarray, weights: cupy.ndarray) -> cupy.ndarray:
     """As :func:`cuattn.reference.mla.multiply_heads`, by cuBLAS."""
     with use_device(x):

@@ -49,6 +49,7 @@ SM90_PARAMS = Struct(
     ("int", "table_stride num_pages"),
     ("tile::Divisor", "by_queries_of_tile"),
     ("int", "min_queries"),
+    ("ptx::TensorMap", "q_rope k_rope"),
     scheduler="workspace",
     launch_id="launch_id",
 )

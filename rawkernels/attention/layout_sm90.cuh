@@ -108,6 +108,8 @@ static_assert(kWarpgroups == 2 || kWarpgroups == 3,
               "consumers take turns, and have the registers that two or three can have");
 static_assert(kStages == 2,
               "a consumer holds one stage while it waits for the next; Smem::replaced");
+static_assert(!Config::rope_panel || !(Config::paged_kv || Config::pack_gqa),
+              "rows of q and k, and those of their last panels, are found alike");
 static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows of one head");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");

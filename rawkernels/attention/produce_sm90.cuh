@@ -7,24 +7,36 @@
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
-// Loads `kPanels` panels of rows of one head once the consumers have left their place. All lanes
-// of a warp together.
-template <int kPanels, int kPanelBytes, bool kRagged>
+// The columns of the last panel of q or k, where they are an array of their own
+// (Config::rope_panel): heads of q have one each, those of k have one in common.
+struct RopePanel {
+  const ptx::TensorMap& map;
+  int head;
+};
+
+// Loads `kPanels` panels of rows of one head once the consumers have left their place; with
+// `kRope` the last one from `rope`. All lanes of a warp together.
+template <int kPanels, int kPanelBytes, bool kRagged, bool kRope>
 __device__ __forceinline__ void load_rows(unsigned char* place, const ptx::TensorMap& map,
-                                          ptx::Mbarrier& full, ptx::Mbarrier& empty,
-                                          unsigned parity, const tile::TmaRows& rows, int row,
-                                          int head, unsigned long long cache_hint) {
+                                          const RopePanel& rope, ptx::Mbarrier& full,
+                                          ptx::Mbarrier& empty, unsigned parity,
+                                          const tile::TmaRows& rows, int row, int head,
+                                          unsigned long long cache_hint) {
   ptx::mbarrier_wait(empty, parity ^ 1);
   if (ptx::elect_one()) {
     ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytes);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       unsigned char* const to = place + panel * kPanelBytes;
-      const int column = panel * kPanelColumns, shifted = rows.shift + row;
+      const bool own = kRope && panel + 1 == kPanels;
+      const ptx::TensorMap& from = own ? rope.map : map;
+      const int column = own ? 0 : panel * kPanelColumns, shifted = rows.shift + row;
+      const int of_head = own ? rope.head : head;
       if constexpr (kRagged)
-        ptx::tma_load(to, map, full, column, shifted, head, rows.outer, tile::kFarRows, cache_hint);
+        ptx::tma_load(to, from, full, column, shifted, of_head, rows.outer, tile::kFarRows,
+                      cache_hint);
       else
-        ptx::tma_load(to, map, full, column, shifted, head, rows.outer, cache_hint);
+        ptx::tma_load(to, from, full, column, shifted, of_head, rows.outer, cache_hint);
     }
   }
   __syncwarp();
@@ -105,8 +117,8 @@ __device__ __forceinline__ int page_of_lane(const Sm90Params& sm90, int keys, in
   return 0;
 }
 
-// A block of keys, or of values.
-template <int kPanels>
+// A block of keys, or of values, which have nothing from sm90.k_rope.
+template <int kPanels, bool kRope>
 __device__ __forceinline__ void load_block(unsigned char* place, const ptx::TensorMap& map,
                                            const ptx::TensorMap& pair_map, ptx::Mbarrier& full,
                                            ptx::Mbarrier& empty, unsigned parity,
@@ -115,8 +127,9 @@ __device__ __forceinline__ void load_block(unsigned char* place, const ptx::Tens
   if constexpr (Config::paged_kv)
     load_pages<kPanels>(place, map, pair_map, full, empty, parity, sm90, block, head, page);
   else
-    load_rows<kPanels, kPanelBytesK, kRaggedKeys>(place, map, full, empty, parity, keys,
-                                                  block * kTileN, head, ptx::kEvictLast);
+    load_rows<kPanels, kPanelBytesK, kRaggedKeys, kRope>(place, map, {sm90.k_rope, 0}, full, empty,
+                                                         parity, keys, block * kTileN, head,
+                                                         ptx::kEvictLast);
 }
 
 // Passes a tile to all warps that work on it: called by the warp that has found it.
@@ -152,9 +165,9 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
   tile::TmaRows keys;
   int head, page_of_pending;
   const auto load_values = [&] {
-    load_block<kPanelsV>(smem.v[stage_v.index], sm90.v, sm90.v_pair, smem.full_v[stage_v.index],
-                         smem.empty_v[stage_v.index], stage_v.parity, sm90, keys, pending, head,
-                         page_of_pending);
+    load_block<kPanelsV, false>(smem.v[stage_v.index], sm90.v, sm90.v_pair,
+                                smem.full_v[stage_v.index], smem.empty_v[stage_v.index],
+                                stage_v.parity, sm90, keys, pending, head, page_of_pending);
     stage_v.advance();
     pending = -1;
   };
@@ -170,9 +183,9 @@ __device__ __forceinline__ void load_keys_and_values(Smem& smem, const Sm90Param
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       const int page = page_of_lane(sm90, tile.keys.length, block, next_entry);
       next_entry = entry_of_lane(sm90, tile, max(block - 1, tile.block_begin));
-      load_block<kPanelsK>(smem.k[stage_k.index], sm90.k, sm90.k_pair, smem.full_k[stage_k.index],
-                           smem.empty_k[stage_k.index], stage_k.parity, sm90, tile.keys, block,
-                           tile.head_kv, page);
+      load_block<kPanelsK, Config::rope_panel>(
+          smem.k[stage_k.index], sm90.k, sm90.k_pair, smem.full_k[stage_k.index],
+          smem.empty_k[stage_k.index], stage_k.parity, sm90, tile.keys, block, tile.head_kv, page);
       stage_k.advance();
       if (pending >= 0)
         load_values();  // consumers ask for the values of a block after the keys of the next
@@ -199,8 +212,9 @@ __device__ __forceinline__ void load_one_of_both(
     for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
       const int page = page_of_lane(sm90, tile.keys.length, block, next_entry);
       next_entry = entry_of_lane(sm90, tile, max(block - 1, tile.block_begin));
-      load_block<kPanels>(places[stage.index], map, pair_map, full[stage.index], empty[stage.index],
-                          stage.parity, sm90, tile.keys, block, tile.head_kv, page);
+      load_block<kPanels, false>(places[stage.index], map, pair_map, full[stage.index],
+                                 empty[stage.index], stage.parity, sm90, tile.keys, block,
+                                 tile.head_kv, page);
       stage.advance();
     }
   }
@@ -234,9 +248,9 @@ __device__ __forceinline__ void load_query_rows(Smem& smem, const ForwardParams&
     }
     __syncwarp();
   } else {
-    load_rows<kPanelsK, kPanelBytesQ, Config::varlen>(place, sm90.q, full, empty, stage.parity,
-                                                      tile.queries, tile.row + 64 * consumer,
-                                                      tile.head, ptx::kEvictFirst);
+    load_rows<kPanelsK, kPanelBytesQ, Config::varlen, Config::rope_panel>(
+        place, sm90.q, {sm90.q_rope, tile.head}, full, empty, stage.parity, tile.queries,
+        tile.row + 64 * consumer, tile.head, ptx::kEvictFirst);
   }
 }
 

@@ -61,6 +61,9 @@ struct Sm90Params {
   int table_stride, num_pages;
   tile::Divisor by_queries_of_tile;  // Config::pack_gqa
   int min_queries;  // ragged rows over caches: sequences of fewer are left to another launch
+  // Config::rope_panel: the last panel of q's columns, and of k's, which all heads share. In q and
+  // k these are then missing.
+  ptx::TensorMap q_rope, k_rope;
 };
 
 __device__ __forceinline__ kvcache::PageTable page_table(const Sm90Params& sm90) {

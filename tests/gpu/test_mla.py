@@ -309,3 +309,40 @@ def test_prefill(rng, absorbed, dtype):
         room = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5}[dtype]
         assert np.abs(out[b].get().astype(np.float64) - want[0]).max() < room * np.abs(want).max()
         assert np.abs(lse[b].get() - want_lse[0]).max() < room * 4
+
+
+@pytest.mark.parametrize("rope", [64, 32])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_prompts_with_rotated_parts_of_their_own(rng, dtype, rope, ragged):
+    """Heads of 128 features beside what is rotated, which on Hopper are not put together."""
+    heads, lens = 3, [150, 70]
+    cache = Cache(rng, lens, DTYPES[dtype], 16, latent=128, rope=rope)
+    w_uk, w_uv = (rng.standard_normal((2, heads, 128, 128)) / 11).astype(dtype)
+    counts = [150, 1] if ragged else [70, 70]
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q = rng.standard_normal((cu[-1], heads, 128 + rope)).astype(dtype)
+    shape = () if ragged else (2, 70)
+    q_nope, q_rope = (
+        cupy.asarray(x.reshape(*(shape or x.shape[:1]), *x.shape[1:]))
+        for x in np.split(q, [128], axis=-1)
+    )
+    out, lse = mla_prefill(
+        q_nope, q_rope, *cache.pages, *map(cupy.asarray, (cache.table, cache.lens, w_uk, w_uv)),
+        scale=0.08, cu_seqlens_q=cupy.asarray(cu) if ragged else None, absorbed=False, chunk=64,
+        return_lse=True,
+    )  # fmt: skip
+    out = out.get().reshape(cu[-1], heads, 128).astype(np.float64)
+    lse = lse.get() if ragged else lse.get().swapaxes(0, 1).reshape(heads, -1)
+    room = {"float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    for b, rows in enumerate(cache.rows):
+        c, r = (part.astype(np.float64) for part in (rows[:, :128], rows[:, 128:]))
+        k = np.einsum("hdc,nc->nhd", w_uk.astype(np.float64), c)
+        v = np.einsum("hdc,nc->nhd", w_uv.astype(np.float64), c)
+        k = np.concatenate([k, np.broadcast_to(r[:, None], (len(r), heads, rope))], -1)
+        own = slice(cu[b], cu[b + 1])
+        want, want_lse = formulas.attention(
+            q[None, own].astype(np.float64), k[None], v[None], causal=True, scale=0.08
+        )
+        assert np.abs(out[own] - want[0]).max() < room * np.abs(want).max()
+        assert np.abs(lse[:, own] - want_lse[0]).max() < room * 4

@@ -43,7 +43,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
-from cuattn.gpu.dispatch.mla import MLA
+from cuattn.gpu.dispatch.mla import MLA, prompt, prompt_variants
 from cuattn.gpu.dispatch.order_sm90 import products_of_tiles, sm90_section
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.quantization import (
@@ -109,6 +109,7 @@ __all__ = [
     "penalty_table",
     "prefers_decoding",
     "products_of_tiles",
+    "prompt",
     "quantize",
     "quantized_cache_write",
     "rope",
@@ -191,6 +192,7 @@ def variants(arch: str) -> Iterator[Variant]:
     """Every variant that can be chosen on an architecture such as ``sm_90a``."""
     for tiers in (ATTENTION, BACKWARD, JVP, MLA):
         yield from tiers.variants(arch)
+    yield from prompt_variants(arch)
     yield from merge_variants()
     yield from cache_variants()
     yield from position_variants()

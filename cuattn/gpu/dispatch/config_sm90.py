@@ -30,6 +30,7 @@ class Sm90ForwardConfig(Config):
     split_kv: bool = False  # the keys of a tile are cut into parts, with a result each
     out_dtype: str = ""  # of what is written: dtype where not said, or float32
     dropout: bool = False
+    rope_panel: bool = False  # the last panels of q and k are arrays of their own; k's has no heads
     stages: int = 2
 
     def __post_init__(self) -> None:

@@ -11,8 +11,11 @@ from cuattn._quantized import format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, mla_arguments
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.arguments_sm90 import rows_map
+from cuattn.gpu.dispatch.config_sm90 import configs_of, variant_of
 from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
+from cuattn.gpu.dispatch.sm90 import Sm90Forward
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.params import MLA_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -435,3 +438,56 @@ MLA: TierList[MlaTier] = TierList(Sm90Mla(), Sm80Mla(), SimtMla())
 def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA.all) -> MlaLaunches:
     """Choose the kernel of a call: the first of `tiers` that serves it."""
     return first_serving(tiers, call, call.spec, call.arch)
+
+
+#: head_dim and head_dim_v, padded, of prompts whose rotated parts are arrays of their own; what is
+#: not rotated has all panels of 64 columns but the last.
+PROMPT_DIMS = (192, 128)
+
+
+def prompt(
+    call: Call, rope_dim: int, q_rope: tuple[int, ...], k_rope: tuple[int, ...]
+) -> Launch | None:
+    """The launch of attention/forward_sm90.cu for a causal prompt of ragged rows whose rotated
+    parts are arrays of their own, that of the keys without heads; None where it must have them in
+    q and k.
+
+    Parameters
+    ----------
+    call : Call
+        With the widths of both parts together as head_dim, and q and k as what is not rotated.
+    rope_dim : int
+        Width of what is.
+    q_rope, k_rope : tuple of int
+        Byte strides of the rotated parts, (row, head, column) and (row, column).
+    """
+    spec = call.spec
+    launch = Sm90Forward().serves(call)
+    if launch is None or not addressable((*q_rope[:-1], *k_rope[:-1])):
+        return None
+    config = dataclasses.replace(launch.variant.config, rope_panel=True)
+    variant = variant_of(config)
+    nope = spec.head_dim - rope_dim
+    if variant not in prompt_variants(call.arch) or not 0 < rope_dim <= 64 or nope > 128:
+        return None
+    q, k, row = call.strides.q, call.strides.k, k_rope[0]
+    lengths = {"q": (spec.seqlen_q, spec.heads_q), "k": (spec.seqlen_k, spec.heads_kv)}
+    maps = {
+        "q": rows_map(spec, (*lengths["q"], nope), q, 64),
+        "q_rope": rows_map(spec, (*lengths["q"], rope_dim), q_rope, 64),
+        "k": rows_map(spec, (*lengths["k"], nope), k, config.tile_n),
+        "k_rope": rows_map(
+            spec, (spec.seqlen_k, 1, rope_dim), (row, row, spec.dtype.itemsize), config.tile_n
+        ),
+    }
+    return dataclasses.replace(launch, variant=variant, tensor_maps={**launch.tensor_maps, **maps})
+
+
+def prompt_variants(arch: str) -> Iterator[Variant]:
+    """Every variant that `prompt` can choose."""
+    if arch == "sm_90a":
+        for dtype in ("float16", "bfloat16"):
+            configs = configs_of(dtype, PROMPT_DIMS, False, False, varlen=True, cached=False)
+            for config in configs:
+                if (config.bound_left, config.bound_right) == (False, True):
+                    yield variant_of(dataclasses.replace(config, rope_panel=True))
