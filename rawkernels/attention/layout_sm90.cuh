@@ -52,10 +52,10 @@ constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
 constexpr int kDropoutWarps = Config::dropout ? 4 : 0;
 
 // Registers of a thread: the block has 65536, and gets them evenly at first.
-constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups == 2 ? 40 : 32;
+constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups <= 2 ? 40 : 32;
 constexpr int kDropoutRegisters = 40;
 constexpr int kConsumerRegisters =
-    Config::dropout ? 216 : (kWarpgroups == 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
+    Config::dropout ? 216 : (kWarpgroups <= 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
 
 struct Smem {
   alignas(1024) unsigned char q[kStagesQ][kWarpgroups][kPanelsK * kPanelBytesQ];
@@ -104,8 +104,8 @@ static_assert(Config::threads == 128 * (kWarpgroups + 1) + 32 * kDropoutWarps,
 static_assert(!Config::dropout || (kWarpgroups == 2 && !Config::score && !Config::pack_gqa),
               "dropout's registers and its place in shared memory are those of two consumers, and "
               "rows are of one head");
-static_assert(kWarpgroups == 2 || kWarpgroups == 3,
-              "consumers take turns, and have the registers that two or three can have");
+static_assert(kWarpgroups >= 1 && kWarpgroups <= 3,
+              "consumers take turns, and have the registers that up to three can have");
 static_assert(kStages == 2,
               "a consumer holds one stage while it waits for the next; Smem::replaced");
 static_assert(!Config::rope_panel || !(Config::paged_kv || Config::pack_gqa),
