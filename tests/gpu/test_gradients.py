@@ -94,7 +94,10 @@ def judge(
 ) -> None:
     exact_type, _ = precisions(call.q.dtype)
     inputs = dout, call.q, call.k, call.v
-    exact = formulas.attention_gradients(*inputs, precision=exact_type, **options)
+    cancelled: dict[str, float] = {}
+    exact = formulas.attention_gradients(
+        *inputs, precision=exact_type, cancelled=cancelled, **options
+    )
     plain = formulas.plain_gradients(*inputs, lse=lse, **options)
     for name, expected in exact.items():
         actual = getattr(grads, name)
@@ -102,8 +105,9 @@ def judge(
         assert np.isfinite(actual.get()).all(), name
         try:
             formulas.assert_gradients_accurate(
-                actual.get(), expected, *plain[name], inputs=call.q.dtype, lse=lse
-            )
+                actual.get(), expected, *plain[name], inputs=call.q.dtype, lse=lse,
+                cancelled=cancelled.get(name, 0.0),
+            )  # fmt: skip
         except AssertionError as error:
             shapes = [a.shape for a in (call.q, call.k, call.v)]
             raise AssertionError(f"{name}: {error}; {shapes}, {sorted(call.options)}") from None
@@ -226,11 +230,16 @@ def test_varlen(tier, dtype, number, rng):
         part = cuattn.AttentionGrads(grads.dq[None, rows], *by_key)
         inputs = dout[None, rows], one.q, one.k, one.v
         more = {"dlse": dlse[None, :, rows], **mine}
-        exact = formulas.attention_gradients(*inputs, precision=precisions(dtype)[0], **more)
+        cancelled: dict[str, float] = {}
+        exact = formulas.attention_gradients(
+            *inputs, precision=precisions(dtype)[0], cancelled=cancelled, **more
+        )
         plain = formulas.plain_gradients(*inputs, **more)
         for name in ("dq", "dk", "dv"):
             actual = getattr(part, name).get()
-            formulas.assert_gradients_accurate(actual, exact[name], *plain[name], inputs=dtype)
+            formulas.assert_gradients_accurate(
+                actual, exact[name], *plain[name], inputs=dtype, cancelled=cancelled.get(name, 0.0)
+            )
         for name in ("dsinks", "dalibi"):
             if name not in exact:
                 continue
