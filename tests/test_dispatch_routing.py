@@ -241,7 +241,8 @@ def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, opt
         assert launch.beside.variant.source == "attention/forward_sm90.cu"
         assert decode_params(launch)["max_queries"] == most
         maps = {
-            f"{array}_map": b"" for array in ("q", "k", "v", "bias", "mask", "k_pair", "v_pair")
+            f"{array}_map": b""
+            for array in ("q", "k", "v", "bias", "mask", "k_pair", "v_pair", "q_rope", "k_rope")
         }
         packed = launch.beside.arguments[1].pack(collections.defaultdict(int, maps))
         assert SM90_PARAMS.unpack(packed)["min_queries"] == most + 1

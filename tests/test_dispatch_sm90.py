@@ -19,7 +19,10 @@ from cuattn.gpu.params import FORWARD_PARAMS, SM90_PARAMS
 from cuattn.gpu.tensormap import TensorMap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-MAPS = tuple(f"{array}_map" for array in ("q", "k", "v", "bias", "mask", "k_pair", "v_pair"))
+MAPS = tuple(
+    f"{array}_map"
+    for array in ("q", "k", "v", "bias", "mask", "k_pair", "v_pair", "q_rope", "k_rope")
+)
 
 
 def choose(*shapes, scores=None, **options):
