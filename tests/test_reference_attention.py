@@ -375,15 +375,6 @@ def test_packed_keys_and_values(rng, dtype, given):
         assert (out[:, -1] == 1).all()
 
 
-def test_every_float16_is_widened_exactly():
-    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    finite = every[np.isfinite(every)]
-    for numbers in (finite, every):
-        wide = products.widened(numbers, np.dtype(np.float32))
-        np.testing.assert_array_equal(wide, numbers.astype(np.float32))
-        np.testing.assert_array_equal(np.signbit(wide[wide == 0]), np.signbit(numbers[wide == 0]))
-
-
 # Arrays as they come
 
 

@@ -20,6 +20,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.reference import dropout, products, tiles
 from cuattn.reference.layouts import Keys, Rows
 from cuattn.reference.products import matmul, matmul_of_nonfinite, widened
+from cuattn.reference.quantization import CodedRows
 from cuattn.reference.tiles import ScoreTerms, size_of
 
 MOST_SUM = 2.0**14  # of a tile's exponentials of a row: far from what a float32 holds
@@ -34,8 +35,8 @@ class _Sequence(NamedTuple):
     """One sequence of the batch: views of the call's arrays."""
 
     q: np.ndarray  # (seqlen_q, heads_q, head_dim)
-    k: np.ndarray  # (heads_kv, seqlen_k, head_dim)
-    v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
+    k: np.ndarray | CodedRows  # (heads_kv, seqlen_k, head_dim)
+    v: np.ndarray | CodedRows  # (heads_kv, seqlen_k, head_dim_v)
     index: int  # in the batch
     terms: ScoreTerms
     sinks: np.ndarray | None  # (heads_q, 1, 1)
@@ -65,8 +66,8 @@ class _Unit(NamedTuple):
 
     sequence: _Sequence
     heads_q: slice
-    k: np.ndarray  # (heads_kv, seqlen_k, head_dim), or packed as products.pack does
-    v: np.ndarray  # (heads_kv, seqlen_k, head_dim_v)
+    k: np.ndarray | CodedRows  # (heads_kv, seqlen_k, head_dim), or packed as products.pack does
+    v: np.ndarray | CodedRows  # (heads_kv, seqlen_k, head_dim_v)
     packed: bool
     k_norm: np.ndarray | None  # (heads_kv,): of the longest key, where they are packed
     blocks: list[_Block]
@@ -161,7 +162,7 @@ def forward(
     for b in range(spec.batch if result.size else 0):
         sequence = _Sequence(
             rows.of(q, b),
-            *(array.swapaxes(0, 1) for array in keys.of(b)),
+            *keys.of(b),
             b,
             terms[b],
             sinks,
@@ -435,7 +436,7 @@ def _key_tiles(
         if few_first and end - begin > 4 * panel:
             yield slice(begin, begin + panel)
             begin += panel
-    elif tile.k.dtype != spec.acc_dtype:
+    elif not tile.k.dtype == tile.v.dtype == spec.acc_dtype:
         features = len(tile.k) * max(spec.head_dim, spec.head_dim_v)
         step = max(1, min(step, WIDENED // features))
     for j in range(begin, end, step):

@@ -7,7 +7,7 @@ import numpy as np
 
 from cuattn._quantized import QuantizedArray
 from cuattn._spec import AttentionSpec
-from cuattn.reference.quantization import dequantize
+from cuattn.reference.quantization import CodedRows, dequantize
 
 
 class Rows:
@@ -90,34 +90,38 @@ class Keys:
         """Keys of a sequence."""
         return self._own[b] + (0 if self._prefix is None else len(self._prefix[0]))
 
-    def of(self, b: int) -> list[np.ndarray]:
-        """A sequence's keys and values: (seqlen_k, heads_kv, head_dim), (..., head_dim_v)."""
+    def of(self, b: int) -> list[np.ndarray | CodedRows]:
+        """A sequence's keys and values: (heads_kv, seqlen_k, head_dim), (..., head_dim_v)."""
+        parts = self._tokens_of(b)
+        return [CodedRows(x) if isinstance(x, QuantizedArray) else x.swapaxes(0, 1) for x in parts]
+
+    def _tokens_of(self, b: int) -> list[np.ndarray | QuantizedArray]:
+        """The same as (seqlen_k, heads_kv, features)."""
         length = self._own[b]
-        if self._quantized:
-            return [self._of_codes(array, i, b) for i, array in enumerate(self._arrays)]
         if self._layout == "ragged":
             begin = self._begin[b]
             return [array[begin : begin + length] for array in self._arrays]
+        if self._quantized and self._prefix is not None:
+            return [self._joined(array, i, b) for i, array in enumerate(self._arrays)]
         if self._layout != "paged":
             return [array[b, :length] for array in self._arrays]
         pages = self._page_table[b, : -(-length // self._page_size)]
-        if self._prefix is None and (pages[1:] == pages[:-1] + 1).all():
-            first = pages[0] if length else 0
-            parts = [array[first : first + pages.size] for array in self._arrays]
-            return [part.reshape(-1, *part.shape[2:])[:length] for part in parts]
-        return self._copied(pages, self.length(b))
+        consecutive = self._prefix is None and (pages[1:] == pages[:-1] + 1).all()
+        if not consecutive and not self._quantized:
+            return self._copied(pages, self.length(b))
+        first = pages[0] if length else 0
+        chosen = slice(first, first + pages.size) if consecutive else pages
+        return [_tokens(array[chosen])[:length] for array in self._arrays]
 
-    def _of_codes(self, array: np.ndarray | QuantizedArray, part: int, b: int) -> np.ndarray:
-        """A sequence's keys (`part` 0) or values (1), where some are codes, as numbers."""
+    def _joined(self, array: np.ndarray | QuantizedArray, part: int, b: int) -> np.ndarray:
+        """The prefix and a sequence's own keys (`part` 0) or values (1), where some are codes, as
+        numbers."""
         length = self._own[b]
         if self._layout == "paged":
             pages = self._page_table[b, : -(-length // self._page_size)]
-            own = self._numbers(array[pages])
-            own = own.reshape(-1, *own.shape[2:])[:length]
+            own = self._numbers(_tokens(array[pages])[:length])
         else:
             own = self._numbers(array[b, :length])
-        if self._prefix is None:
-            return own
         return np.concatenate([self._numbers(self._prefix[part]), own])
 
     def _numbers(self, array: np.ndarray | QuantizedArray) -> np.ndarray:
@@ -153,3 +157,15 @@ class Keys:
         ]
         for part, array in zip(self._room, self._prefix or (), strict=False):
             part[:before] = array
+
+
+def _tokens(pages: np.ndarray | QuantizedArray) -> np.ndarray | QuantizedArray:
+    """Pages (pages, page_size, heads, ...) as tokens one after the other."""
+
+    def joined(array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1, *array.shape[2:])
+
+    if not isinstance(pages, QuantizedArray):
+        return joined(pages)
+    minimum = None if pages.minimum is None else joined(pages.minimum)
+    return pages.of(joined(pages.data), joined(pages.scale), minimum)

@@ -7,6 +7,9 @@ import math
 
 import numpy as np
 
+from cuattn.reference.narrow import to_float32
+from cuattn.reference.quantization import CodedRows
+
 # OpenBLAS multiplies on the calling thread where rows * columns * inner <= 2**18, and otherwise
 # wakes threads of its own, for which the workers of a call would wait in turn. On AVX-512 such
 # products are also read where they lie, without being rearranged first: 180 GFLOP/s of a core that
@@ -19,9 +22,6 @@ PANEL_ROWS = 32  # of a block that meets a panel
 PACKED = 2**15  # elements of keys that are packed at a time
 CACHE_LINE = 64  # bytes
 ARRAYS = 8  # at most, that share a block
-
-_HALF_INFINITY = 0x7C00  # bits of float16
-_SIGN_AND_HALF = np.int32(-0x70000001)  # bits 31 and 27 to 0
 
 
 class Room:
@@ -60,7 +60,7 @@ class Room:
         return array
 
 
-def packed_shapes(k: np.ndarray, v: np.ndarray) -> list[tuple[int, ...]]:
+def packed_shapes(k: np.ndarray | CodedRows, v: np.ndarray | CodedRows) -> list[tuple[int, ...]]:
     """The shapes that keys and values (heads, seqlen_k, features) have when they are packed."""
     heads, seqlen_k, head_dim = k.shape
     panels = -(-seqlen_k // PANEL)
@@ -68,12 +68,14 @@ def packed_shapes(k: np.ndarray, v: np.ndarray) -> list[tuple[int, ...]]:
     return [(heads, panels, head_dim + 1, PANEL), (heads, seqlen_k, row)]
 
 
-def packed_size(k: np.ndarray, v: np.ndarray) -> int:
+def packed_size(k: np.ndarray | CodedRows, v: np.ndarray | CodedRows) -> int:
     """The elements of both together."""
     return sum(math.prod(shape) for shape in packed_shapes(k, v))
 
 
-def pack(k: np.ndarray, v: np.ndarray, room: Room) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pack(
+    k: np.ndarray | CodedRows, v: np.ndarray | CodedRows, room: Room
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys and values (heads, seqlen_k, features) as products like them best.
 
     Returns
@@ -93,7 +95,10 @@ def pack(k: np.ndarray, v: np.ndarray, room: Room) -> tuple[np.ndarray, np.ndarr
     heads, seqlen_k, head_dim = k.shape
     step = PANEL * max(1, PACKED // (PANEL * heads * head_dim))
     for j in range(0, seqlen_k, step):  # some keys at a time, in cache
-        keys = widened(np.ascontiguousarray(k[:, j : j + step]), room.dtype)
+        part = k[:, j : j + step]
+        if isinstance(part, np.ndarray):
+            part = np.ascontiguousarray(part)
+        keys = np.ascontiguousarray(widened(part, room.dtype))
         values[:, j : j + step] = widened(v[:, j : j + step], room.dtype)
         longest = np.maximum(longest, np.vecdot(keys, keys).max(axis=1))
         full, whole = _pieces(keys.shape[1], PANEL)
@@ -105,27 +110,13 @@ def pack(k: np.ndarray, v: np.ndarray, room: Room) -> tuple[np.ndarray, np.ndarr
     return panels, values, np.sqrt(longest)
 
 
-def widened(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`array` in the accumulator's dtype.
-
-    NumPy converts float16 one by one, at 1 ns each; by integer operations it takes half of that.
-    A float16's bits, three places up from the top of a float32, are a number 2**112 times too
-    small, subnormal ones included, unless it is infinite or NaN.
-    """
+def widened(array: np.ndarray | CodedRows, dtype: np.dtype) -> np.ndarray:
+    """`array` in the accumulator's dtype."""
+    if isinstance(array, CodedRows):
+        return array.values(dtype)
     if array.dtype == dtype:
         return array
-    if array.dtype != np.float16 or not array.size:
-        return array.astype(dtype)
-    if array.view(np.int16).max() >= _HALF_INFINITY or (
-        array.view(np.uint16).max() >= _HALF_INFINITY + (1 << 15)
-    ):
-        return array.astype(dtype)
-    bits = array.view(np.int16).astype(np.int32)  # the sign in the upper half
-    bits <<= 13
-    bits &= _SIGN_AND_HALF
-    wide = bits.view(np.float32)
-    wide *= np.float32(2.0**112)
-    return wide
+    return array.astype(dtype) if dtype != np.float32 else to_float32(array)
 
 
 def matmul_panels(a: np.ndarray, panels: np.ndarray, out: np.ndarray) -> None:

@@ -3,12 +3,14 @@ that kernels can do the same to the bit."""
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from cuattn._quantized import BFLOAT16, FORMATS, ROTATION_SIGNS, QuantizedArray
+from cuattn.reference.narrow import to_float32
 
 FLOAT8 = {
     "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -160,21 +162,23 @@ def values(
 ) -> np.ndarray:
     """``scale * code + minimum`` in float32."""
     if format in FLOAT8:
-        numbers = data.view(FLOAT8[format]).astype(np.float32)
+        numbers = to_float32(data.view(FLOAT8[format]))
     elif format == "int8":
         numbers = data.astype(np.float32)
     else:
-        nibbles = np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1)
-        numbers = nibbles.reshape(*data.shape[:-1], 2 * data.shape[-1]).astype(np.float32)
+        pairs = data.astype("<u2")  # each byte's halves become bytes
+        pairs |= pairs << 4
+        pairs &= 0x0F0F
+        nibbles = pairs.view(np.int8)
         if minimum is None:
-            numbers -= np.float32(8)
-    shape = numbers.shape
-    numbers = _grouped(numbers, scale.shape[-1])
+            nibbles -= 8
+        numbers = nibbles.astype(np.float32)
+    grouped = _grouped(numbers, scale.shape[-1])
     with np.errstate(all="ignore"):
-        numbers = numbers * scale.astype(np.float32)[..., None]
+        grouped *= scale.astype(np.float32)[..., None]
         if minimum is not None:
-            numbers += minimum.astype(np.float32)[..., None]
-    return numbers.reshape(shape)
+            grouped += minimum.astype(np.float32)[..., None]
+    return numbers
 
 
 def rotation_signs(head_dim: int) -> np.ndarray:
@@ -237,9 +241,64 @@ def quantize_into(
 def dequantize(array: QuantizedArray, dtype: np.dtype) -> np.ndarray:
     """The values of codes; `dtype` is what float32 is rounded to."""
     x = values(array.data, array.dtype, array.scale, array.minimum)
-    if array.rotation is not None:
+    return _restored(x, array.rotation, array.offset, dtype)
+
+
+def _restored(
+    x: np.ndarray, rotation: str | None, offset: np.ndarray | None, dtype: np.dtype
+) -> np.ndarray:
+    """What was quantised, from the values of codes."""
+    if rotation is not None:
         x = unrotated(x)
-    if array.offset is not None:
-        x += array.offset
+    if offset is not None:
+        x += offset
     with np.errstate(all="ignore"):
         return x.astype(dtype, copy=False)
+
+
+class CodedRows:
+    """Codes of a sequence, in the place of an array of its values (heads, tokens, head_dim), which
+    become numbers a part at a time: where a part is used, it is in cache.
+
+    Parameters
+    ----------
+    array : QuantizedArray (tokens, heads, head_dim)
+    """
+
+    def __init__(self, array: QuantizedArray) -> None:
+        tokens, heads, head_dim = array.shape
+        self.shape = heads, tokens, head_dim
+        self.dtype = array.data.dtype  # that of no result
+        self._array = array
+        self._data = array.data.swapaxes(0, 1)
+        self._scale, self._minimum = (
+            None if part is None else self._in_order(part, array)
+            for part in (array.scale, array.minimum)
+        )
+        self._offset = None if array.offset is None else array.offset[:, None]
+
+    @staticmethod
+    def _in_order(part: np.ndarray, array: QuantizedArray) -> np.ndarray:
+        """Scales or minima of each head and token, in memory as codes are: NumPy's products with
+        them take three times as long if a head's lie together and the codes of a token do."""
+        if array.has_scale_of_tokens:
+            part = np.ascontiguousarray(part)
+        return np.broadcast_to(part, (*array.shape[:2], part.shape[-1])).swapaxes(0, 1)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> CodedRows:
+        """A part of the heads and of the tokens."""
+        heads = index[0] if isinstance(index, tuple) else index
+        part = copy.copy(self)
+        part._data, part._scale = self._data[index], self._scale[index]
+        part._minimum = None if self._minimum is None else self._minimum[index]
+        part._offset = None if self._offset is None else self._offset[heads]
+        part.shape = *part._data.shape[:2], self.shape[-1]
+        return part
+
+    def values(self, dtype: np.dtype) -> np.ndarray:
+        """What the codes stand for; `dtype` is what float32 is rounded to."""
+        x = values(self._data, self._array.dtype, self._scale, self._minimum)
+        return _restored(x, self._array.rotation, self._offset, dtype)
