@@ -140,79 +140,85 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
+  // The softmax of a block: probabilities, for this consumer and the other. Whether O is to be
+  // multiplied by `correction`.
+  __device__ __forceinline__ bool soften(float (&s)[kBlockKeys / 2], unsigned (&p)[kBlockKeys / 4],
+                                         int key, float (&correction)[2]) {
+    hide_keys(s, key);
+    float block_max[2];
+    const bool raises = __any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max));
+    if (raises) raise(block_max, correction);
+    softmax.exponentiate(s, scale_log2);
+    tile::pack_fragment<T>(p, s);
+    ptx::bar_sync(kOwn + odd, 128);  // all warps have their scores: P may overwrite keys
+    put_probabilities(p);
+    ptx::bar_arrive(odd ? kProbabilitiesOdd : kProbabilitiesEven, kConsumers);
+    return raises;
+  }
+
+  // Adds a block's values to O when the other consumer's probabilities are there: issued.
+  __device__ __forceinline__ void add_other_block(int key) {
+    ptx::bar_sync(odd ? kProbabilitiesEven : kProbabilitiesOdd, kConsumers);
+    float correction[2];
+    if (follow(correction)) tile::scale_rows(o, correction);
+    clear_values(!odd, key);
+    multiply_other_values();
+  }
+  __device__ __forceinline__ void finish_values(ptx::Mbarrier& empty) {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_keep(o);
+    tile::arrive_warp(empty);
+  }
+
   // A round for each pair of blocks. Both consumers add the even block's values to O, then the odd
-  // block's, and move O's scale when either has raised a maximum.
+  // block's, and move O's scale when either has raised a maximum. The even one computes the scores
+  // of its next block before it adds the odd block's values, so that its softmax runs beside them,
+  // and the odd one's beside those scores.
   __device__ __forceinline__ void even_rounds(int pairs) {
-#pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair) {
-      float s[kBlockKeys / 2];  // nothing of one round is kept for the next
-      unsigned p[kBlockKeys / 4];
+    unsigned p[kBlockKeys / 4];
+    float correction[2];
+    {
+      float s[kBlockKeys / 2];
       multiply_keys<false>(s);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
-      hide_keys(s, first);
-      float block_max[2], correction[2];
-      if (__any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max))) {
-        raise(block_max, correction);
-        tile::scale_rows(o, correction);
-      }
-      ptx::bar_arrive(kMaxEven, kConsumers);
-      softmax.exponentiate(s, scale_log2);
-      tile::pack_fragment<T>(p, s);
-      ptx::bar_sync(kOwn, 128);  // all warps have their scores: P may overwrite keys
+      soften(s, p, first, correction);  // there is nothing in O yet
+    }
+    while (true) {
       clear_values(0, first);
       multiply_own_values(p);
-      put_probabilities(p);
-      ptx::bar_arrive(kProbabilitiesEven, kConsumers);
-      ptx::bar_sync(kMaxOdd, kConsumers);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(o);
-      tile::arrive_warp(smem.empty_first[0]);
-      if (follow(correction)) tile::scale_rows(o, correction);
-      ptx::bar_sync(kProbabilitiesOdd, kConsumers);
-      clear_values(1, first + kBlockKeys);
-      multiply_other_values();
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(o);
-      tile::arrive_warp(smem.empty_first[1]);
+      finish_values(smem.empty_first[0]);
+      if (--pairs == 0) break;
       first += 2 * kBlockKeys;
       parity ^= 1;
+      float s[kBlockKeys / 2];  // nothing of one round is kept for the next
+      multiply_keys<false>(s);
+      add_other_block(first - kBlockKeys);
+      ptx::wgmma_wait_group<1>();
+      ptx::wgmma_keep(s);
+      const bool raises = soften(s, p, first, correction);
+      finish_values(smem.empty_first[1]);
+      if (raises) tile::scale_rows(o, correction);
     }
+    add_other_block(first + kBlockKeys);
+    finish_values(smem.empty_first[1]);
+    parity ^= 1;
   }
 
-  // Its softmax comes before the even block's values, which the even consumer has to itself till
-  // then: so that half of the buffer is loaded again as early as possible.
   __device__ __forceinline__ void odd_rounds(int pairs) {
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
-      float s[kBlockKeys / 2];
+      float s[kBlockKeys / 2], correction[2];
       unsigned p[kBlockKeys / 4];
+      add_other_block(first);
+      finish_values(smem.empty_second[0]);
       multiply_keys<true>(s);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
-      hide_keys(s, first + kBlockKeys);
-      ptx::bar_sync(kMaxEven, kConsumers);  // from here on all warps have their scores
-      float block_max[2], correction[2];
-      if (follow(correction)) tile::scale_rows(o, correction);
-      const bool raises = __any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max));
-      if (raises) raise(block_max, correction);
-      ptx::bar_arrive(kMaxOdd, kConsumers);
-      softmax.exponentiate(s, scale_log2);
-      tile::pack_fragment<T>(p, s);
-      put_probabilities(p);
-      ptx::bar_arrive(kProbabilitiesOdd, kConsumers);
-      ptx::bar_sync(kProbabilitiesEven, kConsumers);
-      clear_values(0, first);
-      multiply_other_values();
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(o);
-      tile::arrive_warp(smem.empty_second[0]);
-      if (raises) tile::scale_rows(o, correction);
+      if (soften(s, p, first + kBlockKeys, correction)) tile::scale_rows(o, correction);
       clear_values(1, first + kBlockKeys);
       multiply_own_values(p);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(o);
-      tile::arrive_warp(smem.empty_second[1]);
+      finish_values(smem.empty_second[1]);
       first += 2 * kBlockKeys;
       parity ^= 1;
     }

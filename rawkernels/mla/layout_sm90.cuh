@@ -61,12 +61,10 @@ __device__ __forceinline__ constexpr int first_panels(int buffer) { return buffe
 
 // Named barriers. Of a pair of a consumer that arrives and one that waits: 256 threads.
 enum Barrier {
-  kMaxEven = 1,        // consumer 0 has its rows' maxima, with its block counted
-  kMaxOdd,             // consumer 1
-  kProbabilitiesEven,  // consumer 0's are in shared memory
-  kProbabilitiesOdd,   // consumer 1's
-  kBoth,               // both consumers wait for each other
-  kOwn                 // and kOwn + 1: the warps of a consumer, 128 threads
+  kProbabilitiesEven = 1,  // consumer 0's are in shared memory, and its rows' maxima
+  kProbabilitiesOdd,       // consumer 1's
+  kBoth,                   // both consumers wait for each other
+  kOwn                     // and kOwn + 1: the warps of a consumer, 128 threads
 };
 
 }  // namespace mla

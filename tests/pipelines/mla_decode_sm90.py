@@ -122,8 +122,7 @@ class Warp:
             yield Write(f"{name}.{odd}.{warp}")
         yield Advance("rounds")
         yield Sync("both", EACH * 32)
-        for _ in range(pairs):
-            yield from self.odd_round() if odd else self.even_round()
+        yield from self.odd_rounds(pairs) if odd else self.even_rounds(pairs)
         yield Advance("q")
         yield Write(f"sum.{odd}.{warp}")
         yield Sync("both", EACH * 32)
@@ -132,57 +131,69 @@ class Warp:
         yield Arrive("empty_work", EACH)
         yield Advance("work")
 
-    def even_round(self) -> Iterator[NamedTuple]:
-        yield from self.scores(0)
-        yield from self.raise_maxima()
-        yield Arrive("max_even", EACH * 32)
-        yield Sync("own", EACH * 32)
-        yield from self.values(0)
-        yield from self.put_probabilities(0)
-        yield Arrive("probabilities_even", EACH * 32)
-        yield Sync("max_odd", EACH * 32)
-        yield from self.values(0)
-        yield Arrive("empty_first.0", EACH)
-        yield Advance("k.0")
-        yield Read(f"max.1.{self.warp}")
-        yield Advance("rounds")
-        yield Sync("probabilities_odd", EACH * 32)
-        for _ in range(2):
-            yield from self.values(1)
-            yield from self.probabilities(1)
-        yield Arrive("empty_first.1", EACH)
-        yield Advance("k.1")
-        yield Advance("rotated.1", 2)
+    def even_rounds(self, pairs: int) -> Iterator[NamedTuple]:
+        """The scores of its next block are issued before the odd block's values are."""
+        for pair in range(pairs + 1):
+            if pair < pairs:
+                yield from self.issue_scores(0)
+            if pair > 0:
+                yield from self.other_block(1)
+                yield Advance("rounds")
+            if pair < pairs:
+                yield from self.read_keys(0)
+                yield from self.soften(0)
+            if pair > 0:
+                yield from self.values(1)
+                yield from self.probabilities(1)
+                yield Arrive("empty_first.1", EACH)
+                yield Advance("k.1")
+                yield Advance("rotated.1", 2)
+            if pair < pairs:
+                for _ in range(2):
+                    yield from self.values(0)
+                yield Arrive("empty_first.0", EACH)
+                yield Advance("k.0")
 
-    def odd_round(self) -> Iterator[NamedTuple]:
-        yield from self.scores(1)
-        yield Sync("max_even", EACH * 32)
-        yield Read(f"max.0.{self.warp}")
-        yield from self.raise_maxima()
-        yield Advance("rounds")
-        yield Arrive("max_odd", EACH * 32)
-        yield from self.put_probabilities(1)
-        yield Arrive("probabilities_odd", EACH * 32)
-        yield Sync("probabilities_even", EACH * 32)
-        for _ in range(2):
+    def odd_rounds(self, pairs: int) -> Iterator[NamedTuple]:
+        for _ in range(pairs):
+            yield from self.other_block(0)
             yield from self.values(0)
             yield from self.probabilities(0)
-        yield Arrive("empty_second.0", EACH)
-        yield Advance("k.0")
-        yield Advance("rotated.0", 2)
-        for _ in range(2):
-            yield from self.values(1)
-        yield Arrive("empty_second.1", EACH)
-        yield Advance("k.1")
+            yield Arrive("empty_second.0", EACH)
+            yield Advance("k.0")
+            yield Advance("rotated.0", 2)
+            yield from self.issue_scores(1)
+            yield from self.read_keys(1)
+            yield from self.soften(1)
+            yield Advance("rounds")
+            for _ in range(2):
+                yield from self.values(1)
+            yield Arrive("empty_second.1", EACH)
+            yield Advance("k.1")
 
-    def scores(self, buffer: int) -> Iterator[NamedTuple]:
-        """Of a block, issued and waited for."""
+    def soften(self, buffer: int) -> Iterator[NamedTuple]:
+        """Maxima, then probabilities, of this consumer's block."""
+        yield from self.raise_maxima()
+        yield Sync("own", EACH * 32)
+        yield from self.put_probabilities(buffer)
+        yield Arrive(f"probabilities_{('even', 'odd')[buffer]}", EACH * 32)
+
+    def other_block(self, buffer: int) -> Iterator[NamedTuple]:
+        """What the other consumer has made of its block; the products that read it are issued."""
+        yield Sync(f"probabilities_{('even', 'odd')[buffer]}", EACH * 32)
+        yield Read(f"max.{buffer}.{self.warp}")
+        yield from self.values(buffer)
+        yield from self.probabilities(buffer)
+
+    def issue_scores(self, buffer: int) -> Iterator[NamedTuple]:
         for part in (*FIRST[buffer], *second(buffer)):
             yield Wait(f"full_{part}.{buffer}")
-        for _ in range(2):
-            yield from (Read(f"q.{odd}.{warp}") for odd in range(2) for warp in range(WARPS))
-            for part in PARTS:
-                yield from (Read(f"{part}.{buffer}.{warp}") for warp in range(WARPS))
+        yield from self.read_keys(buffer)
+
+    def read_keys(self, buffer: int) -> Iterator[NamedTuple]:
+        yield from (Read(f"q.{odd}.{warp}") for odd in range(2) for warp in range(WARPS))
+        for part in PARTS:
+            yield from (Read(f"{part}.{buffer}.{warp}") for warp in range(WARPS))
 
     def values(self, buffer: int) -> Iterator[NamedTuple]:
         yield from (Read(f"{SIDE[self.odd]}.{buffer}.{warp}") for warp in range(WARPS))
@@ -213,11 +224,7 @@ def pipeline(p: Protocol) -> Pipeline:
         "empty_work": ("work", arrivals["empty_work"]),
         "both": ("once", named),
         "own": ("once", 128),
-        **{
-            f"{what}_{which}": ("once", named)
-            for what in ("max", "probabilities")
-            for which in ("even", "odd")
-        },
+        **{f"probabilities_{which}": ("once", named) for which in ("even", "odd")},
     }
     memory = {"work": "work"}
     gathers = arrivals["full_k"] > 1

@@ -57,8 +57,6 @@ def without(model, kind, barrier):
         (explorer.Wait, "full_work"),
         (explorer.Sync, "own"),
         (explorer.Sync, "both"),
-        (explorer.Sync, "max_even"),
-        (explorer.Sync, "max_odd"),
         (explorer.Sync, "probabilities_even"),
         (explorer.Sync, "probabilities_odd"),
     ],
