@@ -99,7 +99,11 @@ def flash_attention_3(queries: list[Any], k: Any, v: Any) -> Iterator[timing.Con
 
 
 def attention_backward(
-    sets: list[tuple], *, causal: bool, portable: bool = False
+    sets: list[tuple],
+    *,
+    causal: bool,
+    portable: bool = False,
+    window: tuple[int, int] | None = None,
 ) -> Iterator[timing.Contestant]:
     """Every peer that computes the gradients of this attention, after its own forward pass, which
     is not timed; a launch's result is (dq, dk, dv).
@@ -110,18 +114,43 @@ def attention_backward(
         As in `attention_forward`. Key heads may be fewer than query heads.
     causal, portable
         As in `attention_forward`.
+    window : (int, int), optional
+        Keys that a query sees before and after its own, which FlashAttention-3 alone takes.
     """
     names = (("FA-2", "FLASH_ATTENTION"), ("cuDNN", "CUDNN_ATTENTION"))
     for name, backend in names[: 1 if portable else 2]:
-        if importlib.util.find_spec("torch"):
+        if importlib.util.find_spec("torch") and window is None:
             try:
                 yield timing.Contestant(name, _torch_sdpa_backward(backend, sets, causal=causal))
             except RuntimeError:  # not this shape
                 continue
-    if _has_fa3() and not portable:
-        yield timing.Contestant(
-            "FA-3", _jax_flash_mha_backward(sets, causal=causal), timing.by_host
+    # FlashAttention-3 has one head_dim for queries, keys and values.
+    if _has_fa3() and not portable and sets[0][0].shape[-1] == sets[0][2].shape[-1]:
+        import dew_flash_attn
+
+        forward = functools.partial(
+            dew_flash_attn.flash_mha, is_causal=causal, window_size=window or (-1, -1)
         )
+        yield timing.Contestant("FA-3", _jax_backward(forward, sets), timing.by_host)
+
+
+def attention_backward_varlen(
+    sets: list[tuple], lengths: list[int], *, causal: bool
+) -> Iterator[timing.Contestant]:
+    """Every peer that computes the gradients of attention within sequences of these lengths, one
+    after the other in q, k, v, dout (total, heads, head_dim); as `attention_backward`."""
+    if _has_fa3():
+        import dew_flash_attn
+        import jax
+
+        starts = jax.numpy.asarray(np.cumsum([0, *lengths]).astype(np.int32))
+        forward = functools.partial(
+            dew_flash_attn.flash_mha_varlen,
+            cu_seqlens=starts,
+            max_seqlen=max(lengths),
+            is_causal=causal,
+        )
+        yield timing.Contestant("FA-3", _jax_backward(forward, sets), timing.by_host)
 
 
 def attention_forward_cpu(
@@ -321,12 +350,10 @@ class _Gradients(tuple):
         return self
 
 
-def _jax_flash_mha_backward(sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
-    """FlashAttention-3's gradients as a JAX call."""
-    import dew_flash_attn
+def _jax_backward(forward: Callable[..., Any], sets: list[tuple]) -> Callable[[int], Any]:
+    """The gradients of ``forward(q, k, v)`` as a JAX call."""
     import jax
 
-    forward = functools.partial(dew_flash_attn.flash_mha, is_causal=causal)
     differentiate = jax.jit(lambda q, k, v: jax.vjp(forward, q, k, v)[1])
     pull_back = jax.jit(lambda pullback, dout: pullback(dout))
     after_forward = []

@@ -5,10 +5,10 @@
 //   gradients/backward_simt.cu, whose two passes these are: results are the same bits in every run.
 //   Sums are float; P and dS are rounded to the inputs' type, as operands of the last products.
 //
-//   A block has kTileM rows, queries or keys (keys_stationary), 16 a warp, and walks over columns,
-//   kTileN at a time: keys, or the queries of all heads that share its keys. Scores of a warp,
-//   dP = dout v^T and the results stay in its registers; P and dS are repacked accumulators, as P
-//   is in attention/forward_sm80.cu. cp.async brings the next columns meanwhile.
+//   A block has kTileM rows, queries or keys (keys_stationary), kRows a warp, and walks over
+//   columns, kTileN at a time: keys, or the queries of all heads that share its keys. Scores of a
+//   warp, dP = dout v^T and the results stay in its registers; P and dS are repacked accumulators,
+//   as P is in attention/forward_sm80.cu. cp.async brings the next columns meanwhile.
 //
 //   Where registers do not suffice for dk and dv together, a pass each computes them (first,
 //   second).
@@ -20,7 +20,7 @@
 //   0 · NaN is NaN: where a result is not finite, the block walks over its columns again
 //   (tile::Content): with finite values alone in the last products, and for dv, whose weights are
 //   finite, with ones where dout is NaN or inf, and where it is NaN or -inf.
-#include "gradients/block_sm80.cuh"
+#include "gradients/scores_sm80.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
@@ -31,107 +31,48 @@
 
 extern __shared__ __align__(128) unsigned char smem[];
 
-// S += A B^T of a warp's 16 rows of A and the kTileN rows of B.
+using Scores = float[kBlocks][kTileN / 2];
+using Weights = unsigned[kBlocks][kTileN / 4];  // in pairs
+
+// S += A B^T of a warp's rows of A and the kTileN rows of B.
 template <class Tile, int kSteps>
-__device__ __forceinline__ void multiply_rows(float (&s)[kTileN / 2], unsigned a, unsigned b) {
+__device__ __forceinline__ void multiply_rows(Scores& s, unsigned a, unsigned b) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    unsigned frag_a[4];
-    ptx::ldmatrix_x4(frag_a, Tile::at_chunks(a, step));
+    unsigned frag_a[kBlocks][4];
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+      ptx::ldmatrix_x4(frag_a[m], Tile::at_chunks(a, step) + m * 16 * Tile::kRowBytes);
 #pragma unroll
     for (int n = 0; n < kTileN / 16; ++n) {
       unsigned frag_b[4];
       ptx::ldmatrix_x4(frag_b, Tile::at_chunks(b, step) + n * 16 * Tile::kRowBytes);
-      ptx::mma_m16n8k16<T>(&s[8 * n], frag_a, frag_b[0], frag_b[1]);
-      ptx::mma_m16n8k16<T>(&s[8 * n + 4], frag_a, frag_b[2], frag_b[3]);
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        ptx::mma_m16n8k16<T>(&s[m][8 * n], frag_a[m], frag_b[0], frag_b[1]);
+        ptx::mma_m16n8k16<T>(&s[m][8 * n + 4], frag_a[m], frag_b[2], frag_b[3]);
+      }
     }
   }
 }
 
-// O += P B of a warp's 16 rows of P, packed, and the kTileN rows of B.
+// O += P B of a warp's rows of P, packed, and the kTileN rows of B.
 template <class Tile, int kColumns>
-__device__ __forceinline__ void multiply_columns(float (&o)[kColumns / 2],
-                                                 const unsigned (&p)[kTileN / 4], unsigned b) {
+__device__ __forceinline__ void multiply_columns(float (&o)[kBlocks][kColumns / 2],
+                                                 const Weights& p, unsigned b) {
 #pragma unroll
   for (int step = 0; step < kTileN / 16; ++step) {
-    const unsigned frag_p[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {
       unsigned frag_b[4];
       ptx::ldmatrix_x4_trans(frag_b, Tile::at_chunks(b, n) + step * 16 * Tile::kRowBytes);
-      ptx::mma_m16n8k16<T>(&o[8 * n], frag_p, frag_b[0], frag_b[1]);
-      ptx::mma_m16n8k16<T>(&o[8 * n + 4], frag_p, frag_b[2], frag_b[3]);
-    }
-  }
-}
-
-// A lane's first query and key: the warp's rows begin at `row`, the columns at `column`.
-struct Place {
-  int query, key;
-
-  __device__ __forceinline__ Place(int row, int column) {
-    const int lane = ptx::thread_index() % 32;
-    row += tile::lane_row(lane);
-    column += tile::lane_column(lane);
-    query = kKeysStationary ? column : row;
-    key = kKeysStationary ? row : column;
-  }
-  __device__ __forceinline__ int query_of(int i) const {
-    return query + (kKeysStationary ? tile::fragment_column(i) : tile::fragment_row(i));
-  }
-  __device__ __forceinline__ int key_of(int i) const {
-    return key + (kKeysStationary ? tile::fragment_row(i) : tile::fragment_column(i));
-  }
-};
-
-// Scores from products, and their derivatives by q·k.
-__device__ __forceinline__ void apply_score_mod(float (&s)[kTileN / 2],
-                                                float (&derivative)[kTileN / 2],
-                                                const ForwardParams& params, const Block& block,
-                                                int head, const Place& place) {
-  const tile::Sequence& seq = block.seq;
-  const ScoreMod<T, true, false> score_mod = {score_inputs(params).of_head<T>(seq.index, head)};
-  const float slope = score_mod.slope(seq.index, head);
 #pragma unroll
-  for (int i = 0; i < kTileN / 2; ++i) derivative[i] = 1.0f;
-  score_mod.terms([&](const auto& term) {
-#pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) {
-      const int query = place.query_of(i), key = place.key_of(i);
-      const tile::ScoreRow<float> row = {seq.index, head, query,
-                                         query + seq.seqlen_k - seq.seqlen_q, slope};
-      derivative[i] *= term.derivative(s[i], row, key);
-      s[i] = term(s[i], row, key);
-    }
-  });
-}
-
-// What dropout multiplies the probabilities of 16 columns by, the first of them `column`.
-__device__ __forceinline__ void dropout_factors(float (&z)[8], const DropoutParams& dropout,
-                                                int row, int column, int head) {
-  const int lane = ptx::thread_index() % 32;
-  if (!kKeysStationary) {
-    const tile::DropoutBits bits(dropout.seed, row / 16, column / 16, lane, head);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      z[i] = bits[i] < dropout.threshold ? 0.0f : static_cast<float>(dropout.scale);
-  } else {
-    // The mask turned round: query 2t + e and key g are half g % 2 of the words of lane 8t + 4e +
-    // g / 2. Lanes of keys 2n and 2n + 1 want the same two: each evaluates one of them.
-    const int g = lane / 4, t = lane % 4;
-    const tile::DropoutBits mine(dropout.seed, column / 16, row / 16, 8 * t + 4 * (g % 2) + g / 2,
-                                 head);
-    const tile::DropoutBits other = mine.exchanged(4);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      // Entry i: query + 8 (i / 4) + i % 2, key + 8 (i / 2 % 2).
-      const int half = 2 * (2 * (i / 2 % 2) + i / 4);
-      const unsigned even = mine[half], odd = mine[half + 1];
-      const unsigned other_even = other[half], other_odd = other[half + 1];
-      const unsigned own_bits = g % 2 == 0 ? even : odd;
-      const unsigned other_bits = g % 2 == 0 ? other_even : other_odd;
-      const unsigned bits = g % 2 == i % 2 ? own_bits : other_bits;
-      z[i] = bits < dropout.threshold ? 0.0f : static_cast<float>(dropout.scale);
+      for (int m = 0; m < kBlocks; ++m) {
+        const unsigned frag_p[4] = {p[m][4 * step], p[m][4 * step + 1], p[m][4 * step + 2],
+                                    p[m][4 * step + 3]};
+        ptx::mma_m16n8k16<T>(&o[m][8 * n], frag_p, frag_b[0], frag_b[1]);
+        ptx::mma_m16n8k16<T>(&o[m][8 * n + 4], frag_p, frag_b[2], frag_b[3]);
+      }
     }
   }
 }
@@ -189,32 +130,37 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
   }
   const unsigned rows0 = ptx::shared_address(smem), rows1 = rows0 + kRows0;
   const unsigned stages = rows1 + kRows1;
-  const int warp_row = threadIdx.x / 32 * 16;  // within the tile
+  const int warp_row = threadIdx.x / 32 * kRows;  // within the tile
   const unsigned lane_rows0 = rows0 + warp_row * Tile0::kRowBytes + Tile0::lane_row_major();
   const unsigned lane_rows1 = rows1 + warp_row * Tile1::kRowBytes + Tile1::lane_row_major();
   const int count = block.heads * block.columns;
 
-  const auto head_of = [&](int n) { return block.head * block.heads + n / block.columns; };
-  const auto column_of = [&](int n) { return block.first_column + n % block.columns * kTileN; };
-  const auto load_columns = [&](int n, int content0, int content1) {
+  const int head_kv = kKeysStationary ? 0 : block.head / (params.heads_q / params.heads_kv);
+  const auto load_columns = [&](int n, const Columns& columns, int content0, int content1) {
     const unsigned stage = stages + n % 2 * kStageBytes;
-    const int head = kKeysStationary ? head_of(n) : block.head / (params.heads_q / params.heads_kv);
-    load_pair<!kKeysStationary, kTileN>(params, backward, block, stage, stage + kCols0, head,
-                                        column_of(n), content0, content1);
+    load_pair<!kKeysStationary, kTileN>(params, backward, block, stage, stage + kCols0,
+                                        kKeysStationary ? columns.head : head_kv, columns.first,
+                                        content0, content1);
   };
-  const auto load_statistics = [&](int n) {
-    if (!kKeysStationary || threadIdx.x >= kTileN) return;
+  const bool whole_rows = params.head_dim == kDim && params.head_dim_v == kDimV;
+  // Of the columns, where these are queries: a thread loads those of one query.
+  const bool has_column = kKeysStationary && threadIdx.x < kTileN;
+  const auto load_column = [&](const Columns& columns) {
+    return load_statistics(params, backward, block, columns.head, columns.first + threadIdx.x);
+  };
+  const auto store_column = [&](int n, const float2& loaded) {
     float2* const column_statistics =
         reinterpret_cast<float2*>(smem + kRows0 + kRows1 + n % 2 * kStageBytes + kCols0 + kCols1);
-    column_statistics[threadIdx.x] =
-        statistics(params, backward, block, head_of(n), column_of(n) + threadIdx.x);
+    column_statistics[threadIdx.x] = in_log2(loaded);
   };
 
-  float2 row_statistics[2] = {};
+  float2 row_statistics[2 * kBlocks] = {};
   if (!kKeysStationary) {
     const int query = block.first_row + warp_row + tile::lane_row(threadIdx.x % 32);
-    row_statistics[0] = statistics(params, backward, block, block.head, query);
-    row_statistics[1] = statistics(params, backward, block, block.head, query + 8);
+#pragma unroll
+    for (int half = 0; half < 2 * kBlocks; ++half)
+      row_statistics[half] =
+          in_log2(load_statistics(params, backward, block, block.head, query + 8 * half));
   }
   const float scale = static_cast<float>(params.scale);
   const float scale_log2 = kGeneral ? tile::kLog2e : scale * tile::kLog2e;
@@ -224,90 +170,126 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
   for (int pass = tile::kValues; pass <= (kSecond ? tile::kNegative : tile::kFinite); ++pass) {
     load_pair<kKeysStationary, kTileM>(params, backward, block, rows0, rows1, block.head,
                                        block.first_row);
+    Columns columns(block);
+    ColumnSource source(params, backward, block, kKeysStationary ? columns.head : head_kv,
+                        columns.first);
     if (count > 0) {
-      load_columns(0, tile::kValues, tile::kValues);
-      load_statistics(0);
+      load_columns(0, columns, tile::kValues, tile::kValues);
+      if (has_column) store_column(0, load_column(columns));
     }
-    float first[kDim / 2] = {};
-    float second[kDimV / 2] = {};
+    float first[kBlocks][kDim / 2] = {};
+    float second[kBlocks][kDimV / 2] = {};
     alibi = 0;
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       ptx::cp_async_wait_all();
       __syncthreads();  // these columns are there, and those before have been used
+      float2 loaded;    // stored when they have arrived, after the products
       if (n + 1 < count) {
-        load_columns(n + 1, tile::kValues, tile::kValues);
-        load_statistics(n + 1);
+        const Columns next = columns.after(block);
+        if (next.first > columns.first)
+          source.advance(params, backward);
+        else
+          source = ColumnSource(params, backward, block, next.head, next.first);
+        if (whole_rows &&
+            next.first + kTileN <= (kKeysStationary ? block.seq.seqlen_q : block.seq.seqlen_k)) {
+          const unsigned stage = stages + (n + 1) % 2 * kStageBytes;
+          source.load(params, backward, stage, stage + kCols0);
+        } else {
+          load_columns(n + 1, next, tile::kValues, tile::kValues);
+        }
+        if (has_column) loaded = load_column(next);
       }
-      const int head = kKeysStationary ? head_of(n) : block.head;
-      const int row = block.first_row + warp_row, column = column_of(n);
+      const int head = columns.head, column = columns.first;
+      const int warp_first = block.first_row + warp_row;
+      const int warp_last = warp_first + kRows - 1;
       const unsigned stage = stages + n % 2 * kStageBytes;
-      const tile::Range some = kKeysStationary ? block.visibility.rows_of_any(row, row + 15)
-                                               : block.visibility.keys_of_any(row, row + 15);
-      const bool active = row < block.rows && some.overlaps(column, kTileN);
-      unsigned p[kTileN / 4] = {}, ds[kTileN / 4] = {};
+      const tile::Range some = kKeysStationary
+                                   ? block.visibility.rows_of_any(warp_first, warp_last)
+                                   : block.visibility.keys_of_any(warp_first, warp_last);
+      const bool active = warp_first < block.rows && some.overlaps(column, kTileN);
+      Weights p = {}, ds = {};
       if (active) {
-        float s[kTileN / 2] = {}, dp[kTileN / 2] = {};
-        multiply_rows<Tile0, kDim / 16>(s, lane_rows0, stage + Tile0::lane_column_major());
+        Scores all_s = {}, all_dp = {};
+        multiply_rows<Tile0, kDim / 16>(all_s, lane_rows0, stage + Tile0::lane_column_major());
         if (kFirst)
-          multiply_rows<Tile1, kDimV / 16>(dp, lane_rows1,
+          multiply_rows<Tile1, kDimV / 16>(all_dp, lane_rows1,
                                            stage + kCols0 + Tile1::lane_column_major());
-        const Place place(row, column);
-        float derivative[kTileN / 2];
-        if (kGeneral) apply_score_mod(s, derivative, params, block, head, place);
-        const tile::Range all = kKeysStationary ? block.visibility.rows_of_all(row, row + 15)
-                                                : block.visibility.keys_of_all(row, row + 15);
-        if (!all.contains(column, kTileN) || row + 16 > block.rows) {
 #pragma unroll
-          for (int i = 0; i < kTileN / 2; ++i) {
-            const tile::Range seen = block.visibility.keys(place.query_of(i));
-            const int key = place.key_of(i);
-            if (key < seen.begin || key >= seen.end) s[i] = tile::negative_infinity();
-          }
-        }
-        const float2* const column_statistics =
-            reinterpret_cast<const float2*>(smem + kRows0 + kRows1 + n % 2 * kStageBytes + kCols0 +
-                                            kCols1) +
-            tile::lane_column(ptx::thread_index() % 32);
-        float alibi_sum = 0.0f;
+        for (int m = 0; m < kBlocks; ++m) {
+          const int row = warp_first + 16 * m;
+          float (&s)[kTileN / 2] = all_s[m];
+          float (&dp)[kTileN / 2] = all_dp[m];
+          const Place place(row, column);
+          float derivative[kTileN / 2];
+          if (kGeneral) apply_score_mod(s, derivative, params, block, head, place);
+          const tile::Range all = kKeysStationary ? block.visibility.rows_of_all(row, row + 15)
+                                                  : block.visibility.keys_of_all(row, row + 15);
+          if (!all.contains(column, kTileN) || row + 16 > block.rows) {
 #pragma unroll
-        for (int begin = 0; begin < kTileN / 2; begin += 8) {
-          float z[8];
-          if (kGeneral && dropout.threshold != 0) {
-            dropout_factors(z, dropout, row, column + 2 * begin,
-                            block.seq.index * params.heads_q + head);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) z[i] = 1.0f;
-          }
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            const int i = begin + e;
-            const float2 known = kKeysStationary ? column_statistics[tile::fragment_column(i)]
-                                                 : row_statistics[i / 2 % 2];
-            float weight = ptx::ex2(fmaf(s[i], scale_log2, -known.x));
-            // lse of a query that does not see the key may be NaN, and so may the other factor.
-            if (pass != tile::kValues && s[i] == tile::negative_infinity()) weight = 0.0f;
-            float dx = weight * ((kGeneral ? z[e] * dp[i] : dp[i]) - known.y);
-            if (pass != tile::kValues && weight == 0.0f) dx = 0.0f;
-            if (kGeneral && !kKeysStationary && backward.alibi_parts != nullptr) {
-              const int distance =
-                  place.query_of(i) + block.seq.seqlen_k - block.seq.seqlen_q - place.key_of(i);
-              alibi_sum = fmaf(-dx, static_cast<float>(abs(distance)), alibi_sum);
+            for (int i = 0; i < kTileN / 2; ++i) {
+              const tile::Range seen = block.visibility.keys(place.query_of(i));
+              const int key = place.key_of(i);
+              if (key < seen.begin || key >= seen.end) s[i] = tile::negative_infinity();
             }
-            if (kGeneral) dx *= derivative[i];
-            if (kGeneral && pass != tile::kValues && weight == 0.0f) dx = 0.0f;
-            s[i] = kGeneral ? weight * z[e] : weight;
-            dp[i] = dx;
           }
+          const float2* const column_statistics =
+              reinterpret_cast<const float2*>(smem + kRows0 + kRows1 + n % 2 * kStageBytes +
+                                              kCols0 + kCols1) +
+              tile::lane_column(ptx::thread_index() % 32);
+          const auto known_of = [&](int i) {
+            return kKeysStationary ? column_statistics[tile::fragment_column(i)]
+                                   : row_statistics[2 * m + i / 2 % 2];
+          };
+          if (!kGeneral && pass == tile::kValues) {
+            // A branch of its own: the selections of other passes are four instructions a score.
+#pragma unroll
+            for (int i = 0; i < kTileN / 2; ++i) {
+              const float2 known = known_of(i);
+              s[i] = ptx::ex2(fmaf(s[i], scale_log2, -known.x));
+              dp[i] = s[i] * (dp[i] - known.y);
+            }
+          } else {
+            float alibi_sum = 0.0f;
+#pragma unroll
+            for (int begin = 0; begin < kTileN / 2; begin += 8) {
+              float z[8];
+              if (kGeneral && dropout.threshold != 0) {
+                dropout_factors(z, dropout, row, column + 2 * begin,
+                                block.seq.index * params.heads_q + head);
+              } else {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) z[i] = 1.0f;
+              }
+#pragma unroll
+              for (int e = 0; e < 8; ++e) {
+                const int i = begin + e;
+                const float2 known = known_of(i);
+                float weight = ptx::ex2(fmaf(s[i], scale_log2, -known.x));
+                // lse of a query that does not see the key may be NaN, and so may the other factor.
+                if (pass != tile::kValues && s[i] == tile::negative_infinity()) weight = 0.0f;
+                float dx = weight * ((kGeneral ? z[e] * dp[i] : dp[i]) - known.y);
+                if (pass != tile::kValues && weight == 0.0f) dx = 0.0f;
+                if (kGeneral && !kKeysStationary && backward.alibi_parts != nullptr) {
+                  const int distance =
+                      place.query_of(i) + block.seq.seqlen_k - block.seq.seqlen_q - place.key_of(i);
+                  alibi_sum = fmaf(-dx, static_cast<float>(abs(distance)), alibi_sum);
+                }
+                if (kGeneral) dx *= derivative[i];
+                if (kGeneral && pass != tile::kValues && weight == 0.0f) dx = 0.0f;
+                s[i] = kGeneral ? weight * z[e] : weight;
+                dp[i] = dx;
+              }
+            }
+            alibi += alibi_sum;
+          }
+          tile::pack_fragment<T>(p[m], s);
+          tile::pack_fragment<T>(ds[m], dp);
         }
-        alibi += alibi_sum;
-        tile::pack_fragment<T>(p, s);
-        tile::pack_fragment<T>(ds, dp);
       }
       if (pass != tile::kValues) {
         __syncthreads();  // all have multiplied by these columns as they are
-        load_columns(n, tile::kFinite, pass);
+        load_columns(n, columns, tile::kFinite, pass);
         __syncthreads();
       }
       if (active) {
@@ -315,17 +297,22 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
         if (kSecond)
           multiply_columns<Tile1, kDimV>(second, p, stage + kCols0 + Tile1::lane_row_major());
       }
+      if (has_column && n + 1 < count) store_column(n + 1, loaded);
+      columns = columns.after(block);
     }
 
     ptx::cp_async_wait_all();  // for the rows, where there were no columns
     float zeros = 0.0f;        // NaN where a result is not finite
-    if (kFirst) {
 #pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) zeros = fmaf(first[i], 0.0f, zeros);
-    }
-    if (kSecond) {
+    for (int m = 0; m < kBlocks; ++m) {
+      if (kFirst) {
 #pragma unroll
-      for (int i = 0; i < kDimV / 2; ++i) zeros = fmaf(second[i], 0.0f, zeros);
+        for (int i = 0; i < kDim / 2; ++i) zeros = fmaf(first[m][i], 0.0f, zeros);
+      }
+      if (kSecond) {
+#pragma unroll
+        for (int i = 0; i < kDimV / 2; ++i) zeros = fmaf(second[m][i], 0.0f, zeros);
+      }
     }
     const bool done = !__syncthreads_or(zeros != 0.0f);
     if (pass != tile::kValues || done) {
@@ -334,15 +321,19 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
                                 ? index * params.seqlen_k + block.seq.begin_k + block.first_row
                                 : index * params.seqlen_q + block.seq.begin_q + block.first_row;
       const int heads = kKeysStationary ? params.heads_kv : params.heads_q;
-      if (kFirst)
-        if (pass < tile::kPositive)
-          write_rows<Tile0, kDim>(kKeysStationary ? backward.dk : backward.dq, first,
-                                  kGeneral ? 1.0f : scale, smem + warp_row * Tile0::kRowBytes,
-                                  block, row, warp_row, heads, params.head_dim, pass);
-      if (kSecond)
-        write_rows<Tile1, kDimV>(backward.dv, second, 1.0f,
-                                 smem + kRows0 + warp_row * Tile1::kRowBytes, block, row, warp_row,
-                                 heads, params.head_dim_v, pass);
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        const int block_row = warp_row + 16 * m;
+        if (kFirst)
+          if (pass < tile::kPositive)
+            write_rows<Tile0, kDim>(kKeysStationary ? backward.dk : backward.dq, first[m],
+                                    kGeneral ? 1.0f : scale, smem + block_row * Tile0::kRowBytes,
+                                    block, row, block_row, heads, params.head_dim, pass);
+        if (kSecond)
+          write_rows<Tile1, kDimV>(backward.dv, second[m], 1.0f,
+                                   smem + kRows0 + block_row * Tile1::kRowBytes, block, row,
+                                   block_row, heads, params.head_dim_v, pass);
+      }
     }
     if (pass == tile::kValues && done) break;
     __syncthreads();

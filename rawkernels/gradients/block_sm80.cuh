@@ -3,6 +3,8 @@
 #pragma once
 
 #include "gradients/params.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "tile/ragged.cuh"
 #include "tile/softmax.cuh"
@@ -16,7 +18,8 @@ constexpr bool kKeysStationary = Config::keys_stationary;
 constexpr bool kFirst = Config::first, kSecond = Config::second;  // dq or dk; dv
 constexpr bool kGeneral = Config::general;  // scores are more than scaled, or there is dropout
 
-static_assert(kTileM == kThreads / 2, "16 rows a warp");
+constexpr int kRows = kTileM / (kThreads / 32), kBlocks = kRows / 16;  // of a warp
+static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp's rows must be whole m16 blocks");
 static_assert(kTileN % 16 == 0, "whole k16 steps of the last products");
 static_assert(kKeysStationary || (kFirst && !kSecond),
               "with queries stationary dq is all there is");
@@ -36,6 +39,24 @@ struct Block {
   int head, first_row;
   int rows;                          // of all in the sequence
   int first_column, columns, heads;  // heads * columns are walked over
+};
+
+// kTileN columns, the first of them and the query head that they are of. A block walks over those
+// of one head after those of another.
+struct Columns {
+  int head, first;
+
+  __device__ __forceinline__ explicit Columns(const Block& block)
+      : head(block.head * block.heads), first(block.first_column) {}
+  __device__ __forceinline__ Columns after(const Block& block) const {
+    Columns next = *this;
+    next.first += kTileN;
+    if (kKeysStationary && next.first >= block.first_column + block.columns * kTileN) {
+      next.first = block.first_column;
+      ++next.head;
+    }
+    return next;
+  }
 };
 
 // What tile::varlen_sequence wants to know, of rows as its queries.
@@ -112,16 +133,72 @@ __device__ __forceinline__ void load_pair(const ForwardParams& params,
       .load(tile1, row, 0, end, content1);
 }
 
-// lse in units of log2, +inf where p is to be 0, and delta.
-__device__ __forceinline__ float2 statistics(const ForwardParams& params,
-                                             const BackwardParams& backward, const Block& block,
-                                             int head, int query) {
-  if (query >= block.seq.seqlen_q) return {tile::infinity(), 0.0f};
+// Where this thread's first chunks of the next columns lie, for columns that are there in whole:
+// addresses from scratch are a hundred instructions a step.
+struct ColumnSource {
+  static constexpr bool kOfKeys = !kKeysStationary;
+  const T *of0, *of1;
+
+  __device__ __forceinline__ ColumnSource(const ForwardParams& params,
+                                          const BackwardParams& backward, const Block& block,
+                                          int head, int row) {
+    const long long begin = kOfKeys ? block.seq.begin_k : block.seq.begin_q;
+    const long long batch = params.cu_seqlens_q != nullptr ? 0 : block.seq.index;
+    const int thread = ptx::thread_index();
+    const auto source = [&](const void* base, const Strides& stride, int group) {
+      return static_cast<const T*>(base) + batch * stride.batch + head * stride.head +
+             (begin + row + thread / group) * stride.seq + thread % group * 8;
+    };
+    of0 = source(kOfKeys ? params.k : params.q, kOfKeys ? params.k_stride : params.q_stride,
+                 Tile0::kGroup);
+    of1 = source(kOfKeys ? params.v : backward.dout,
+                 kOfKeys ? params.v_stride : backward.dout_stride, Tile1::kGroup);
+  }
+
+  __device__ __forceinline__ void advance(const ForwardParams& params,
+                                          const BackwardParams& backward) {
+    of0 += kTileN * (kOfKeys ? params.k_stride : params.q_stride).seq;
+    of1 += kTileN * (kOfKeys ? params.v_stride : backward.dout_stride).seq;
+  }
+
+  __device__ __forceinline__ void load(const ForwardParams& params, const BackwardParams& backward,
+                                       unsigned tile0, unsigned tile1) const {
+    load_tile<Tile0>(tile0, of0, (kOfKeys ? params.k_stride : params.q_stride).seq);
+    load_tile<Tile1>(tile1, of1, (kOfKeys ? params.v_stride : backward.dout_stride).seq);
+  }
+
+ private:
+  template <class Tile>
+  __device__ __forceinline__ static void load_tile(unsigned tile, const T* source,
+                                                   long long row_stride) {
+    constexpr int kRowsPerPass = kThreads / Tile::kGroup;
+    const int thread = ptx::thread_index();
+    tile += Tile::at(thread / Tile::kGroup, thread % Tile::kGroup);
+#pragma unroll
+    for (int pass = 0; pass < kTileN / kRowsPerPass; ++pass) {
+#pragma unroll
+      for (int group = 0; group < Tile::kGroups; ++group)
+        ptx::cp_async_16(tile + Loader<Tile, kTileN>::offset(pass, group),
+                         source + group * Tile::kGroup * 8);
+      source += kRowsPerPass * row_stride;
+    }
+  }
+};
+
+// lse and delta of a query, as they lie in memory; of none, as of a query that sees no key.
+__device__ __forceinline__ float2 load_statistics(const ForwardParams& params,
+                                                  const BackwardParams& backward,
+                                                  const Block& block, int head, int query) {
+  if (query >= block.seq.seqlen_q) return {tile::negative_infinity(), 0.0f};
   const bool ragged = params.cu_seqlens_q != nullptr;
   const long long row =
       ragged ? head : static_cast<long long>(block.seq.index) * params.heads_q + head;
   const long long at = row * params.seqlen_q + block.seq.begin_q + query;
-  const float lse = static_cast<const float*>(params.lse)[at];
-  return {lse == tile::negative_infinity() ? tile::infinity() : lse * tile::kLog2e,
-          static_cast<const float*>(backward.delta)[at]};
+  return {static_cast<const float*>(params.lse)[at], static_cast<const float*>(backward.delta)[at]};
+}
+
+// The same with lse in units of log2, +inf where p is to be 0.
+__device__ __forceinline__ float2 in_log2(const float2& statistics) {
+  const float lse = statistics.x;
+  return {lse == tile::negative_infinity() ? tile::infinity() : lse * tile::kLog2e, statistics.y};
 }

@@ -24,11 +24,12 @@ class Sm80BackwardConfig(Config):
     blocks_per_sm: int
     repairs: bool = False  # computes nothing unless a faster kernel's results are not finite
     tile_m: int = 64
+    warp_rows: int = 16
 
     @property
     def threads(self) -> int:
-        """A warp has 16 rows."""
-        return 2 * self.tile_m
+        """A warp has `warp_rows` rows."""
+        return 32 * self.tile_m // self.warp_rows
 
     @property
     def smem_bytes(self) -> int:
@@ -45,6 +46,28 @@ SM80_TILES = {
     (128, 128): ((32, 2), (32, 2), (32, 1)),
     (192, 128): ((32, 2), (32, 1), (16, 1)),
     (256, 256): ((32, 1), (32, 1), (16, 1)),
+}
+
+#: (tile_m, tile_n, blocks_per_sm, warp_rows) by (head_dim, head_dim_v), whether keys are stationary
+#: and whether scores are general, where another tile than SM80_TILES's is faster. With 32 rows a
+#: warp each fragment of columns serves two products, with 64 columns each step's bookkeeping twice
+#: as many; and with 128 rows at head_dim 256 a multiprocessor has eight warps instead of four.
+SM80_OTHER_TILES: dict[
+    tuple[tuple[int, int], bool, bool], tuple[tuple[int, int, int, int], ...]
+] = {
+    ((64, 64), False, False): ((128, 64, 2, 32),) * 3,
+    ((64, 64), True, False): ((128, 32, 2, 32),) * 3,
+    ((128, 128), False, False): ((128, 32, 2, 32), (128, 32, 1, 32), (64, 32, 1, 16)),
+    ((128, 128), True, False): ((64, 64, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
+    **{
+        ((256, 256), keys_stationary, general): (
+            (128, 32, 1, 16),
+            (64, 32, 1, 16),
+            (64, 16, 1, 16),
+        )
+        for keys_stationary in (False, True)
+        for general in (False, True)
+    },
 }
 
 
@@ -65,4 +88,10 @@ def sm80_passes(
         config = Sm80BackwardConfig(
             dtype, keys_stationary, first, second, general, *dims, tile_n, blocks, repairs
         )
+        other = SM80_OTHER_TILES.get((dims, keys_stationary, general))
+        if other is not None and not repairs:
+            tile_m, tile_n, blocks, warp_rows = other[shared]
+            config = dataclasses.replace(
+                config, tile_m=tile_m, tile_n=tile_n, blocks_per_sm=blocks, warp_rows=warp_rows
+            )
         yield Variant("gradients/backward_sm80.cu", "backward_sm80", config)
