@@ -119,13 +119,39 @@ def test_hopper_tiles_follow_the_length(head_dim, causal, seqlen, tile):
     assert (config.tile_m, config.tile_n) == tile
 
 
-@given(batch=st.integers(1, 300), seqlen=st.integers(1, 20000), causal=st.booleans())
-def test_the_batch_has_no_say_in_hopper_tiles(batch, seqlen, causal):
+@given(
+    batch=st.integers(1, 300),
+    seqlen=st.integers(1, 20000),
+    head_dim=st.sampled_from([64, 96, 128, 192, 256]),
+    causal=st.booleans(),
+)
+def test_the_batch_has_no_say_in_the_keys_of_hopper_tiles(batch, seqlen, head_dim, causal):
+    """Only in their rows, by which no bit of a result changes."""
     alone, together = (
-        hopper_config(forward_spec(seqlen, 128, batch=n, heads=4, causal=causal))
+        hopper_config(forward_spec(seqlen, head_dim, batch=n, heads=4, causal=causal))
         for n in (1, batch)
     )
-    assert alone == together
+    assert alone == dataclasses.replace(
+        together, warpgroups=alone.warpgroups, q_stages=alone.q_stages
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "causal", "tile"),
+    [
+        ((24, 44, 1), 80, True, (64, 64)),  # a block of keys is all there is
+        ((1, 1824, 4), 32, True, (64, 128)),  # 40 tiles of 192 rows, 116 of 64
+        ((1, 512, 8), 64, True, (64, 128)),
+        ((1, 1024, 16), 128, True, (64, 128)),
+        ((2, 2048, 8), 64, True, (128, 128)),  # 512 of 64 rows would be 4 for each block
+        ((16, 2048, 8), 64, True, (192, 128)),
+        ((1, 700, 2), 256, False, (64, 80)),
+    ],
+)
+def test_few_rows_are_shared_out_over_the_device(shape, head_dim, causal, tile):
+    batch, seqlen, heads = shape
+    config = hopper_config(forward_spec(seqlen, head_dim, batch=batch, heads=heads, causal=causal))
+    assert (config.tile_m, config.tile_n) == tile
 
 
 def test_what_the_copy_engine_cannot_do_goes_to_another_tier():

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn import _repeat
 from cuattn.gpu import compiler
 from tests import formulas
 
 cupy = pytest.importorskip("cupy")
+
+from cuattn.gpu.dispatch import sm90  # noqa: E402
+from cuattn.gpu.plan import attention_plan  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +53,43 @@ def test_a_sequence_is_the_same_in_any_company(head_dim, option, rng):
         )
         assert bool((alone == out[one]).all())
         assert bool((alone_lse == lse[one]).all())
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
+@pytest.mark.parametrize("option", ["full", "causal", "window"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(44, 44), (700, 700), (700, 1000), (900, 700)])
+def test_the_rows_of_a_tile_change_no_bit(dims, option, seqlen_q, seqlen_k, rng, monkeypatch):
+    """What a row's result is follows from the keys of a block; values of keys that some rows do not
+    see may be anything."""
+    options = {"full": {}, "causal": {"causal": True}, "window": {"window": (130, 20)}}[option]
+    q = cupy.asarray(normal(rng, 2, seqlen_q, 4, dims[0]))
+    k, v = (cupy.asarray(normal(rng, 2, seqlen_k, 4, dim)) for dim in dims)
+    v[1, seqlen_k // 3] = np.inf
+    fastest, results, chosen = sm90._fastest, {}, []
+
+    def with_rows(spec, configs, multiprocessors):
+        tile_n = fastest(spec, configs, multiprocessors).tile_n
+        of_tile = [c for c in configs if (c.warpgroups, c.tile_n) == (warpgroups, tile_n)]
+        chosen.extend(of_tile[:1])
+        return (of_tile or configs)[0]
+
+    monkeypatch.setattr(sm90, "_fastest", with_rows)
+    for warpgroups in (1, 2, 3):
+        attention_plan.cache_clear()
+        _repeat.forget()
+        before = len(chosen)
+        out, lse = cuattn.flash_attention(q, k, v, **options, return_lse=True)
+        if len(chosen) > before:
+            results[warpgroups] = out.view(np.uint16), lse.view(np.uint32)
+    monkeypatch.undo()
+    attention_plan.cache_clear()
+    _repeat.forget()
+    assert len(results) > 1 or seqlen_q == 44  # a tile of 64 rows alone
+    first = next(iter(results.values()))
+    for result in results.values():
+        assert all(bool((a == b).all()) for a, b in zip(result, first, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -81,18 +81,38 @@ class Sm90Tile:
     speed: float = 1.0
 
 
+SHORT_KEYS = 64  # of a block that is for sequences of no more
 #: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups
-#: hide each other's exponentials best, two waste fewer rows of short sequences; varlen calls, whose
-#: lengths are unknown here, get the first. Where keys, values and queries fill shared memory,
-#: tile_n comes first.
+#: hide each other's exponentials best, two waste fewer rows of short sequences, and one, which
+#: nothing hides, shares out few rows over the most multiprocessors. Varlen calls, whose lengths are
+#: unknown here, get the first. Where keys, values and queries fill shared memory, tile_n comes
+#: first.
 SM90_TILES = {
-    (64, 64): (Sm90Tile(128, 3), Sm90Tile(128, 2, speed=0.85)),
-    (96, 96): (Sm90Tile(112, 3), Sm90Tile(128, 2, speed=0.9)),
-    (128, 128): (Sm90Tile(80, 3), Sm90Tile(128, 2, speed=0.95)),
+    (64, 64): (
+        Sm90Tile(128, 3),
+        Sm90Tile(128, 2, speed=0.85),
+        Sm90Tile(128, 1, speed=0.58),
+        Sm90Tile(64, 1, speed=0.47),
+    ),
+    (96, 96): (
+        Sm90Tile(112, 3),
+        Sm90Tile(112, 1, speed=0.55),
+        Sm90Tile(128, 2, speed=0.9),
+        Sm90Tile(128, 1, speed=0.58),
+        Sm90Tile(64, 1, speed=0.47),
+    ),
+    (128, 128): (
+        Sm90Tile(80, 3),
+        Sm90Tile(80, 2, speed=0.81),
+        Sm90Tile(80, 1, speed=0.52),
+        Sm90Tile(128, 2, speed=0.95),
+        Sm90Tile(128, 1, speed=0.61),
+        Sm90Tile(64, 1, speed=0.5),
+    ),
     (64, 256): (Sm90Tile(96, 2),),
-    (192, 128): (Sm90Tile(128, 2, q_stages=1),),
-    (192, 192): (Sm90Tile(112, 2, q_stages=1),),
-    (256, 256): (Sm90Tile(80, 2, q_stages=1),),
+    (192, 128): (Sm90Tile(128, 2, q_stages=1), Sm90Tile(128, 1, q_stages=1, speed=0.6)),
+    (192, 192): (Sm90Tile(112, 2, q_stages=1), Sm90Tile(112, 1, q_stages=1, speed=0.6)),
+    (256, 256): (Sm90Tile(80, 2, q_stages=1), Sm90Tile(80, 1, q_stages=1, speed=0.67)),
 }
 #: The tile of calls with softcap or alibi_slopes: registers are what these take.
 SM90_SCORE_TILES = {
@@ -146,6 +166,8 @@ def configs_of(
         tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
     elif dropout:
         tiles = (SM90_DROPOUT_TILES[dims],)
+    elif cached:  # of unknown lengths
+        tiles = tuple(tile for tile in tiles if tile.tile_n > SHORT_KEYS)
     all_bounds = SM90_CACHE_BOUNDS if cached else SM90_BOUNDS
     for bounds in all_bounds[-1:] if score or dropout else all_bounds:
         for tile in tiles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
+from cuattn.gpu.dispatch.config_sm90 import SM90_TILES, Sm90ForwardConfig
 
 #: A little more than L2 holds: not all of a section is needed at a time, and a block that has less
 #: to do than others costs more. 70 MiB instead of 40: causal at head_dim 128, seqlen 8192 and 16384
@@ -14,6 +14,7 @@ SECTION_BYTES = 70 << 20
 SECTION_TILES = 4096
 LONG = 4  # times the mean length, of a varlen call
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
+MANY_TILES = 8  # for each thread block: their mean is then about what the busiest one has
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -108,3 +109,39 @@ def _blocks_seen(
 def costs_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
     """What each tile of a head costs, in blocks of keys: those it sees, and about one more."""
     return 1.0 + blocks_of_keys(spec, config)
+
+
+def time_of_head(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
+    """About what all tiles of a head take one thread block, in an unnamed unit."""
+    return float(_costs(spec, config).sum()) * _unit(config)
+
+
+def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int) -> float:
+    """About what the busiest thread block takes, in the same unit."""
+    costs = _costs(spec, config)
+    heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
+    if spec.rows == "ragged" or len(costs) * heads > MANY_TILES * multiprocessors:
+        return float(costs.sum()) * heads / multiprocessors * _unit(config)
+    tiles = np.sort(np.repeat(costs, heads))[::-1]
+    rounds = np.zeros(-(-len(tiles) // multiprocessors) * multiprocessors)
+    rounds[: len(tiles)] = tiles
+    rounds = rounds.reshape(-1, multiprocessors)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return float(rounds.sum(axis=0).max()) * _unit(config)
+
+
+def _costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
+    """As of `costs_of_tiles`; of a cache, whose capacity says little about how many keys there are,
+    such that a capacity that is no multiple of a block is none the dearer for it."""
+    if config.seq_lens:
+        tiles = -(-spec.seqlen_q // config.queries_of_tile(spec))
+        return np.full(tiles, spec.seqlen_k / config.tile_n)
+    return costs_of_tiles(spec, config)
+
+
+def _unit(config: Sm90ForwardConfig) -> float:
+    """What a block of keys takes."""
+    tiles = SM90_TILES[config.head_dim, config.head_dim_v]
+    speeds = {(tile.tile_n, tile.warpgroups): tile.speed for tile in tiles}
+    speed = speeds.get((config.tile_n, config.warpgroups), 1.0)
+    return config.tile_m * config.tile_n / speed

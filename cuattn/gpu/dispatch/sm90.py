@@ -18,7 +18,7 @@ from cuattn.gpu.dispatch.config_sm90 import (
     variant_of,
 )
 from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch
-from cuattn.gpu.dispatch.order_sm90 import costs_of_tiles, sm90_section
+from cuattn.gpu.dispatch.order_sm90 import sm90_section, time_of_call, time_of_head
 from cuattn.gpu.dispatch.routing import MIN_PAGE
 
 SCHEDULER_BYTES = 16  # Sm90Params::Scheduler
@@ -75,7 +75,7 @@ class Sm90Forward:
             )
             if (config.bound_left, config.bound_right) >= bounded
         ]
-        config = min(configs, key=functools.partial(_time, spec))
+        config = _fastest(spec, configs, call.multiprocessors)
         heads = spec.heads_kv if config.pack_gqa else spec.heads_q
         queries = config.queries_of_tile(spec)
         if ragged:
@@ -141,13 +141,20 @@ def packs_gqa(call: Call) -> bool:
     return spec.rows == "ragged" and group > 1 and idle <= most and plain
 
 
-def _time(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
-    """What a head costs, in an unnamed unit: a choice that the batch has no say in, and the
-    capacity of a cache neither."""
-    speed = {
-        (tile.tile_n, tile.warpgroups): tile.speed
-        for tile in SM90_TILES[config.head_dim, config.head_dim_v]
-    }.get((config.tile_n, config.warpgroups), 1.0)
-    if config.seq_lens:
-        return -(-spec.seqlen_q // config.tile_m) * config.tile_m / speed
-    return costs_of_tiles(spec, config).sum() * config.tile_m * config.tile_n / speed
+def _fastest(
+    spec: AttentionSpec, configs: list[Sm90ForwardConfig], multiprocessors: int
+) -> Sm90ForwardConfig:
+    """The variant with the best tile, of those that bound the fewest keys, which come first.
+
+    What a sequence's results are, bit for bit, depends on the keys of a block alone, and the batch
+    has no say in these; in how many rows share them it has.
+    """
+    bounds = configs[0].bound_left, configs[0].bound_right
+    tiles = [config for config in configs if (config.bound_left, config.bound_right) == bounds]
+    if len(tiles) == 1:
+        return tiles[0]
+    tile_n = min(tiles, key=functools.partial(time_of_head, spec)).tile_n
+    return min(
+        (config for config in tiles if config.tile_n == tile_n),
+        key=lambda config: time_of_call(spec, config, multiprocessors),
+    )
