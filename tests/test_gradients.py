@@ -19,7 +19,7 @@ import cuattn
 from cuattn._spec import attention_spec
 from cuattn.reference import dropout
 from tests import formulas
-from tests.test_reference_attention import FEATURES, arrays, feature, small_tiles
+from tests.calls import FEATURES, arrays, feature, small_tiles
 
 pytestmark = pytest.mark.filterwarnings("error")
 
