@@ -13,7 +13,7 @@ from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
 from cuattn.reference import dropout
 from tests import formulas
-from tests.gpu.test_attention import (
+from tests.gpu.calls import (
     DTYPES,
     Call,
     assert_accurate,

@@ -11,7 +11,7 @@ import pytest
 import cuattn
 from cuattn.gpu import dispatch
 from tests import formulas
-from tests.gpu.test_attention import (
+from tests.gpu.calls import (
     DTYPES,
     HEAD_DIMS,
     SEQLENS,
