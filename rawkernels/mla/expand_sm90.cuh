@@ -2,9 +2,8 @@
 // of a block, whose codes it reads into registers, expands to 16-bit numbers with their scale, and
 // stores as TMA would have. What is rotated is copied by cp.async.
 //
-// A warp's chain of instructions is what limits this, some 2,000 for two blocks of keys. So no load
-// is waited for long: codes are asked for a panel ahead, and L2 has been told of their lines half a
-// block or more before. Deeper than that, registers would spill.
+// A warp reads a row of codes at a time, 16 a lane. Four rows are on their way while others are
+// expanded, and L2 has been told of their lines a block before.
 #pragma once
 
 #include "mla/codes.cuh"
@@ -30,9 +29,10 @@ struct ExpanderSmem : Smem {
 template <int kFormat>
 struct Expander {
   static constexpr int kWarpKeys = kBlockKeys / 4;
-  static constexpr int kRowGroups = 4;  // of four rows, which a warp reads 64 columns of at a time
-  static constexpr int kHalf = kLatentPanels / 2;
-  static_assert(kHalf * 64 == 2 * kScaleColumns, "half of a block has two scales a key");
+  static constexpr int kRows = 4;  // on their way
+  static constexpr int kPieces = kLatent / kScaleColumns;
+  static_assert(kLatent == 32 * 16, "a lane has 16 codes of a row");
+  static_assert(kPieces == 4 && kWarpKeys == 16, "lanes have two scales of a key each");
 
   ExpanderSmem& smem;
   const DecodeParams& params;
@@ -41,69 +41,39 @@ struct Expander {
   const int warp = thread / 32 % 4, lane = thread % 32;
   KeyLookup keys = {params, mla, warp * kWarpKeys + lane % kWarpKeys, smem.keys[warp]};
 
-  Place here;               // this lane's key of the present block, or already of the next
-  uint2 codes[kRowGroups];  // of the panel that is expanded next
-  StoredScale scale;        // of a half's columns 128 (lane / 16) on, of key lane % 16
-  // Where this lane reads the codes of rows group * 4 + lane / 8, in 16 bytes, or kNowhere.
+  Place here;                       // this lane's key of the present block, or already of the next
+  uint4 codes[kRows];               // of the rows that are expanded next
+  StoredScale scales[kPieces / 2];  // of key lane % 16, columns 128 (lane / 16 + 2 i) on
+  // Where this lane's key has its codes, in 16 bytes, or kNowhere.
   static constexpr unsigned kNowhere = ~0u;
-  unsigned row_chunks[kRowGroups];
+  unsigned chunk;
 
-  // Which of the warp's keys of the present block exist.
-  __device__ __forceinline__ unsigned exist() const {
-    return __ballot_sync(~0u, here.has) & 0xffff;
-  }
-
-  // The rows that codes are read of.
-  __device__ __forceinline__ void find_rows() {
+  __device__ __forceinline__ unsigned own_chunk() const {
     const long long at = here.page * params.k_stride.page + here.slot * params.k_stride.seq;
-    const unsigned own_chunk = here.has ? static_cast<unsigned>(at >> 4) : kNowhere;
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group)
-      row_chunks[group] = __shfl_sync(~0u, own_chunk, group * 4 + lane / 8);
+    return here.has ? static_cast<unsigned>(at >> 4) : kNowhere;
   }
 
-  // Asks for the codes of 64 columns of four rows; zeros for what does not exist.
-  __device__ __forceinline__ void load(int group, int column) {
-    codes[group] = {};
-    const unsigned char* const row =
-        static_cast<const unsigned char*>(params.k) + lane % 8 * 8 + row_chunks[group] * 16ull;
-    if (row_chunks[group] != kNowhere && column < params.head_dim_v)
-      codes[group] = __ldg(reinterpret_cast<const uint2*>(row + column));
+  // Asks for this lane's codes of a row; zeros for what does not exist.
+  __device__ __forceinline__ void load(int i, unsigned chunk_of_lane, int row) {
+    const unsigned its_chunk = __shfl_sync(~0u, chunk_of_lane, row);
+    codes[i] = {};
+    if (its_chunk != kNowhere && lane * 16 < params.head_dim_v)
+      codes[i] = __ldg(static_cast<const uint4*>(params.k) + (its_chunk + lane));
   }
-  __device__ __forceinline__ void load_own_scale(int half) {
-    scale.load(params, here.page, here.slot, 2 * half + lane / kWarpKeys, here.has);
+  __device__ __forceinline__ void load_scales() {
+#pragma unroll
+    for (int i = 0; i < kPieces / 2; ++i)
+      scales[i].load(params, here.page, here.slot, lane / kWarpKeys + 2 * i, here.has);
   }
 
   // Keys of a split come next.
   __device__ __forceinline__ void start(const decoding::Split& split) {
     keys.start(split);
     here = keys.next();
-    find_rows();
-    load_own_scale(0);
+    chunk = own_chunk();
+    load_scales();
 #pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) load(group, 0);
-  }
-
-  // Where this lane writes rows group * 4 + lane / 8 of a panel.
-  __device__ __forceinline__ int place_of(int group) const {
-    const int first = Panel::at(warp * kWarpKeys + lane / 8, lane % 8);
-    return (first ^ group % 2 * 64) + group * 4 * Panel::kRowBytes;
-  }
-
-  // Expands a panel of the warp's rows, and asks for the codes of the panel that comes next, which
-  // begins at a column.
-  __device__ __forceinline__ void expand(int buffer, int panel, float own_scale, int next_column) {
-    unsigned char* const to = smem.k[buffer][panel];
-#pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
-      const int owner = panel / 2 % 2 * kWarpKeys + group * 4 + lane / 8;
-      const float factor = __shfl_sync(~0u, own_scale, owner);
-      const uint4 numbers = expanded<T, kFormat>(codes[group], factor);
-      load(group, next_column);
-      *reinterpret_cast<uint4*>(to + place_of(group)) = numbers;
-    }
-    ptx::fence_proxy_async();
-    tile::arrive_warp(smem.full_k[buffer][panel]);
+    for (int i = 0; i < kRows; ++i) load(i, chunk, i);
   }
 
   __device__ __forceinline__ void copy_rope(int buffer) const {
@@ -112,18 +82,13 @@ struct Expander {
     const bool rotated = lane % 8 * 8 < params.head_dim - params.head_dim_v;
     const unsigned to = ptx::shared_address(smem.k[buffer][kRopePanel]);
 #pragma unroll
-    for (int group = 0; group < kRowGroups; ++group) {
+    for (int group = 0; group < kWarpKeys / 4; ++group) {
       const int row = group * 4 + lane / 8;
-      const unsigned chunk = __shfl_sync(~0u, own_chunk, row);
-      ptx::cp_async_16(to + place_of(group),
-                       static_cast<const T*>(mla.rope) + (chunk + lane % 8) * 8ull,
-                       chunk != kNowhere && rotated);
+      const unsigned its_chunk = __shfl_sync(~0u, own_chunk, row);
+      ptx::cp_async_16(to + Panel::at(warp * kWarpKeys + row, lane % 8),
+                       static_cast<const T*>(mla.rope) + (its_chunk + lane % 8) * 8ull,
+                       its_chunk != kNowhere && rotated);
     }
-  }
-  __device__ __forceinline__ void signal_rope(int buffer) const {
-    ptx::cp_async_wait_all();
-    ptx::fence_proxy_async();
-    tile::arrive_warp(smem.full_k[buffer][kRopePanel]);
   }
 
   // Tells L2 of the lines of a block that is read later.
@@ -142,28 +107,48 @@ struct Expander {
 
   // Loads the present block to a buffer, whose use before has `parity`.
   __device__ __forceinline__ void load_block(int buffer, unsigned parity) {
-    const int rope_half = first_panels(buffer) == 5 ? 0 : 1;
-    float own_scale = 0;
+    ptx::mbarrier_wait(smem.empty_first[buffer], parity);
+    ptx::mbarrier_wait(smem.empty_second[buffer], parity);
+    copy_rope(buffer);
+    const unsigned exist = __ballot_sync(~0u, here.has) & 0xffff;
+    if (lane == 0) smem.exist[buffer][warp] = exist;
+    float own_scales[kPieces / 2];
+#pragma unroll
+    for (int i = 0; i < kPieces / 2; ++i)
+      own_scales[i] = scales[i].value(params) * tile::Codes<kFormat>::kUnit;
+    here = keys.next();
+    prefetch();
+    load_scales();
+    const unsigned next_chunk = own_chunk();
+    // Of two neighbouring panels lanes store even pieces of one and odd ones of the other at a
+    // time: so no two are in the same banks.
+    const bool odd_first = lane / 4 % 2 == 1;
+    unsigned to = Panel::at(warp * kWarpKeys, lane % 4 * 2 + odd_first) + lane / 4 * kPanelBytes;
 #pragma unroll 1
-    for (int panel = 0; panel < kLatentPanels; ++panel) {
-      const int half = panel / kHalf;
-      if (panel % kHalf == 0) {
-        ptx::mbarrier_wait((half == 0 ? smem.empty_first : smem.empty_second)[buffer], parity);
-        if (half == rope_half) copy_rope(buffer);
-        own_scale = scale.value(params) * tile::Codes<kFormat>::kUnit;
-        if (half == 1) {
-          const unsigned existing = exist();
-          if (lane == 0) smem.exist[buffer][warp] = existing;
-          here = keys.next();
-          prefetch();
-        }
-        load_own_scale(1 - half);
+    for (int first = 0; first < kWarpKeys; first += kRows) {
+      const unsigned next = first + kRows == kWarpKeys ? next_chunk : chunk;
+      to = ptx::opaque(to);  // where each row is stored is no register of its own
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int owner = first + i + lane / 8 % 2 * kWarpKeys;
+        const float low = __shfl_sync(~0u, own_scales[0], owner);
+        const float high = __shfl_sync(~0u, own_scales[1], owner);
+        const float factor = lane < 16 ? low : high;
+        const uint2 front = {codes[i].x, codes[i].y}, back = {codes[i].z, codes[i].w};
+        unsigned char* const row = smem.k[buffer][0] + i * Panel::kRowBytes;
+        *reinterpret_cast<uint4*>(row + (to ^ i * 16)) =
+            expanded<T, kFormat>(odd_first ? back : front, factor);
+        *reinterpret_cast<uint4*>(row + (to ^ i * 16 ^ 16)) =
+            expanded<T, kFormat>(odd_first ? front : back, factor);
+        load(i, next, (first + kRows + i) % kWarpKeys);
       }
-      const bool last = panel + 1 == kLatentPanels;
-      if (last) find_rows();
-      expand(buffer, panel, own_scale, last ? 0 : (panel + 1) * 64);
-      if (panel % kHalf == kHalf - 1 && half == rope_half) signal_rope(buffer);
+      to = (to + kRows * Panel::kRowBytes) ^ kRows % 8 * 16;
     }
+    chunk = next_chunk;
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane < kPanels) ptx::mbarrier_arrive(smem.full_k[buffer][lane]);
   }
 };
 
