@@ -105,6 +105,7 @@ struct Consumer {
     for (int i = 0; i < kPanels; ++i) {
       const int panel = panel_in_order(kOdd, i);
       ptx::mbarrier_wait(smem.full_k[kOdd][panel], parity);
+      if (kCopies) ptx::fence_proxy_async();  // copies by cp.async need it
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const int bytes = panel * kPanelBytes + step * 32;

@@ -1,88 +1,84 @@
 // The producing warps of mla/decode_sm90.cu where keys lie apart: chosen tokens, and pages too
 // small for TMA's boxes. Each of four warps copies 16 keys of a block by cp.async, and says which
-// exist.
+// exist. No warp waits for what it copies: each lane's copies arrive at the mbarriers themselves.
+// L2 is told of rows two blocks before, so that DRAM, and the translation of addresses that lie
+// far apart, are waited for there.
 #pragma once
 
+#include "mla/lookup_sm90.cuh"
 #include "mla/produce_sm90.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace mla {
+
+struct GatherSmem : Smem {
+  SplitKeys keys[4];
+};
 
 struct Gatherer {
   static constexpr int kRowGroups = 4;  // of four rows, which a warp copies at a time
   static constexpr int kWarpKeys = kBlockKeys / 4;
 
-  Smem& smem;
+  GatherSmem& smem;
   const DecodeParams& params;
   const MlaParams& mla;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const kvcache::PageTable table = page_table(params);
+  KeyLookup keys = {params, mla, warp * kWarpKeys + lane % kWarpKeys, smem.keys[warp]};
+  // Where a key's row is in the pages, in 16 bytes: half the registers of an address.
+  struct Row {
+    unsigned latent, rope;
+  };
+  static constexpr unsigned kNowhere = ~0u;
+  Row here, later;  // of this lane's keys of the present block and of the next
 
-  Tokens tokens;
-  int begin = 0, end = 0;        // keys of the split
-  int pending = -1;              // half of a buffer that is being copied: 2 buffer + half
-  long long latent_at, rope_at;  // of the next block's key of this lane
-  bool has;                      // … which exists
-
-  // Keys of a split come next, from `first` on.
+  // Keys of a split come next.
   __device__ __forceinline__ void start(const decoding::Split& split) {
-    tokens = tokens_of(params, mla, split.seq.index);
-    begin = split.begin;
-    end = split.end;
-    find(split.origin);
+    keys.start(split);
+    later = find();
+    advance();
+  }
+  __device__ __forceinline__ void advance() {
+    here = later;
+    later = find();
   }
 
-  // Looks up this lane's key of the block from `first` on.
-  __device__ __forceinline__ void find(int first) {
-    const int key = first + warp * kWarpKeys + lane % kWarpKeys;
-    has = key >= begin && key < end;
-    const int token = has ? tokens.of_key(key) : 0;
-    has = has && tokens.has(token);
-    const int there = has ? token : 0;
-    const int page = has ? table.page(tokens.sequence, there) : 0, slot = table.slot(there);
-    latent_at = page * params.k_stride.page + slot * params.k_stride.seq;
-    rope_at = page * mla.rope_stride.page + slot * mla.rope_stride.seq;
+  // The row of this lane's key of the block after those that have been found, of whose lines L2 is
+  // told by the two lanes that have it.
+  __device__ __forceinline__ Row find() {
+    const Place place = keys.next();
+    if (!place.has) return {kNowhere, kNowhere};
+    const Row row = {
+        static_cast<unsigned>(
+            (place.page * params.k_stride.page + place.slot * params.k_stride.seq) / 8),
+        static_cast<unsigned>(
+            (place.page * mla.rope_stride.page + place.slot * mla.rope_stride.seq) / 8)};
+    const T* const latent = static_cast<const T*>(params.k) + row.latent * 8ull;
+#pragma unroll
+    for (int i = 0; i < kLatentPanels / 2; ++i) {
+      const int column = (2 * i + lane / kWarpKeys) * 64;
+      if (column < params.head_dim_v) ptx::prefetch_l2(latent + column);
+    }
+    if (lane < kWarpKeys && params.head_dim > params.head_dim_v)
+      ptx::prefetch_l2(static_cast<const T*>(mla.rope) + row.rope * 8ull);
+    return row;
   }
 
-  // Waits until a half of a buffer is free. What is being copied is finished first if that takes
-  // a while: consumers may need it to free anything.
-  __device__ __forceinline__ void acquire(ptx::Mbarrier& empty, unsigned parity) {
-    if (__all_sync(~0u, ptx::mbarrier_try_wait(empty, parity))) return;
-    finish();
-    ptx::mbarrier_wait(empty, parity);
-  }
-
-  // The half that is being copied, if any, is there.
-  __device__ __forceinline__ void finish() {
-    ptx::cp_async_wait<0>();
-    signal();
-  }
-  __device__ __forceinline__ void signal() {
-    if (pending < 0) return;
-    ptx::fence_proxy_async();
-    __syncwarp();
-    const int buffer = pending / 2, half = pending % 2;
-    const int split = first_panels(buffer);
-    for (int i = half * split; i < (half == 0 ? split : kPanels); ++i)
-      if (lane == 0) ptx::mbarrier_arrive(smem.full_k[buffer][panel_in_order(buffer, i)]);
-    pending = -1;
-  }
-
-  // Copies half of a block to a buffer, of keys `exist`, of which a lane has the address of one;
-  // the half before may still be under way.
+  // Copies half of the present block to a buffer.
   template <int kBuffer, int kHalf>
-  __device__ __forceinline__ void copy(long long own_latent, long long own_rope, unsigned exist) {
-    constexpr int kSplit = first_panels(kBuffer);
+  __device__ __forceinline__ void copy() const {
+    constexpr int kBegin = kHalf * first_panels(kBuffer);
+    constexpr int kEnd = kHalf == 0 ? first_panels(kBuffer) : kPanels;
     const int rope_dim = params.head_dim - params.head_dim_v;
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
       const int row = group * 4 + lane / 8;
-      const T* const latent =
-          static_cast<const T*>(params.k) + __shfl_sync(~0u, own_latent, row) + lane % 8 * 8;
+      const unsigned its_latent = __shfl_sync(~0u, here.latent, row);
+      const bool copied = its_latent != kNowhere;
+      const T* const latent = static_cast<const T*>(params.k) + (its_latent + lane % 8) * 8ull;
       const T* const rope =
-          static_cast<const T*>(mla.rope) + __shfl_sync(~0u, own_rope, row) + lane % 8 * 8;
-      const bool copied = exist >> row & 1;
+          static_cast<const T*>(mla.rope) + (__shfl_sync(~0u, here.rope, row) + lane % 8) * 8ull;
 #pragma unroll
-      for (int i = kHalf * kSplit; i < (kHalf == 0 ? kSplit : kPanels); ++i) {
+      for (int i = kBegin; i < kEnd; ++i) {
         const int panel = panel_in_order(kBuffer, i);
         const bool rotated = panel == kRopePanel;
         const int columns = rotated ? rope_dim - lane % 8 * 8 : params.head_dim_v - panel * 64;
@@ -91,49 +87,47 @@ struct Gatherer {
         ptx::cp_async_16(to, rotated ? rope : latent + panel * 64, copied && columns > 0);
       }
     }
-    ptx::cp_async_commit();
-    if (pending >= 0) {
-      ptx::cp_async_wait<1>();
-      signal();
+    // Lane 0 arrives itself, too: what it has written is seen with what has been copied.
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) {
+      ptx::Mbarrier& full = smem.full_k[kBuffer][panel_in_order(kBuffer, i)];
+      ptx::mbarrier_arrive_after_copies(full);
+      tile::arrive_warp(full);
     }
-    pending = 2 * kBuffer + kHalf;
   }
-
-  // Copies a block to a buffer, and looks up the keys of the next.
+  // Copies the present block to a buffer, a half as soon as it is free, and goes on to the next.
   template <int kBuffer>
-  __device__ __forceinline__ void load(int first, unsigned parity) {
-    const unsigned exist = __ballot_sync(~0u, has) & 0xffff;
-    const long long latent = latent_at, rope = rope_at;
-    acquire(smem.empty_first[kBuffer], parity);
-    copy<kBuffer, 0>(latent, rope, exist);
-    find(first + kBlockKeys);
-    acquire(smem.empty_second[kBuffer], parity);
+  __device__ __forceinline__ void load(unsigned parity) {
+    const unsigned exist = __ballot_sync(~0u, here.latent != kNowhere) & 0xffff;
+    ptx::mbarrier_wait(smem.empty_first[kBuffer], parity);
+    copy<kBuffer, 0>();
+    ptx::mbarrier_wait(smem.empty_second[kBuffer], parity);
     if (lane == 0) smem.exist[kBuffer][warp] = exist;
-    copy<kBuffer, 1>(latent, rope, exist);
+    copy<kBuffer, 1>();
+    advance();
   }
 };
 
-__device__ __forceinline__ void gather(Smem& smem, const DecodeParams& params,
+__device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
                                        const MlaParams& mla) {
+  static_assert(sizeof(GatherSmem) <= Config::smem_bytes, "Config has to ask for all of it");
   Schedule schedule;
-  Gatherer gatherer = {smem, params, mla};
+  Gatherer gatherer = {static_cast<GatherSmem&>(common), params, mla};
   tile::PipelineState<kQueue> queue;
   unsigned parity = 0;
   bool exists = schedule.start(params);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int pairs = put_work(smem, params, schedule, split, exists, queue);
+    const int pairs = put_work(common, params, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     if (pairs > 0) gatherer.start(split);
-    int first = split.origin;
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, parity ^= 1, first += 2 * kBlockKeys) {
-      gatherer.load<0>(first, parity ^ 1);
-      gatherer.load<1>(first + kBlockKeys, parity ^ 1);
+    for (int pair = 0; pair < pairs; ++pair, parity ^= 1) {
+      gatherer.load<0>(parity ^ 1);
+      gatherer.load<1>(parity ^ 1);
     }
-    gatherer.finish();
   }
 }
 

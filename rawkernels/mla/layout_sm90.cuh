@@ -23,6 +23,11 @@ constexpr int kPanelBytes = 64 * 128;
 constexpr int kConsumers = 256;  // threads
 constexpr int kQueue = 2;
 
+// Who says that a panel is there: the lane that asked TMA for it, beside its bytes; or four warps,
+// which where they copy by cp.async are 32 lanes' copies and one arrival each.
+constexpr bool kCopies = Config::gather && !Config::latent_format;
+constexpr int kFullArrivals = kCopies ? 4 * 33 : Config::gather ? 4 : 1;
+
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = decoding::Schedule<kRows, kBlockKeys>;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mla/layout_sm90.cuh"
+#include "ptx/elect.cuh"
 
 struct Maps {
   ptx::TensorMap latent, rope;  // (64 columns, key of a page, panel, page)
@@ -18,7 +19,7 @@ __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
   }
   for (int buffer = 0; buffer < 2; ++buffer) {
     for (int panel = 0; panel < kPanels; ++panel)
-      ptx::mbarrier_init(smem.full_k[buffer][panel], Config::gather ? 4 : 1);
+      ptx::mbarrier_init(smem.full_k[buffer][panel], kFullArrivals);
     ptx::mbarrier_init(smem.empty_first[buffer], 4);
     ptx::mbarrier_init(smem.empty_second[buffer], 4);
   }
@@ -49,22 +50,35 @@ struct Loader {
     const bool has = lane << box_shift < kBlockKeys && key < end;
     return has ? row[key >> table.page_shift] : table.num_pages;
   }
-  __device__ __forceinline__ void load(Smem& smem, int buffer, int panel, int first, int page,
+  // Half of a block to a buffer. By one lane, from uniform registers: a loop over the lanes of a
+  // warp takes about a hundred cycles for each panel.
+  template <int kBuffer, int kHalf>
+  __device__ __forceinline__ void load(Smem& smem, int first, int page,
                                        unsigned long long hint) const {
-    ptx::Mbarrier& full = smem.full_k[buffer][panel];
-    const bool rotated = panel == kRopePanel;
-    // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
-    const int index = rotated && params.head_dim > params.head_dim_v ? 0 : panel;
-    const int slot = table.slot(first);
-    unsigned char* const to = smem.k[buffer][panel];
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
-    if (box_shift == 6) {
-      if (lane == 0)
-        ptx::tma_load(to, rotated ? maps.rope : maps.latent, full, 0, slot, index, page, hint);
-    } else if (lane << box_shift < kBlockKeys) {
-      ptx::tma_load(to + (lane << box_shift) * 128, rotated ? maps.rope : maps.latent, full, 0, 0,
-                    index, page, hint);
+    constexpr int kBegin = kHalf * first_panels(kBuffer);
+    constexpr int kEnd = kHalf == 0 ? first_panels(kBuffer) : kPanels;
+    const int slot = box_shift == 6 ? table.slot(first) : 0;
+#pragma unroll 1
+    for (int box = 0; box << box_shift < kBlockKeys; ++box) {
+      const int its_page = __shfl_sync(~0u, page, box);
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) {
+          const int panel = panel_in_order(kBuffer, i);
+          const bool rotated = panel == kRopePanel;
+          ptx::Mbarrier& full = smem.full_k[kBuffer][panel];
+          if (box == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
+          ptx::tma_load(smem.k[kBuffer][panel] + (box << box_shift) * 128,
+                        rotated ? maps.rope : maps.latent, full, 0, slot,
+                        rotated ? rope_index() : panel, its_page, hint);
+        }
+      }
+      __syncwarp();
     }
+  }
+  // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
+  __device__ __forceinline__ int rope_index() const {
+    return params.head_dim > params.head_dim_v ? 0 : kRopePanel;
   }
 };
 
@@ -90,7 +104,7 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
 // By each of four warps.
 __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, const Maps& maps) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-  const int buffer = warp / 2, half = warp % 2, split_panel = first_panels(buffer);
+  const int buffer = warp / 2, half = warp % 2;
   ptx::Mbarrier& empty = (half == 0 ? smem.empty_first : smem.empty_second)[buffer];
   Schedule schedule;
   Loader loader = {params, maps};
@@ -113,9 +127,14 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, 
       const int page = next_page;
       next_page = loader.page_of_lane(first + 2 * kBlockKeys);
       ptx::mbarrier_wait(empty, parity ^ 1);
-#pragma unroll 1
-      for (int i = half * split_panel; i < (half == 0 ? split_panel : kPanels); ++i)
-        loader.load(smem, buffer, panel_in_order(buffer, i), first, page, hint);
+      if (warp == 0)
+        loader.load<0, 0>(smem, first, page, hint);
+      else if (warp == 1)
+        loader.load<0, 1>(smem, first, page, hint);
+      else if (warp == 2)
+        loader.load<1, 0>(smem, first, page, hint);
+      else
+        loader.load<1, 1>(smem, first, page, hint);
     }
   }
 }

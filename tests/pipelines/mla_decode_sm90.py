@@ -70,13 +70,15 @@ def second(buffer: int) -> tuple[str, ...]:
 
 
 class Producer:
-    """A producing warp: it has half of a buffer, or gathers or expands some keys of both. The first
-    one tells consumers of splits."""
+    """A producing warp: it has half of a buffer, or copies or expands some keys of both. The first
+    one tells consumers of splits. Who expands waits for the whole buffer."""
 
-    def __init__(self, warp: int, gathers: bool) -> None:
-        self.warp, self.gathers = warp, gathers
-        self.halves = (0, 1) if gathers else (warp % 2,)
-        self.buffers = (0, 1) if gathers else (warp // 2,)
+    def __init__(self, warp: int, arrivals: int) -> None:
+        self.warp = warp
+        #: Of a warp with its rows, where it has some: it, or each lane's copies and it.
+        self.arrivals = 0 if arrivals <= 2 else EACH * (1 if arrivals < 32 else 33)
+        self.halves = (0, 1) if self.arrivals else (warp % 2,)
+        self.buffers = (0, 1) if self.arrivals else (warp // 2,)
 
     def __call__(self, own, pairs) -> Iterator[NamedTuple]:
         if self.warp == 0:
@@ -88,19 +90,26 @@ class Producer:
             return
         for _ in range(pairs):
             for buffer in self.buffers:
+                waits = [
+                    Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
+                    for half in self.halves
+                ]
+                if self.arrivals == EACH:
+                    yield from waits
+                    waits = []
                 for half in self.halves:
-                    yield Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
+                    yield from waits[half : half + 1] if self.arrivals else waits
                     for part in (FIRST[buffer], second(buffer))[half]:
                         yield from self.load(buffer, part)
                 yield Advance(f"k.{buffer}")
                 yield Advance(f"rotated.{buffer}", 2)
 
     def load(self, buffer: int, part: str) -> Iterator[NamedTuple]:
-        """By TMA all of a part; else this warp's rows, which are there when it arrives."""
+        """By TMA all of a part; else this warp's rows, which are there when all have arrived."""
         full = f"full_{part}.{buffer}"
-        if self.gathers:
+        if self.arrivals:
             yield Write(f"{part}.{buffer}.{self.warp}")
-            yield Arrive(full, EACH)
+            yield Arrive(full, self.arrivals)
         else:
             yield Arrive(full, copies=WARPS)
             yield from (Copy(full, f"{part}.{buffer}.{warp}") for warp in range(WARPS))
@@ -227,9 +236,10 @@ def pipeline(p: Protocol) -> Pipeline:
         **{f"probabilities_{which}": ("once", named) for which in ("even", "odd")},
     }
     memory = {"work": "work"}
-    gathers = arrivals["full_k"] > 1
+    tma = arrivals["full_k"] <= 2
     processes: dict[str, Role] = {
-        f"producer {warp}": Producer(warp, gathers) for warp in range(WARPS if gathers else 4)
+        f"producer {warp}": Producer(warp, arrivals["full_k"])
+        for warp in range(4 if tma else WARPS)
     }
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}

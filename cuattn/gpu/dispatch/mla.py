@@ -175,8 +175,8 @@ class Sm90MlaConfig(Config):
 
     @property
     def tile_keys(self) -> int:
-        """Keys of a block."""
-        return 64
+        """Keys of a pair of blocks, which is what the work is cut into."""
+        return 128
 
     @property
     def threads(self) -> int:
