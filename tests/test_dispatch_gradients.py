@@ -132,6 +132,23 @@ def test_every_number_of_a_wide_row_is_computed_once():
         assert sum(c.first for c in of_keys) == sum(c.second for c in of_keys) == 1
 
 
+def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long():
+    dtypes = [np.dtype(np.float16)] * 3
+    for shape, causal, keys in (
+        ((8, 512, 32, 64), False, 128),
+        ((8, 513, 32, 64), False, 192),
+        ((2, 8192, 4, 64), False, 128),  # 2.6 tiles of 192 keys a multiprocessor are three
+        ((2, 8192, 4, 64), True, 192),
+        ((1, 4096, 1, 64), True, 128),  # fewer tiles than multiprocessors
+    ):
+        spec = attention_spec("flash_attention", *[shape] * 3, *dtypes, causal=causal)
+        call = Call.contiguous(spec, "sm_90a")
+        chosen = dispatch.choose_backward(BackwardCall(call, call.strides.out))
+        configs = {launch.variant.entry: launch.variant.config for launch in chosen.launches}
+        assert configs["backward_sm90"].tile_n == keys
+        assert configs["backward_sm90"].threads == 128 + 2 * keys
+
+
 @given(spec=specs(dispatch.MAX_DIM), arch=st.sampled_from(list(SMEM_LIMITS)))
 def test_dropout_goes_to_a_kernel_that_has_it(spec, arch):
     """What it needs to know follows the other arguments, or is one of its own."""

@@ -253,7 +253,7 @@ SM90_BACKWARD_PARAMS = Struct(
     ("ptx::TensorMap", "q k v dout"),
     ("float*", "score_start dp_start dq_sums"),
     ("int*", "next_tile"),
-    ("int", "padded_q slots tiles section"),
+    ("int", "padded_q slots tiles section late group"),
     ("float", "scale_log2"),
 )
 

@@ -17,13 +17,16 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr int kStages = 2;  // of queries and dout, and of P
+constexpr int kDimV = Config::head_dim_v;  // of values and dout, padded; kDim is of the others
+constexpr int kPanelsV = kDimV / 64;
+constexpr int kStages = Config::stages;  // of queries and dout, and of P
+static_assert(kDimV % 64 == 0, "panels are whole");
 
 struct Smem {
   alignas(1024) unsigned char k[kPanels * kPanelBytesK];
-  alignas(1024) unsigned char v[kPanels * kPanelBytesK];
+  alignas(1024) unsigned char v[kPanelsV * kPanelBytesK];
   alignas(1024) unsigned char q[kStages][kPanels * kPanelBytesQ];
-  alignas(1024) unsigned char dout[kStages][kPanels * kPanelBytesQ];
+  alignas(1024) unsigned char dout[kStages][kPanelsV * kPanelBytesQ];
   uint4 p[kStages][kQueries / 16][128];  // pairs of 16 bits, as accumulators lie in a warpgroup
   alignas(128) float score_start[kStages][kQueries], dp_start[kStages][kQueries];
   // TMA's bytes -> the consumer of keys, of values; its warps -> the loading warp.
@@ -40,6 +43,8 @@ static_assert(kKeys == 64 && kQueries == 64, "a consumer has all keys of the thr
 // A warpgroup that computes dv (kRole 0) or dk (kRole 1).
 template <int kRole>
 struct Consumer {
+  static constexpr int kColumns = kRole == 0 ? kDimV : kDim;  // of the gradient
+
   Smem& smem;
   const float scale_log2;
 
@@ -49,7 +54,7 @@ struct Consumer {
   tile::PipelineState<1> keys;
   // Of the block whose first product is next, and of the one before, whose second product is.
   tile::PipelineState<kStages> first, second;
-  float sum[kDim / 2];
+  float sum[kColumns / 2];
   float x[kQueries / 2];  // S or dP, then P or dS
   unsigned packed[kQueries / 4];
 
@@ -75,7 +80,7 @@ struct Consumer {
   // The `count` blocks of queries of a tile.
   __device__ __forceinline__ void compute(int count) {
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) sum[i] = 0.0f;
+    for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0.0f;
     if (count == 0) return;
     ptx::mbarrier_wait(kRole == 0 ? smem.full_k : smem.full_v, keys.parity);
     keys.advance();
@@ -126,7 +131,7 @@ struct Consumer {
     if (kRole == 0)
       multiply_rows(x, smem.k, smem.q[first.index]);
     else
-      multiply_rows(x, smem.v, smem.dout[first.index]);
+      multiply_rows<kDimV>(x, smem.v, smem.dout[first.index]);
   }
   __device__ __forceinline__ void wait_second() {
     const int now = second.index;
@@ -189,7 +194,7 @@ struct Consumer {
     T* const out = static_cast<T*>(gradient) + (tile.row_k + key) * row_stride +
                    static_cast<long long>(tile.head_kv) * columns;
     const float zeros =
-        write_gradient<T, kDim>(sum, scale, out, row_stride, tile.seqlen_k - key, columns);
+        write_gradient<T, kColumns>(sum, scale, out, row_stride, tile.seqlen_k - key, columns);
     if (zeros != 0.0f) *nonfinite = 1;
   }
 };
@@ -217,7 +222,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load(const Tile& tile) {
-    const int group = params.heads_q / params.heads_kv;
+    const int group = sm90.group;
     if (tile.blocks == 0) return;
     Walk walk(tile);
     for (int n = 0; n < group * tile.blocks; ++n) {
@@ -225,28 +230,30 @@ struct Loader {
       const long long at =
           statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);
       const int now = stage.index;
-      if (n == 0) load_keys(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
+      if (n == 0) load_keys<kPanels>(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
       ptx::mbarrier_wait(smem.empty_q[now], stage.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(smem.full_q[now], kPanels * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.score_start[now], sm90.score_start + at, kQueries * 4, smem.full_q[now]);
       load_rows<kPanelBytesQ>(smem.q[now], sm90.q, smem.full_q[now], tile.queries, row, head);
-      if (n == 0) load_keys(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
+      if (n == 0) load_keys<kPanelsV>(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
       ptx::mbarrier_wait(smem.empty_o[now], stage.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanels * kPanelBytesQ + kQueries * 4);
+      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanelsV * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.dp_start[now], sm90.dp_start + at, kQueries * 4, smem.full_o[now]);
-      load_rows<kPanelBytesQ>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries, row, head);
+      load_rows<kPanelBytesQ, kPanelsV>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries,
+                                        row, head);
       stage.advance();
       walk.advance();
     }
     keys.advance();
   }
 
+  template <int kCount>
   __device__ __forceinline__ void load_keys(unsigned char* place, const ptx::TensorMap& map,
                                             ptx::Mbarrier& full, ptx::Mbarrier& empty,
                                             const Tile& tile) {
     ptx::mbarrier_wait(empty, keys.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
-    load_rows<kPanelBytesK>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
+    ptx::mbarrier_arrive_expect_tx(full, kCount * kPanelBytesK);
+    load_rows<kPanelBytesK, kCount>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
   }
 };
 

@@ -14,6 +14,8 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 
+constexpr int kDimV = Config::head_dim_v;  // of values and dout, padded; kDim is of the others
+constexpr int kPanelsV = kDimV / 64;
 constexpr int kConsumers = 2;
 constexpr int kRows = 64 * kConsumers;  // queries of a thread block
 constexpr int kPanelBytes = kRows * kRowBytes;
@@ -22,9 +24,9 @@ constexpr int kStagesV = Config::v_stages;
 
 struct Smem {
   alignas(1024) unsigned char q[kPanels * kPanelBytes];
-  alignas(1024) unsigned char dout[kPanels * kPanelBytes];
+  alignas(1024) unsigned char dout[kPanelsV * kPanelBytes];
   alignas(1024) unsigned char k[kStages][kPanels * kPanelBytesK];
-  alignas(1024) unsigned char v[kStagesV][kPanels * kPanelBytesK];
+  alignas(1024) unsigned char v[kStagesV][kPanelsV * kPanelBytesK];
   // TMA's bytes -> all consumers; every consumer warp -> the loading warp.
   ptx::Mbarrier full_q, full_o;
   ptx::Mbarrier full_k[kStages], empty_k[kStages], full_v[kStagesV], empty_v[kStagesV];
@@ -83,12 +85,13 @@ __device__ __forceinline__ bool find_queries(QueryTile& tile, const ForwardParam
 
 // X (64 queries × kKeys) = A B^T for this consumer's rows of q or dout and a block of keys or
 // values: issued, not waited for.
+template <int kColumns>
 __device__ __forceinline__ void multiply_rows(float (&x)[kKeys / 2], const unsigned char* rows,
                                               const unsigned char* keys) {
   const unsigned long long a = ptx::wgmma_descriptor(rows, 0, 1024);
   const unsigned long long b = ptx::wgmma_descriptor(keys, 0, 1024);
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step)
+  for (int step = 0; step < kColumns / 16; ++step)
     ptx::Wgmma<kKeys, T>::template shared_shared<false, false>(
         x, ptx::wgmma_advance(a, step / 4 * kPanelBytes + step % 4 * 32),
         ptx::wgmma_advance(b, step / 4 * kPanelBytesK + step % 4 * 32), step > 0);
@@ -178,8 +181,8 @@ struct Consumer {
   __device__ __forceinline__ void multiply_block(float (&s)[kKeys / 2], float (&dp)[kKeys / 2],
                                                  int zero) {
     const int rows = (64 * consumer + zero) * kRowBytes;
-    multiply_rows(dp, smem.dout + rows, smem.v[stage_v.index]);
-    multiply_rows(s, smem.q + rows, smem.k[stage_k.index]);
+    multiply_rows<kDimV>(dp, smem.dout + rows, smem.v[stage_v.index]);
+    multiply_rows<kDim>(s, smem.q + rows, smem.k[stage_k.index]);
     stage_k.advance();
   }
   __device__ __forceinline__ void release_values() {
@@ -222,14 +225,14 @@ __device__ __forceinline__ void load(Smem& smem, const Sm90BackwardParams& sm90,
   tile::PipelineState<kStagesV> stage_v;
   for (int block = tile.begin; block < tile.end; ++block) {
     if (block == tile.begin) {
-      ptx::mbarrier_arrive_expect_tx(smem.full_o, kPanels * kPanelBytes);
-      load_rows<kPanelBytes>(smem.dout, sm90.dout, smem.full_o, tile.queries, tile.first_row,
-                             tile.head);
+      ptx::mbarrier_arrive_expect_tx(smem.full_o, kPanelsV * kPanelBytes);
+      load_rows<kPanelBytes, kPanelsV>(smem.dout, sm90.dout, smem.full_o, tile.queries,
+                                       tile.first_row, tile.head);
     }
     ptx::mbarrier_wait(smem.empty_v[stage_v.index], stage_v.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(smem.full_v[stage_v.index], kPanels * kPanelBytesK);
-    load_rows<kPanelBytesK>(smem.v[stage_v.index], sm90.v, smem.full_v[stage_v.index], tile.keys,
-                            block * kKeys, tile.head_kv);
+    ptx::mbarrier_arrive_expect_tx(smem.full_v[stage_v.index], kPanelsV * kPanelBytesK);
+    load_rows<kPanelBytesK, kPanelsV>(smem.v[stage_v.index], sm90.v, smem.full_v[stage_v.index],
+                                      tile.keys, block * kKeys, tile.head_kv);
     stage_v.advance();
     if (block == tile.begin) {
       ptx::mbarrier_arrive_expect_tx(smem.full_q, kPanels * kPanelBytes);

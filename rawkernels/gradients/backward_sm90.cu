@@ -3,15 +3,15 @@
 //
 //   q, k, v, dout: float16 or bfloat16 rows that TMA can address; statistics of the rows and zeroed
 //   sums of dq from gradients/around_sm90.cu, which also makes dq of the sums. scale > 0.
-//   A thread block has 128 keys, 64 a consuming warpgroup, and walks over the queries that see
-//   them, kQueries at a time, of all heads that share the keys; blocks are persistent and take tile
-//   after tile. Warpgroup 0 produces: warp 0 loads, warp 1 finds tiles, warps 2 and 3 each add one
-//   consumer's part of dq to the sums in global memory.
+//   A thread block has 128 or 192 keys, 64 a consuming warpgroup, and walks over the queries that
+//   see them, kQueries at a time, of all heads that share the keys; blocks are persistent and take
+//   tile after tile. Warpgroup 0 produces: warp 0 loads, warp 1 finds tiles, warps 2 and 3 each add
+//   one of two consumers' parts of dq to the sums in global memory, or warp 2 those of three.
 //
 //   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are operands of
 //   dV += P^T dO and dK += dS^T Q straight from registers. dS alone goes through shared memory, for
 //   dQ = dS K over all keys (Config::computes_dq): 64 queries × 64 columns a consumer, which where
-//   there are no more are computed by both in turn. S and dP start at -lse / scale and at -delta: p
+//   there are no more are computed by all in turn. S and dP start at -lse / scale and at -delta: p
 //   = exp2(s * scale_log2), dS = p * dP.
 //
 // Each elementwise phase runs beside a product of the same consumer, and all of one consumer's
@@ -43,7 +43,7 @@ struct Consumer {
   Smem& smem;
   const ForwardParams& params;
   const BackwardParams& backward;
-  const float scale_log2;
+  const Sm90BackwardParams& sm90;
   const int consumer;
 
   int first_key;             // of this consumer
@@ -68,7 +68,7 @@ struct Consumer {
       see_all_keys = tile().visibility.rows_of_all(first_key, first_key + 63);
       if (first_key + 64 > tile().seqlen_k) see_all_keys.end = see_all_keys.begin;
       see_all_keys = {uniform(see_all_keys.begin), uniform(see_all_keys.end)};
-      compute(params.heads_q / params.heads_kv * blocks);
+      compute(sm90.group * blocks);
       write();
       tile::arrive_warp(smem.queue.empty[at.index]);
       at.advance();
@@ -88,10 +88,12 @@ struct Consumer {
 #pragma unroll 1
     for (int n = 0; n < count - kPipelined; ++n) {
       if (kPipelined) walk.advance();
-      if (Config::computes_dq && (!kAlternate || n % 2 == consumer))
+      const bool in_turn = kOneRing ? dq_stage.index == consumer : n % 2 == consumer;
+      if (Config::computes_dq && (!kAlternate || in_turn))
         step<true>(walk.row());
       else
         step<false>(walk.row());
+      if constexpr (kOneRing) dq_stage.advance();
       if (!kPipelined) walk.advance();
     }
     if constexpr (kPipelined) {
@@ -209,7 +211,7 @@ struct Consumer {
            first_query + tile::lane_column(lane));
     }
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) s[i] = ptx::ex2(s[i] * scale_log2);
+    for (int i = 0; i < kQueries / 2; ++i) s[i] = ptx::ex2(s[i] * sm90.scale_log2);
   }
 
   // This consumer's part of dq of the block whose dS is packed, if there is one.
@@ -260,14 +262,15 @@ struct Consumer {
   // Hands this consumer's part of dq to the warp that adds it to the sums.
   __device__ __forceinline__ void send_dq(const float (&dq)[32]) {
     const int now = dq_stage.index;
-    ptx::mbarrier_wait(smem.empty_dq[consumer][now], dq_stage.parity ^ 1);
-    float4* const out = reinterpret_cast<float4*>(smem.dq[consumer][now]) + threadIdx.x % 128;
+    const int ring = kOneRing ? 0 : consumer;
+    ptx::mbarrier_wait(smem.empty_dq[ring][now], dq_stage.parity ^ 1);
+    float4* const out = reinterpret_cast<float4*>(smem.dq[ring][now]) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       out[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     ptx::fence_proxy_async();
-    tile::arrive_warp(smem.full_dq[consumer][now]);
-    dq_stage.advance();
+    tile::arrive_warp(smem.full_dq[ring][now]);
+    if constexpr (!kOneRing) dq_stage.advance();
   }
 
   __device__ __forceinline__ void write() const {
@@ -313,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::mbarrier_init(smem.full_ds[i], 4 * kConsumers);
       ptx::mbarrier_init(smem.empty_ds[i], kAlternate ? 4 : 4 * kConsumers);
     }
-    for (int i = 0; i < kConsumers * kStagesDq; ++i) {
+    for (int i = 0; i < kRings * kStagesDq; ++i) {
       ptx::mbarrier_init(smem.full_dq[i / kStagesDq][i % kStagesDq], 4);
       ptx::mbarrier_init(smem.empty_dq[i / kStagesDq][i % kStagesDq], 1);
     }
@@ -327,15 +330,15 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<40>();
+    ptx::setmaxnreg_dec<kConsumers == 3 ? 32 : 40>();
     if (warp == 0 && threadIdx.x == 0)
       Loader{smem, params, sm90}.run();
     else if (warp == 1)
       find_tiles(smem.queue, params, sm90, sm90.tiles, sm90.next_tile);
-    else if (Config::computes_dq && warp >= 2)
+    else if (Config::computes_dq && warp >= 2 && warp - 2 < kRings)
       add_dq(smem, params, sm90, warp - 2);
   } else {
-    ptx::setmaxnreg_inc<232>();
-    Consumer{smem, params, backward, sm90.scale_log2, warpgroup - 1}.run();
+    ptx::setmaxnreg_inc<kConsumers == 3 ? 160 : 232>();
+    Consumer{smem, params, backward, sm90, warpgroup - 1}.run();
   }
 }

@@ -12,7 +12,7 @@
 
 using T = Config::dtype;
 
-constexpr int kDim = Config::head_dim;    // of every row, padded: TMA fills with zeros
+constexpr int kDim = Config::head_dim;    // of rows, padded: TMA fills with zeros
 constexpr int kQueries = Config::tile_m;  // of a block that is streamed
 constexpr int kKeys = Config::tile_n;     // of a thread block
 constexpr int kStatisticsPad = 128;       // rows of statistics are padded to a multiple of it
@@ -24,7 +24,7 @@ constexpr int kPanelBytesK = kKeys * kRowBytes;
 constexpr int kPartFloats = 64 * 64;  // of a part of dq: 64 queries and columns
 
 static_assert(kDim % 64 == 0, "panels are whole");
-static_assert(kStatisticsPad % kQueries == 0 && kStatisticsPad % kKeys == 0,
+static_assert(kStatisticsPad % kQueries == 0,
               "blocks do not reach beyond the statistics of their sequence");
 
 // What gradients/backward_sm90.cu and the kernels around it (gradients/around_sm90.cu) are told
@@ -45,6 +45,8 @@ struct Sm90BackwardParams {
   int padded_q;
   int slots, tiles;  // tiles of keys: of a head, and of all
   int section;       // heads whose tiles are dealt out at a time
+  int late;          // the first slot whose tiles come after those of all heads
+  int group;         // query heads that share a key head
   float scale_log2;  // from a score to the exponent of 2
 };
 
@@ -66,29 +68,58 @@ struct KeyLengths {
   int batch, seqlen_q, seqlen_k;
 };
 
-// The order of tiles: `section` heads at a time, all of their first slots, then their second ones.
+// The order of tiles: `section` heads at a time, all of their first slots, then their second ones;
+// the slots from `late` on, the shortest, after all others of all heads: they even out at what
+// times blocks end.
 struct SlotOfHead {
   int slot, head;
 
-  __device__ __forceinline__ SlotOfHead(int number, int slots, int section, int tiles) {
-    const int before = number / (slots * section) * section;  // heads of other sections
-    const int heads = min(section, tiles / slots - before), rest = number - before * slots;
-    slot = rest / heads;
-    head = before + rest % heads;
+  __device__ __forceinline__ SlotOfHead(int number, const Sm90BackwardParams& sm90) {
+    const int all = sm90.tiles / sm90.slots, late = number - all * sm90.late;
+    if (late >= 0) {
+      slot = sm90.late + late / all;
+      head = late % all;
+    } else {
+      const int before = number / (sm90.late * sm90.section) * sm90.section;
+      const int heads = min(sm90.section, all - before), rest = number - before * sm90.late;
+      slot = rest / heads;
+      head = before + rest % heads;
+    }
   }
 };
+
+// The sequence and the tile of keys of a slot, the sequences of most queries first: their tiles are
+// the most work. Of up to 32 sequences, by a whole warp, a lane for each.
+__device__ __forceinline__ tile::Sequence longest_first(const KeyLengths& lengths, int slot) {
+  const int lane = threadIdx.x % 32;
+  const bool exists = lane < lengths.batch;
+  const tile::Sequence mine = tile::sequence(lengths, exists ? lane : 0);
+  const int tiles = exists ? (mine.seqlen_q + kKeys - 1) / kKeys : 0;
+  int before = 0;
+  for (int other = 0; other < lengths.batch; ++other) {
+    const int queries = __shfl_sync(~0u, mine.seqlen_k, other);
+    const int theirs = __shfl_sync(~0u, tiles, other);
+    if (queries > mine.seqlen_k || (queries == mine.seqlen_k && other < lane)) before += theirs;
+  }
+  const unsigned owner = __ballot_sync(~0u, slot >= before && slot < before + tiles);
+  const int index = owner == 0 ? 0 : __ffs(owner) - 1;
+  tile::Sequence found = tile::sequence(lengths, index);
+  found.tile = owner == 0 ? -1 : slot - __shfl_sync(~0u, before, index);
+  return found;
+}
 
 // Tile `number` of a call; false where there is none, in slots that no sequence needs. Whole warps
 // together.
 __device__ __forceinline__ bool find_tile(Tile& tile, const ForwardParams& params,
                                           const Sm90BackwardParams& sm90, int number) {
-  const SlotOfHead found_slot(number, sm90.slots, sm90.section, sm90.tiles);
+  const SlotOfHead found_slot(number, sm90);
   const int slot = found_slot.slot, head = found_slot.head;
   tile.head_kv = head % params.heads_kv;
   if constexpr (Config::varlen) {
     const KeyLengths lengths = {params.cu_seqlens_k, params.cu_seqlens_q, params.batch,
                                 params.seqlen_k, params.seqlen_q};
-    const tile::Sequence found = tile::varlen_sequence<kKeys>(lengths, slot);
+    const tile::Sequence found = lengths.batch <= 32 ? longest_first(lengths, slot)
+                                                     : tile::varlen_sequence<kKeys>(lengths, slot);
     if (found.tile < 0) return false;
     const int begin_q = static_cast<int>(found.begin_k), begin_k = static_cast<int>(found.begin_q);
     tile.batch = found.index;
@@ -152,12 +183,12 @@ __device__ __forceinline__ long long statistics_row(const ForwardParams& params,
 }
 
 // Rows of one head, all panels of them, by one thread.
-template <int kPanelBytes>
+template <int kPanelBytes, int kCount = kPanels>
 __device__ __forceinline__ void load_rows(unsigned char* place, const ptx::TensorMap& map,
                                           ptx::Mbarrier& full, const tile::TmaRows& rows, int row,
                                           int head) {
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
+  for (int panel = 0; panel < kCount; ++panel) {
     unsigned char* const to = place + panel * kPanelBytes;
     if constexpr (Config::varlen)
       ptx::tma_load(to, map, full, 64 * panel, rows.shift + row, head, rows.outer, tile::kFarRows,

@@ -5,16 +5,20 @@
 #include "gradients/layout_sm90.cuh"
 #include "ptx/bulk.cuh"
 
-constexpr int kConsumers = 2;              // warpgroups, of 64 keys each
+constexpr int kConsumers = kKeys / 64;     // warpgroups, of 64 keys each
 constexpr bool kAlternate = kPanels == 1;  // dq of a block is one part, which they compute in turn
 // Where registers suffice, the first products of a block are in flight with the last of the block
 // before.
-constexpr bool kPipelined = kDim == 64;
-constexpr int kStages = kPipelined ? 4 : 2;  // of queries and dout
+constexpr bool kPipelined = kDim == 64 && kConsumers == 2;
+constexpr int kStages = kDim == 64 ? 4 : 2;  // of queries and dout
 constexpr int kStagesDs = 2;
-constexpr int kStagesDq = 2;
+// Parts of dq that wait to be added: three consumers have one ring of them, and a warp that adds,
+// else each has its own.
+constexpr bool kOneRing = kConsumers == 3;
+constexpr int kRings = kOneRing ? 1 : kConsumers;
+constexpr int kStagesDq = kOneRing ? kConsumers : 2;
 // Warps that compute, load and add.
-constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kConsumers : 0);
+constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings : 0);
 
 struct Smem {
   alignas(1024) unsigned char k[kPanels * kPanelBytesK];
@@ -23,20 +27,21 @@ struct Smem {
   alignas(1024) unsigned char dout[kStages][kPanels * kPanelBytesQ];
   alignas(
       1024) unsigned char ds[kStagesDs][kConsumers][kPanelBytesQ];  // queries × a consumer's keys
-  alignas(128) float dq[kConsumers][kStagesDq][kPartFloats];
+  alignas(128) float dq[kRings][kStagesDq][kPartFloats];
   alignas(128) float score_start[kStages][kQueries], dp_start[kStages][kQueries];
   // TMA's bytes -> all consumers; every consumer warp -> the loading warp.
   ptx::Mbarrier full_k, full_v, empty_kv;
   ptx::Mbarrier full_q[kStages], full_o[kStages], empty_q[kStages], empty_o[kStages];
   ptx::Mbarrier full_ds[kStagesDs], empty_ds[kStagesDs];  // every consumer warp -> all of them
   // A consumer's warps -> the warp that adds its part to dq_sums, and back.
-  ptx::Mbarrier full_dq[kConsumers][kStagesDq], empty_dq[kConsumers][kStagesDq];
+  ptx::Mbarrier full_dq[kRings][kStagesDq], empty_dq[kRings][kStagesDq];
   TileQueue<Tile> queue;
 };
 
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 128 * (kConsumers + 1), "one warpgroup loads, the others compute");
 static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
+static_assert(!kOneRing || kAlternate, "with one ring every block of queries has one part of dq");
 static_assert(kQueries == 64 && kPanels <= kConsumers, "a consumer computes one part of dq");
 
 // The warp that loads, one thread of it: keys and values of a tile, then block after block of
@@ -63,7 +68,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load(const Tile& tile) {
-    const int group = params.heads_q / params.heads_kv;
+    const int group = sm90.group;
     if (tile.blocks <= 0) return;
     Walk walk(tile);
     for (int n = 0; n < group * tile.blocks; ++n) {
@@ -95,32 +100,33 @@ struct Loader {
   }
 };
 
-// A warp that adds one consumer's part of dq to the sums.
+// A warp that adds the parts of dq of one ring to the sums.
 __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
-                                       const Sm90BackwardParams& sm90, int consumer) {
-  const int group = params.heads_q / params.heads_kv;
+                                       const Sm90BackwardParams& sm90, int ring) {
+  const int group = sm90.group;
   tile::PipelineState<kTiles> at;
   tile::PipelineState<kStagesDq> stage;
-  bool reads_another = false;  // the sum before, of the other stage
+  bool reads_another = false;  // the sum before, of the stage before
   while (true) {
     const Tile& tile = smem.queue.tiles[at.index];
     ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
     if (tile.blocks < 0) break;
     Walk walk(tile);
     for (int n = 0; n < group * tile.blocks; ++n, walk.advance()) {
-      if (kAlternate && n % 2 != consumer) continue;
+      if (kAlternate && !kOneRing && n % 2 != ring) continue;
       const long long row =
           statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,
                          tile.statistics_row + walk.row());
-      const long long part = row / 64 * kPanels + (kAlternate ? 0 : consumer);
+      const long long part = row / 64 * kPanels + (kAlternate ? 0 : ring);
       const int now = stage.index;
-      ptx::mbarrier_wait(smem.full_dq[consumer][now], stage.parity);
+      ptx::mbarrier_wait(smem.full_dq[ring][now], stage.parity);
       if (threadIdx.x % 32 == 0) {
-        ptx::bulk_reduce_add(sm90.dq_sums + part * kPartFloats, smem.dq[consumer][now],
+        ptx::bulk_reduce_add(sm90.dq_sums + part * kPartFloats, smem.dq[ring][now],
                              kPartFloats * 4);
         ptx::bulk_commit_group();
         ptx::bulk_wait_group_read<1>();
-        if (reads_another) ptx::mbarrier_arrive(smem.empty_dq[consumer][now ^ 1]);
+        if (reads_another)
+          ptx::mbarrier_arrive(smem.empty_dq[ring][now == 0 ? kStagesDq - 1 : now - 1]);
       }
       reads_another = true;
       stage.advance();

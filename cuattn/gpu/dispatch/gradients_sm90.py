@@ -35,22 +35,23 @@ class Sm90BackwardConfig(Config):
     head_dim: int  # padded, of all arrays
     varlen: bool
     computes_dq: bool  # beside dk and dv
-    tile_m: int = 64  # queries of a block
-    tile_n: int = 128  # keys
+    tile_n: int  # keys of a block: 64 a consumer
+    tile_m: int = 64  # queries
 
     @property
     def threads(self) -> int:
-        """A warpgroup that loads, and two that compute."""
-        return 384
+        """A warpgroup that loads, and one that computes for every 64 keys."""
+        return 128 + 2 * self.tile_n
 
     @property
     def smem_bytes(self) -> int:
-        """Keys, values, the stages of queries and dout, two of dS and of each part of dq, and
-        three KiB for statistics, tiles and barriers."""
+        """Keys, values, the stages of queries and dout, two of dS and four of parts of dq (three
+        where three warpgroups compute), and three KiB for statistics, tiles and barriers."""
         stages = 4 if self.head_dim == 64 else 2
         rows = 2 * self.tile_n + 2 * stages * self.tile_m
         ds = 4 * self.tile_m * self.tile_n
-        return 2 * rows * self.head_dim + ds + 67 * 1024
+        parts = 3 if self.tile_n == 192 else 4
+        return 2 * rows * self.head_dim + ds + (16 * parts + 3) * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,10 @@ class Sm90KeysConfig(Config):
     """gradients/backward_keys_sm90.cu."""
 
     dtype: str
-    head_dim: int  # padded, of all arrays
+    head_dim: int  # padded
+    head_dim_v: int
     varlen: bool
+    stages: int  # of queries, dout and P
     tile_m: int = 64
     tile_n: int = 64
 
@@ -70,9 +73,10 @@ class Sm90KeysConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Keys, values, two stages of queries, dout, P and statistics, and a KiB of barriers."""
-        rows = 2 * self.tile_n + 4 * self.tile_m
-        return 2 * rows * self.head_dim + 4 * self.tile_m * (self.tile_n + 4) + 2048
+        """Keys, values, the stages of queries, dout, P and statistics, and a KiB of barriers."""
+        rows = self.tile_n + self.stages * self.tile_m
+        p = 2 * self.stages * self.tile_m * (self.tile_n + 4)
+        return 2 * rows * (self.head_dim + self.head_dim_v) + p + 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +84,8 @@ class Sm90QueriesConfig(Config):
     """gradients/backward_queries_sm90.cu."""
 
     dtype: str
-    head_dim: int  # padded, of all arrays
+    head_dim: int  # padded
+    head_dim_v: int
     varlen: bool
     tile_n: int  # keys of a block
     v_stages: int
@@ -94,8 +99,9 @@ class Sm90QueriesConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Queries, dout, two stages of keys, those of values, and a KiB of barriers."""
-        rows = 2 * self.tile_m + (2 + self.v_stages) * self.tile_n
-        return 2 * rows * self.head_dim + 1024
+        rows = self.tile_m + 2 * self.tile_n
+        rows_v = self.tile_m + self.v_stages * self.tile_n
+        return 2 * (rows * self.head_dim + rows_v * self.head_dim_v) + 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +121,23 @@ class Sm90AroundConfig(Config):
         return min(2 * self.head_dim, 256)
 
 
-#: (tile_n, v_stages) of the pass for dq, by the padded head_dim.
-SM90_QUERIES_TILES = {64: (128, 2), 128: (64, 2), 256: (64, 1)}
+#: (tile_n, v_stages) of the pass for dq, by the padded (head_dim, head_dim_v).
+SM90_QUERIES_TILES = {
+    (64, 64): (128, 2),
+    (128, 128): (96, 2),
+    (192, 128): (80, 2),
+    (256, 256): (64, 1),
+}
+#: Stages of the pass for dk and dv where one warpgroup computes each.
+SM90_KEYS_STAGES = {(192, 128): 3, (256, 256): 2}
 SECTION_BYTES = 24 << 20  # half of Hopper's L2
-SM90_FUSED_HEAD_DIM = 128  # the most with which one pass computes dq, dk and dv
+SM90_FUSED_HEAD_DIM = 128  # the most with which one kernel computes dk and dv, and also dq
+#: Keys of its blocks: at head_dim 64 registers suffice for three consumers of 64 each.
+SM90_FUSED_KEYS = {64: (128, 192), 128: (128,)}
+SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
+#: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
+SM90_TIME_OF_192 = 0.91
+SM90_FEW_TILES = 4  # a multiprocessor
 
 
 class Sm90Backward:
@@ -145,14 +164,16 @@ class Sm90Backward:
             or any(stride % 16 for stride in forward.strides.out[:-1])
             or not all(addressable(strides[:-1]) for strides in arrays)
             or any(d % 8 for d in dims)
-            or max(dims) > max(SM90_QUERIES_TILES)
+            or max(dims) > 256
             or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
         ):
             return None
-        head_dim = next(n for n in SM90_QUERIES_TILES if max(dims) <= n)
+        padded = next(n for n in SM90_QUERIES_TILES if dims[0] <= n[0] and dims[1] <= n[1])
+        head_dim = padded[0]
         ragged = spec.rows == "ragged"
         fused = head_dim <= SM90_FUSED_HEAD_DIM and not call.deterministic
-        prepare, *passes = _variants(spec.dtype.name, head_dim, ragged, fused)
+        tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors) if fused else 128
+        prepare, *passes = _variants(spec.dtype.name, padded, ragged, fused, tile_n)
 
         slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
         if not ragged:
@@ -174,11 +195,14 @@ class Sm90Backward:
             sequences = spec.batch if ragged else 1
             slots = rows_grid(ragged, sequences, spec.seqlen_k, tile_n, 1)[0]
             tiles = slots * spec.heads_kv * (1 if ragged else spec.batch)
+            section, late = _order(spec, head_dim, slots, forward.multiprocessors)
             own = SM90_BACKWARD_PARAMS.arguments(
                 padded_q=padded_q,
                 slots=slots,
                 tiles=tiles,
-                section=_section(spec, head_dim),
+                section=section,
+                late=late,
+                group=spec.heads_q // spec.heads_kv,
                 scale_log2=spec.scale / math.log(2.0),
             )
             grid: tuple[int, ...] = (min(tiles, forward.multiprocessors),)
@@ -190,7 +214,7 @@ class Sm90Backward:
 
         launches = [launch(prepare), *map(launch, passes)]
         repairs = (*given, dropout_arguments(spec))
-        for variant in _repairs(spec.dtype.name, head_dim):
+        for variant in _repairs(spec.dtype.name, padded):
             launches.append(Launch(variant, (forward.multiprocessors,), repairs))
         if call.grad_sinks:
             sinks = statistics_variant("sinks_simt", spec.dtype.name)
@@ -211,44 +235,78 @@ class Sm90Backward:
         """Every variant that `serves` can choose."""
         if arch != "sm_90a":
             return
-        for dtype, head_dim, varlen, fused in itertools.product(
+        found: dict[Variant, None] = {}  # kernels around the passes may serve several head_dims
+        for dtype, dims, varlen, fused in itertools.product(
             ("float16", "bfloat16"), SM90_QUERIES_TILES, (False, True), (False, True)
         ):
-            if not fused or head_dim <= SM90_FUSED_HEAD_DIM:
-                yield from _variants(dtype, head_dim, varlen, fused)
-        for dtype, head_dim in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
-            yield from _repairs(dtype, head_dim)
+            for tile_n in SM90_FUSED_KEYS.get(dims[0], ()) if fused else (128,):
+                found |= dict.fromkeys(_variants(dtype, dims, varlen, fused, tile_n))
+        yield from found
+        for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
+            yield from _repairs(dtype, dims)
 
 
-def _section(spec: AttentionSpec, head_dim: int) -> int:
-    """Of how many heads tiles are dealt out at a time: where tiles cost the same of one, whose rows
-    then stay in L2; else of as many as fit there, the longest tiles first."""
-    if spec.window_left is None and spec.window_right is None:
-        return 1
+def _keys_of_a_block(spec: AttentionSpec, head_dim: int, multiprocessors: int) -> int:
+    """Of the kernel that computes dq, dk and dv together: by how many tiles the busiest
+    multiprocessor has, which are whole ones where all cost the same."""
+    if head_dim != 64:
+        return 128
+    ragged = spec.rows == "ragged"
+    if spec.seqlen_k <= SM90_SHORT_KEYS * (max(spec.batch, 1) if ragged else 1):
+        return 128
+    heads = spec.heads_kv * (1 if ragged else spec.batch)
+    alike = not ragged and spec.window_left is None and spec.window_right is None
+
+    def time(keys: int) -> float:
+        tiles = -(-spec.seqlen_k // keys) * heads / multiprocessors
+        return (math.ceil(tiles) if alike else max(tiles, 1.0)) * keys
+
+    return 192 if time(192) * SM90_TIME_OF_192 <= time(128) else 128
+
+
+def _order(spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int) -> tuple[int, int]:
+    """Of how many heads tiles are dealt out at a time, and from which slot on they wait until those
+    of all heads have been: where tiles cost the same, of one head, whose rows then stay in L2; else
+    of as many as fit there, the longest tiles first. With a causal mask the last quarter of a
+    head's tiles is a sixteenth of its work, and in a ragged call those of the shortest sequences
+    are: dealt out in the end, they fill the time for which other blocks are at longer tiles. Where
+    a block has few tiles, the longest of all heads come first."""
+    ragged = spec.rows == "ragged"
+    if spec.window_left is None and spec.window_right is None and not ragged:
+        return 1, slots
     group = spec.heads_q // spec.heads_kv
     nbytes = 8 * spec.seqlen_q * head_dim * group  # of q, dout and sums
-    heads = spec.heads_kv * (1 if spec.rows == "ragged" else spec.batch)
-    return max(1, min(heads, SECTION_BYTES // max(nbytes, 1)))
+    heads = spec.heads_kv * (1 if ragged else spec.batch)
+    section = max(1, min(heads, SECTION_BYTES // max(nbytes, 1)))
+    if spec.window_left is not None:
+        return section, slots
+    if slots * heads < SM90_FEW_TILES * multiprocessors:
+        return heads, slots
+    return section, slots - slots // 4
 
 
-def _repairs(dtype: str, head_dim: int) -> Iterator[Variant]:
+def _repairs(dtype: str, dims: tuple[int, int]) -> Iterator[Variant]:
     """What computes all gradients anew where some are not finite: a masked NaN is multiplied by 0
     here, which must not be."""
-    return sm80_passes(dtype, (head_dim, head_dim), False, "sm_90a", repairs=True)
+    return sm80_passes(dtype, dims, False, "sm_90a", repairs=True)
 
 
-def _variants(dtype: str, head_dim: int, varlen: bool, fused: bool) -> Iterator[Variant]:
-    """The kernels of a call, in order."""
-    around = Sm90AroundConfig(dtype, head_dim, varlen, fused)
+def _variants(
+    dtype: str, dims: tuple[int, int], varlen: bool, fused: bool, tile_n: int
+) -> Iterator[Variant]:
+    """The kernels of a call, in order; tile_n: keys of a thread block of the one that computes dk
+    and dv together."""
+    head_dim = dims[0]
+    around = Sm90AroundConfig(dtype, dims[1], varlen, fused)
     yield Variant("gradients/around_sm90.cu", "prepare_sm90", around)
     if not fused:
-        queries = Sm90QueriesConfig(dtype, head_dim, varlen, *SM90_QUERIES_TILES[head_dim])
+        queries = Sm90QueriesConfig(dtype, *dims, varlen, *SM90_QUERIES_TILES[dims])
         yield Variant("gradients/backward_queries_sm90.cu", "backward_queries_sm90", queries)
     if head_dim <= SM90_FUSED_HEAD_DIM:
-        both = Sm90BackwardConfig(dtype, head_dim, varlen, fused)
+        both = Sm90BackwardConfig(dtype, head_dim, varlen, fused, tile_n)
         yield Variant("gradients/backward_sm90.cu", "backward_sm90", both)
     else:
-        keys = Sm90KeysConfig(dtype, head_dim, varlen)
+        keys = Sm90KeysConfig(dtype, *dims, varlen, SM90_KEYS_STAGES[dims])
         yield Variant("gradients/backward_keys_sm90.cu", "backward_keys_sm90", keys)
     if fused:
         yield Variant("gradients/around_sm90.cu", "finish_sm90", around)
