@@ -58,4 +58,21 @@ __device__ __forceinline__ void store_async(T& target, float a, float b,
       : "memory");
 }
 
+// The same with 16 bytes, as one message: what receives them counts messages, 8 bytes or 16.
+template <class T>
+__device__ __forceinline__ void store_async(T& target, const float (&x)[4],
+                                            unsigned long long& barrier, int rank) {
+  static_assert(sizeof(T) == 16, "16 bytes");
+  asm volatile(
+      "{\n"
+      ".reg .b32 target, barrier;\n"
+      "mapa.shared::cluster.u32 target, %0, %6;\n"
+      "mapa.shared::cluster.u32 barrier, %5, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [target], {%1, %2, %3, %4}, "
+      "[barrier];\n"
+      "}" ::"r"(shared_address(&target)),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(shared_address(&barrier)), "r"(rank)
+      : "memory");
+}
+
 }  // namespace ptx

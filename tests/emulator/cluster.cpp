@@ -61,15 +61,16 @@ void run_mapa_shared(Warp& warp, const Instr& instr) {
 
 struct StoreOperands {
   AddressOperand to, barrier;
-  Row values[2];
+  Row values[4];
 };
 
+template <int n>
 void run_store(Warp& warp, const Instr& instr) {
   const StoreOperands& operands = *static_cast<const StoreOperands*>(instr.detail);
   ClusterAsync& async = async_of(*warp.block->cluster);
   for_active(warp, [&](int lane) {
-    const std::array<uint32_t, 2> values = {warp.row<uint32_t>(operands.values[0])[lane],
-                                            warp.row<uint32_t>(operands.values[1])[lane]};
+    std::array<uint32_t, n> values;
+    for (int i = 0; i < n; ++i) values[i] = warp.row<uint32_t>(operands.values[i])[lane];
     uint8_t* to = warp.shared(operands.to.shared(warp, lane), sizeof values, sizeof values);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
     perform(warp, to, [=, &async] {
@@ -94,15 +95,17 @@ Handler decode_mapa(const Statement& statement, Instr& instr, Decoding& decoding
 }
 
 Handler decode_store(const Statement& statement, Instr& instr, Decoding& decoding) {
-  if (!statement.opcode.ends_with("shared::cluster.mbarrier::complete_tx::bytes.v2.f32"))
+  if (!statement.opcode.ends_with("f32") || !statement.has("shared::cluster") ||
+      !statement.has("mbarrier::complete_tx::bytes") || statement.has("v2") == statement.has("v4"))
     throw std::runtime_error("an unknown kind of st.async");
+  const int count = statement.has("v4") ? 4 : 2;
   StoreOperands operands;
   operands.to = address_operand(decoding, statement.operands.at(0));
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < count; ++i)
     operands.values[i] = decoding.row(statement.operands.at(1).parts.at(i), 4);
   operands.barrier = address_operand(decoding, statement.operands.at(2));
   instr.detail = decoding.keep(operands);
-  return run_store;
+  return count == 4 ? run_store<4> : run_store<2>;
 }
 
 const Opcode arrive{"barrier.cluster.arrive", decode_arrive};

@@ -333,24 +333,34 @@ def test_copies_come_before_their_barriers_complete(launch, hopper, rng):
 CLUSTER = """
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
-// Each of two blocks sends the other its row of 64 floats, and adds what the other holds.
+// Each of two blocks sends the other its row of 64 floats, in messages of 8 and of 16 bytes, and
+// adds what the other holds.
+struct alignas(16) Four {
+  float x[4];
+};
 extern "C" __global__ void __cluster_dims__(2)
-    example(const float2* from, float2* sent, float2* added) {
+    example(const float2* from, float2* sent, Four* sent_in_fours, float2* added) {
   __shared__ float2 own[32], received[32];
+  __shared__ Four fours[16];
   __shared__ ptx::Mbarrier full;
   const int lane = threadIdx.x, rank = ptx::cluster_ctarank();
   own[lane] = from[rank * 32 + lane];
   if (lane == 0) {
     ptx::mbarrier_init(full, 1);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(full, sizeof received);
+    ptx::mbarrier_arrive_expect_tx(full, sizeof received + sizeof fours);
   }
   ptx::cluster_barrier();
   ptx::store_async(received[lane], own[lane].x, own[lane].y, full, 1 - rank);
+  if (lane < 16) {
+    const float x[4] = {own[2 * lane].x, own[2 * lane].y, own[2 * lane + 1].x, own[2 * lane + 1].y};
+    ptx::store_async(fours[lane], x, full, 1 - rank);
+  }
   const float2 other = *ptx::mapa(&own[lane], 1 - rank);
   added[rank * 32 + lane] = {own[lane].x + other.x, own[lane].y + other.y};
   ptx::mbarrier_wait_cluster(full, 0);
   sent[rank * 32 + lane] = received[lane];
+  if (lane < 16) sent_in_fours[rank * 16 + lane] = fours[lane];
   ptx::cluster_barrier();
 }
 """
@@ -358,7 +368,8 @@ extern "C" __global__ void __cluster_dims__(2)
 
 def test_blocks_of_a_cluster_reach_each_other(launch, hopper, rng):
     rows = integers(rng, np.float32, 2, 64)
-    sent, added = cupy.zeros((2, 2, 64), np.float32)
-    launch(CLUSTER, Example(), cupy.asarray(rows), sent, added, blocks=2)
+    sent, sent_in_fours, added = cupy.zeros((3, 2, 64), np.float32)
+    launch(CLUSTER, Example(), cupy.asarray(rows), sent, sent_in_fours, added, blocks=2)
     np.testing.assert_array_equal(cupy.asnumpy(sent), rows[::-1])
+    np.testing.assert_array_equal(cupy.asnumpy(sent_in_fours), rows[::-1])
     np.testing.assert_array_equal(cupy.asnumpy(added), np.stack([rows.sum(0)] * 2))
