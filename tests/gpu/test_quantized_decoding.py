@@ -172,6 +172,18 @@ def test_rows(rng, tiers, formats, paged, dim, heads_q, tokens):
     check(result, q, k.values, v.values, LENS, causal=True)
 
 
+@PAIRS
+@pytest.mark.parametrize("lens", [[0, 33, 200], [517], [4200]], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_sequences(rng, tiers, formats, lens, dim):
+    """Each with a cluster of blocks for every key head, or several, where there are clusters."""
+    k, v = (Cache(rng, lens, 2, dim, format) for format in formats)
+    for tokens, paged in ((1, False), (2, True)):
+        q = rng.standard_normal((len(lens), tokens, 16, dim)).astype(BFLOAT16)
+        result = decode(q, k, v, lens, paged)
+        check(result, q, k.values, v.values, lens, causal=True)
+
+
 SCALES: dict[str, dict[str, Any]] = {
     "tensor": {"granularity": "tensor"},
     "head": {"granularity": "head"},
