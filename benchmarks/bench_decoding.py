@@ -33,6 +33,10 @@ SHORT = [
     (256, 500, 8, 1, 128),
     (300, 400, 16, 4, 80),
     (256, 300, 64, 4, 128),
+    (12, 100, 64, 4, 128),
+    (128, 512, 8, 1, 128),
+    (8, 1024, 32, 8, 128),
+    (200, 300, 4, 4, 112),
 ]
 MIXED = {
     "16 to 16384": np.linspace(16, 16384, 64).astype(np.int32),
@@ -81,7 +85,7 @@ def report(
 
 @pytest.mark.parametrize("case", SHORT, ids=lambda c: f"{c[0]}x{c[1]}, {c[2]}/{c[3]} of {c[4]}")
 def bench_short_sequences(benchmark, ceilings, case):
-    """Hundreds of sequences of some hundred keys, and peers."""
+    """Sequences of some hundred keys, few and many, and peers."""
     batch, length, heads_q, heads_kv, dim = case
     nbytes = 2 * batch * length * heads_kv * dim * 2
     count = timing.sets_past_l2(nbytes)

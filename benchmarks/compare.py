@@ -195,6 +195,17 @@ def table_cases() -> Iterator[Case]:
                 yield decode(tag, lens, heads, dim, page_size=page_size)
     for heads in ((8, 1), (16, 1), (48, 1)):
         yield decode(f"{heads[0]}/1 of 128 1x32768", np.full(1, 32768), heads, 128)
+    for heads, dim, batch, length in (
+        ((64, 4), 128, 12, 100),
+        ((8, 1), 128, 256, 500),
+        ((64, 4), 128, 256, 300),
+        ((32, 8), 128, 8, 1024),
+        ((64, 8), 64, 512, 128),
+        ((4, 4), 112, 200, 300),
+    ):
+        tag = f"{heads[0]}/{heads[1]} of {dim} {batch}x{length}"
+        yield decode(f"{tag} short", np.full(batch, length), heads, dim)
+        yield decode(f"{tag} short, mixed", np.linspace(1, length, batch).astype(int), heads, dim)
     for tokens in (2, 4, 8, 64):
         yield decode(f"{tokens} tokens 16x8192", np.full(16, 8192), (32, 8), 128, tokens=tokens)
     mixed = np.linspace(16, 16384, 64).astype(int)

@@ -50,11 +50,11 @@ def specs(draw):
 TIERS = tuple(tier for tier in dispatch.TIERS if tier.name.startswith("decode"))
 
 
-def choose(spec, arch="sm_90a", multiprocessors=132, **options):
+def choose(spec, arch="sm_90a", multiprocessors=132, tiers=TIERS, **options):
     """The launch of contiguous arrays, or of pages that are all there."""
     num_pages = spec.batch * spec.seqlen_k // spec.page_size if spec.page_size else 0
     call = Call.contiguous(spec, arch, multiprocessors, num_pages=num_pages, **options)
-    return dispatch.choose(call, TIERS)
+    return dispatch.choose(call, tiers)
 
 
 def decode_params(launch):
@@ -75,12 +75,17 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         blocks = launch.grid[0]
         assert launch.grid == (blocks, spec.heads_kv, spec.batch)
         assert blocks % config.cluster == 0
-        assert spec.batch * spec.heads_kv * blocks <= multiprocessors
-        assert blocks == config.cluster or blocks * 2048 <= config.cluster * spec.seqlen_k
         rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
         assert config.rows == (8 if rows <= 8 else 16)
         assert rows <= 16
-        assert config.smem_bytes <= (227 if config.cluster == 8 else 113) * 1024
+        shared = 113 if config.cluster == 4 else 227  # KiB
+        assert config.blocks_per_sm * (config.smem_bytes + 1024) <= shared * 1024
+        if config.cluster == 1:
+            assert blocks == 1
+            assert max(launch.grid) < 65536
+        else:
+            assert spec.batch * spec.heads_kv * blocks <= multiprocessors
+            assert blocks == config.cluster or blocks * 2048 <= config.cluster * spec.seqlen_k
         return
     lanes, groups = launch.grid
     assert spec.heads_kv % lanes == 0
@@ -107,7 +112,14 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"batch": 2}, 4),  # 16 clusters of 8 do not run at the same time
         ({"batch": 4, "capacity": 1024}, 4),
         ({"batch": 4}, None),  # too many keys
-        ({"batch": 5, "capacity": 1024}, None),  # too many pairs
+        ({"batch": 5, "capacity": 1024}, 2),
+        ({"batch": 5}, 2),
+        ({"batch": 5, "capacity": 8193}, None),
+        ({"batch": 9, "capacity": 1024}, 1),
+        ({"batch": 9}, None),  # too many pairs for clusters
+        ({"dim": 80}, 8),
+        ({"dim": 80, "capacity": 16384}, None),  # half as many as of whole rows
+        ({"dim": 60}, None),  # rows of no multiple of 16 bytes
         ({"heads": 2}, (8, 4)),
         ({"heads": 2, "capacity": 65536}, (8, 7)),
         ({"heads": 1, "capacity": 65536}, (8, 14)),
@@ -158,6 +170,54 @@ def test_few_sequences_have_clusters(change, clusters):
         size, count = clusters if isinstance(clusters, tuple) else (clusters, 1)
         assert launch.variant.config.cluster == size
         assert launch.grid[0] == size * count
+
+
+@pytest.mark.parametrize(
+    ("change", "blocks_per_sm"),
+    [
+        ({}, 3),
+        ({"dim": 64}, 4),
+        ({"tokens": 4}, 3),
+        ({"page_size": 16}, 3),
+        ({"page_size": 8}, None),  # smaller than a tile
+        ({"dim": 80}, 3),
+        ({"dim": 192}, None),
+        ({"batch": 12, "capacity": 100}, 1),
+        ({"batch": 12}, 1),
+        ({"batch": 12, "capacity": 385}, None),  # a cluster
+        ({"batch": 8, "capacity": 257}, None),
+        ({"batch": 3, "capacity": 129}, None),
+        ({"batch": 17, "capacity": 512}, 3),
+        ({"batch": 17, "capacity": 1024}, 3),
+        ({"batch": 17, "capacity": 1025}, None),  # decode_sm80.cu reads them faster
+        ({"batch": 400, "capacity": 400}, 3),
+        ({"batch": 400, "capacity": 513}, None),
+        ({"batch": 500, "capacity": 300, "dim": 80}, None),  # rows that split lines
+        ({"batch": 1, "heads": 1, "capacity": 128}, 1),
+        ({"num_splits": "fixed"}, None),
+        ({"batch": 65536, "capacity": 16}, None),  # more than a grid has along its third axis
+    ],
+)
+def test_short_sequences_have_blocks_of_their_own(change, blocks_per_sm):
+    call = {"batch": 256, "tokens": 1, "heads": 4, "capacity": 300, "dim": 128}
+    call |= {"page_size": 0, "num_splits": None} | change
+    cache = (call["batch"], call["capacity"], call["heads"], call["dim"])
+    spec = attention_spec(
+        "flash_decode",
+        (call["batch"], call["tokens"], 4 * call["heads"], call["dim"]),
+        *(cache, cache),
+        *[np.dtype(np.float16)] * 3,
+        causal=True,
+        keys="paged" if call["page_size"] else "cached",
+        page_size=call["page_size"],
+    )
+    launch = choose(spec, num_splits=call["num_splits"])
+    config = launch.variant.config
+    alone = launch.variant.entry == "decode_sm90" and config.cluster == 1
+    assert (config.blocks_per_sm if alone else None) == blocks_per_sm
+    if alone:
+        assert launch.grid == (1, call["heads"], call["batch"])
+        assert launch.workspace_bytes == 0
 
 
 @given(heads=st.integers(1, 300), blocks=st.integers(1, 600))
@@ -253,8 +313,10 @@ def test_division_by_the_group_is_exact(group, n):
     ],
 )
 def test_many_short_sequences_have_small_blocks(batch, heads, capacity, dim, blocks, change):
+    """In decode_sm80.cu, where decode_sm90.cu does not serve them: in pages of 8, say."""
     spec = cached(batch, heads, capacity, dim)
-    assert choose(spec, **change).variant.config.blocks_per_sm == blocks
+    below = tuple(tier for tier in TIERS if tier.name != "decode_sm90")
+    assert choose(spec, tiers=below, **change).variant.config.blocks_per_sm == blocks
 
 
 @pytest.mark.parametrize(
@@ -271,7 +333,8 @@ def test_many_short_sequences_have_small_blocks(batch, heads, capacity, dim, blo
 )
 def test_whole_lines_are_read_where_the_next_copies_need_them(heads, dim, whole_lines, change):
     spec = cached(64, heads, 4096, dim)
-    assert choose(spec, **change).variant.config.whole_lines == whole_lines
+    below = tuple(tier for tier in TIERS if tier.name != "decode_sm90")
+    assert choose(spec, tiers=below, **change).variant.config.whole_lines == whole_lines
 
 
 def layout(shape, dtype, strides=None):

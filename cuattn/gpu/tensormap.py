@@ -48,6 +48,8 @@ class TensorMap:
         Whether copies lie in shared memory as `wgmma` takes them, with a swizzle, or as they come.
     swizzle_bytes : int
         128, 64 or 32: within how many bytes chunks of 16 are permuted.
+    l2_bytes : int
+        256, 128 or 64: how much L2 reads where a copy wants a part of it.
     """
 
     dtype: np.dtype
@@ -56,6 +58,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzled: bool = True
     swizzle_bytes: int = 128
+    l2_bytes: int = 256
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -119,7 +122,10 @@ def _described(tensor_map: TensorMap) -> tuple[tuple[Any, ...], tuple[Any, ...]]
         [driver.cuuint32_t(1) for _ in tensor_map.box],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(
+            driver.CUtensorMapL2promotion,
+            f"CU_TENSOR_MAP_L2_PROMOTION_L2_{tensor_map.l2_bytes}B",
+        ),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return before, after

@@ -5,19 +5,19 @@
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim), at most kRows rows, 8 or 16 (query heads that
 //   share a key head, times query tokens); caches contiguous or in pages of at least kBoxKeys;
-//   float16 or bfloat16, head_dims of exactly kHeadDim, everything 16-byte aligned. K and V may be
-//   codes (Config::k_format, v_format: slice_codes.cuh). DecodeParams has the rest. TMA loads tiles
-//   of kWarpKeys keys into a ring of kStages for each warp; a warp's products are decode_sm80.cu's.
-//   Grid: (kCluster times clusters, key heads, batch).
+//   float16 or bfloat16, head_dims of exactly kHeadDim where Config::whole_rows, else multiples of
+//   8 up to it; everything 16-byte aligned. K and V may be codes (Config::k_format, v_format:
+//   slice_codes.cuh). DecodeParams has the rest. TMA loads tiles of kWarpKeys keys into a ring of
+//   kStages for each warp; a warp's products are decode_sm80.cu's. Grid: (kCluster times clusters,
+//   key heads, batch).
 //
-//   No deadlock: the blocks of a cluster are resident together, and every thread of each arrives at
-//   both cluster barriers. The last cluster of a pair waits for the partial results of the pair's
-//   other clusters, which come before it in the grid, wait for nobody, and are resident or have
-//   ended.
-#include "decoding/combine.cuh"
+//   No deadlock: the blocks of a cluster are resident together, every thread of each arrives at the
+//   barrier of the cluster, and every block sends to all before it waits. The last cluster of a
+//   pair waits for the partial results of the pair's other clusters, which come before it in the
+//   grid, wait for nobody, and are resident or have ended.
+#include "decoding/cluster_merge.cuh"
 #include "decoding/slice.cuh"
 #include "decoding/slice_codes.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 
 using T = Config::dtype;
@@ -31,10 +31,10 @@ constexpr int kChunks = kHeadDim / 8;
 constexpr int kBoxKeys = 16;  // that TMA copies at a time
 constexpr int kBoxes = kWarpKeys / kBoxKeys;
 constexpr int kOwnColumns = kHeadDim / kCluster;  // of O: a block merges these for the cluster
+constexpr int kVecs = kHeadDim / 4;
 // Rows that the threads merge at a time, four columns each.
 constexpr int kPassRows = Config::threads * 4 / kHeadDim;
 constexpr int kPasses = kRows > kPassRows ? kRows / kPassRows : 1;
-static_assert(kPasses <= kCluster, "each pass of the merge is written by a lane of its own");
 
 using QTile = decoding::SwizzledRows<kHeadDim>;
 using Tile = tile::Swizzled<8, kWarpKeys * 128>;  // as TMA writes them
@@ -47,8 +47,12 @@ using Slice = Storage::Slice;
 constexpr bool kCodes = Config::k_format != tile::kPlain;
 static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
 static_assert(kCodes || kBoxes == 1, "a box of columns is a panel of a whole tile");
+static_assert(!kCodes || Config::whole_rows, "rows of codes are not cut into panels");
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, 1>;
-using Vec = decoding::FourColumns<float>;
+using Inbox = decoding::Inbox<kRows, kHeadDim, kCluster>;
+using ClusterPartials = decoding::ClusterPartials<T, kRows, kHeadDim, kCluster>;
+static_assert(sizeof(ClusterPartials::Row) * kCluster == 16 * (kHeadDim / 2 + kCluster),
+              "part_bytes of the Config must have room for it");
 
 struct Staged {  // a warp's O
   float o[kRows][kHeadDim];
@@ -65,8 +69,7 @@ struct Smem : Storage::Extra<kWarps, kStages> {
     Staged staged;
   } of_warp[kWarps];
   alignas(128) T q[kRows * kHeadDim];
-  Vec partials[kCluster][kRows][kOwnColumns / 4];  // written by the cluster's blocks
-  float2 partial_max_sum[kCluster][kRows];
+  Inbox inbox;
   float2 max_sum[kWarps][kRows];
   ptx::Mbarrier full[kWarps][kStages];
   decoding::Rows<T, kRows> rows;
@@ -79,14 +82,19 @@ struct Maps {
 
 __device__ __forceinline__ void load_queries(const DecodeParams& params, Smem& smem, int rows,
                                              int head) {
-  for (int i = threadIdx.x; i < kRows * kChunks; i += Config::threads) {
+  constexpr int kCopies = kRows * kChunks;
+#pragma unroll
+  for (int first = 0; first < kCopies; first += Config::threads) {
+    const unsigned i = first + threadIdx.x;
+    if (kCopies % Config::threads != 0 && i >= kCopies) return;
     const int row = i / kChunks, chunk = i % kChunks;
     const int token = divided_by_group(params, row);
     const T* source = static_cast<const T*>(params.q) + blockIdx.z * params.q_stride.batch +
                       token * params.q_stride.seq +
                       (head * params.group + row - token * params.group) * params.q_stride.head +
                       chunk * 8;
-    ptx::cp_async_16(ptx::shared_address(smem.q) + QTile::at(row, chunk), source, row < rows);
+    ptx::cp_async_16(ptx::shared_address(smem.q) + QTile::at(row, chunk), source,
+                     row < rows && (Config::whole_rows || chunk * 8 < params.head_dim));
   }
 }
 
@@ -145,6 +153,21 @@ __device__ __forceinline__ void load_scales(const DecodeParams& params, const An
   }
 }
 
+// Requests kBoxKeys keys or values, without scales. Rows that are shorter than kHeadDim come panel
+// by panel, of 64 columns, with zeros past their end.
+template <class Element>
+__device__ __forceinline__ void load_box(Element* tile, const ptx::TensorMap& map,
+                                         ptx::Mbarrier& barrier, int slot, int head, int page) {
+  if constexpr (Config::whole_rows) {
+    ptx::tma_load(tile, map, barrier, 0, slot, 0, head, page, ptx::kEvictFirst);
+  } else {
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += 64)
+      ptx::tma_load(tile + column * kWarpKeys, map, barrier, column, slot, head, page,
+                    ptx::kEvictFirst);
+  }
+}
+
 // Where a tile's next keys lie, which another box brings.
 template <class Element, int n>
 __device__ __forceinline__ Element* box_of(Element (&tile)[n], int box) {
@@ -161,101 +184,69 @@ __device__ __forceinline__ decoding::Partial<T> merged_over_warps(const Smem& sm
   for (int warp = 0; warp < kWarps; ++warp) {
     const float2 max_sum = smem.max_sum[warp][row];
     const float* o = smem.of_warp[warp].staged.o[row];
-    whole.add(reinterpret_cast<const Vec&>(o[decoding::permuted_column<8>(row, column)]), max_sum.x,
-              max_sum.y);
+    whole.add(reinterpret_cast<const decoding::FourColumns<float>&>(
+                  o[decoding::permuted_column<8>(row, column)]),
+              max_sum.x, max_sum.y);
   }
   return whole;
 }
 
-// Four of this block's columns of a row, merged over the cluster's blocks: each of kCluster lanes
-// has one block's partial result, and all get the whole.
-__device__ __forceinline__ decoding::Partial<T> merged_over_blocks(const Smem& smem, int row,
-                                                                   int vec, int peer) {
-  const float2 max_sum = smem.partial_max_sum[peer][row];
-  decoding::Partial<T> whole;
-  whole.max = max_sum.x;
+__device__ __forceinline__ bool exists(const DecodeParams& params, int column) {
+  return Config::whole_rows || column < params.head_dim_v;
+}
+
+template <class AnySmem>
+__device__ __forceinline__ void open_inbox(AnySmem& smem) {
+  if constexpr (kCluster > 1) smem.inbox.open();
+}
+
+// Merges what the blocks of a cluster, and of other clusters, have of their rows, and writes it.
+template <class AnySmem>
+__device__ __forceinline__ void merge_cluster(const DecodeParams& params, AnySmem& smem,
+                                              const Writer& writer, int rank, int rows,
+                                              decoding::Partial<T> (&whole)[kPasses]) {
+  const int row = threadIdx.x / kVecs, column_vec = threadIdx.x % kVecs;
 #pragma unroll
-  for (int distance = 1; distance < kCluster; distance *= 2)
-    whole.max = fmaxf(whole.max, __shfl_xor_sync(~0u, whole.max, distance));
-  whole.add(smem.partials[peer][row][vec], max_sum.x, max_sum.y);
+  for (int i = 0; i < kPasses; ++i)
+    smem.inbox.send(rank, row + i * kPassRows, column_vec, whole[i]);
+  ptx::mbarrier_wait_cluster(smem.inbox.received, 0);
+  // This block's columns; a lane has a block's partial result.
+  const int vec = column_vec / kCluster, peer = column_vec % kCluster;
 #pragma unroll
-  for (int distance = 1; distance < kCluster; distance *= 2) {
-    whole.sum += __shfl_xor_sync(~0u, whole.sum, distance);
+  for (int i = 0; i < kPasses; ++i)
+    whole[i] = smem.inbox.template merged<T>(row + i * kPassRows, vec, peer);
+  if (gridDim.x > kCluster) {
+    const ClusterPartials partials = {params};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) whole.o.x[e] += __shfl_xor_sync(~0u, whole.o.x[e], distance);
+    for (int i = 0; i < kPasses; ++i) partials.put(row + i * kPassRows, vec, peer, whole[i]);
+    if (blockIdx.x + kCluster < gridDim.x) return;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) whole[i] = partials.merged(row + i * kPassRows, vec, peer);
   }
-  return whole;
-}
-
-// What a block of one of several clusters leaves of its columns of a row, in packets of 16 bytes
-// that each hold the launch's id, as combine.cuh's do.
-struct ClusterPartial {
-  ptx::B128 max_sum;
-  ptx::B128 o[kOwnColumns / 4][2];
-};
-static_assert(sizeof(ClusterPartial) * kCluster == 16 * (kHeadDim / 2 + kCluster),
-              "part_bytes of the Config must have room for it");
-
-__device__ __forceinline__ ClusterPartial& partial_at(const DecodeParams& params, int cluster,
-                                                      int row) {
-  const unsigned pair = blockIdx.z * gridDim.y + blockIdx.y;
-  const unsigned block = pair * gridDim.x + cluster * kCluster + blockIdx.x % kCluster;
-  return static_cast<ClusterPartial*>(params.workspace)[block * kRows + row];
-}
-
-// Leaves a result that kCluster lanes have; each writes a packet.
-__device__ __forceinline__ void put_partial(const DecodeParams& params, int row, int vec, int lane,
-                                            const decoding::Partial<T>& whole) {
-  ClusterPartial& partial = partial_at(params, blockIdx.x / kCluster, row);
-  const auto put = [&](ptx::B128& packet, float x, float y) {
-    const float2 numbers = {x, y};
-    ptx::store_relaxed(&packet,
-                       {reinterpret_cast<const unsigned long long&>(numbers), params.launch_id});
-  };
-  if (lane == 0) put(partial.o[vec][0], whole.o.x[0], whole.o.x[1]);
-  if (lane == 1) put(partial.o[vec][1], whole.o.x[2], whole.o.x[3]);
-  if (lane == 2 && vec == 0) put(partial.max_sum, whole.max, whole.sum);
-}
-
-// Four columns of a row, merged over the pair's clusters, of which each of kCluster lanes takes
-// every kCluster-th. Waits for their partial results.
-__device__ __forceinline__ decoding::Partial<T> merge_partials(const DecodeParams& params, int row,
-                                                               int vec, int lane) {
-  const int clusters = gridDim.x / kCluster;
-  decoding::Partial<T> whole;
-#pragma unroll 1
-  for (int first = 0; first < clusters; first += kCluster) {
-    ClusterPartial& partial = partial_at(params, min(first + lane, clusters - 1), row);
-    ptx::B128 max_sum, o[2];
-    do {
-      max_sum = ptx::load_relaxed(&partial.max_sum);
-      o[0] = ptx::load_relaxed(&partial.o[vec][0]);
-      o[1] = ptx::load_relaxed(&partial.o[vec][1]);
-    } while (__any_sync(~0u, max_sum.high != params.launch_id || o[0].high != params.launch_id ||
-                                 o[1].high != params.launch_id));
-    partial.o[vec][0].high = partial.o[vec][1].high = 0;
-    if (vec == 0) partial.max_sum.high = 0;  // all lanes have read it
-    if (first + lane < clusters) {
-      const float2 x = reinterpret_cast<const float2&>(max_sum.low);
-      whole.rescale(fmaxf(whole.max, x.x));
-      const float2 columns[2] = {reinterpret_cast<const float2&>(o[0].low),
-                                 reinterpret_cast<const float2&>(o[1].low)};
-      whole.add({columns[0].x, columns[0].y, columns[1].x, columns[1].y}, x.x, x.y);
-    }
-  }
+  // All lanes have the results of all passes: each writes those of every kCluster-th.
 #pragma unroll
-  for (int distance = 1; distance < kCluster; distance *= 2) whole.add_lane(distance);
-  return whole;
+  for (int first = 0; first < kPasses; first += kCluster) {
+    int its_row = row + first * kPassRows;
+#pragma unroll
+    for (int i = 1; i < kCluster && first + i < kPasses; ++i)
+      if (peer == i) {
+        whole[first] = whole[first + i];
+        its_row += i * kPassRows;
+      }
+    const int column = rank * kOwnColumns + vec * 4;
+    if (first + peer < kPasses && its_row < rows && exists(params, column))
+      writer.put(its_row, column, whole[first]);
+  }
 }
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Config::threads, 1)
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Config::threads,
+                                                                              Config::blocks_per_sm)
     decode_sm90(const __grid_constant__ DecodeParams params, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, head = blockIdx.y;
   const int rows = params.seqlen_q * params.group;
-  ptx::cluster_arrive();  // awaited before others' shared memory is written
 
   // Reads with long latency are requested first. The warps of all blocks take tiles in turn, so
   // that where a warp begins, unless a window says, is known before the length is.
@@ -282,6 +273,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(maps.k);
     ptx::prefetch_tensormap(maps.v);
+    open_inbox(smem);
   }
   load_queries(params, smem, rows, head);
   ptx::Mbarrier* const full = smem.full[warp];
@@ -301,10 +293,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         const int slot = table.slot(first + box * kBoxKeys);
-        ptx::tma_load(box_of(stage.k, box), maps.k, barrier, 0, slot, 0, head, page[box],
-                      ptx::kEvictFirst);
-        ptx::tma_load(box_of(stage.v, box), maps.v, barrier, 0, slot, 0, head, page[box],
-                      ptx::kEvictFirst);
+        load_box(box_of(stage.k, box), maps.k, barrier, slot, head, page[box]);
+        load_box(box_of(stage.v, box), maps.v, barrier, slot, head, page[box]);
       }
     }
     load_scales(params, smem, number, split, first, page);
@@ -317,6 +307,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   };
   Stage(&ring)[kStages] = smem.of_warp[warp].ring;
   __syncwarp();
+  if (kCluster > 1) ptx::cluster_arrive_relaxed();  // awaited before anything is sent
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     if (key + i * round < split.end) load(ring[i], full[i], i, key + i * round);
@@ -352,49 +343,21 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   acc.sum_over_lanes();
   acc.put_all_rows(smem.of_warp[warp].staged.o, smem.max_sum[warp]);
   __syncthreads();
-  ptx::cluster_wait();
   // Four columns of a row, and of those kPassRows further on: chains of instructions side by side.
-  constexpr int kVecs = kHeadDim / 4;
-  const int row = threadIdx.x / kVecs;
+  const int row = threadIdx.x / kVecs, column_vec = threadIdx.x % kVecs;
   decoding::Partial<T> whole[kPasses];
-  if (row < kRows) {
-    const int column_vec = threadIdx.x % kVecs, owner = column_vec / (kOwnColumns / 4);
+  if (row < kRows)
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
       whole[i] = merged_over_warps(smem, row + i * kPassRows, column_vec * 4);
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int its_row = row + i * kPassRows;
-      *ptx::mapa(&smem.partials[rank][its_row][column_vec % (kOwnColumns / 4)], owner) = whole[i].o;
-      if (column_vec < kCluster)
-        *ptx::mapa(&smem.partial_max_sum[rank][its_row], column_vec) =
-            make_float2(whole[i].max, whole[i].sum);
-    }
-  }
-  ptx::cluster_barrier();
-  if (row >= kRows) return;
-
-  // This block's columns; a lane has a block's partial result.
-  const int vec = threadIdx.x / kCluster % (kOwnColumns / 4), peer = threadIdx.x % kCluster;
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i)
-    whole[i] = merged_over_blocks(smem, row + i * kPassRows, vec, peer);
-  if (gridDim.x > kCluster) {
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) put_partial(params, row + i * kPassRows, vec, peer, whole[i]);
-    if (blockIdx.x + kCluster < gridDim.x) return;
+  const Writer writer = {params, split, {0, 1, false, false, false, 0}};
+  if constexpr (kCluster > 1) {
+    ptx::cluster_wait();
+    if (row < kRows) merge_cluster(params, smem, writer, rank, rows, whole);
+  } else {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
-      whole[i] = merge_partials(params, row + i * kPassRows, vec, peer);
+      if (row + i * kPassRows < rows && exists(params, column_vec * 4))
+        writer.put(row + i * kPassRows, column_vec * 4, whole[i]);
   }
-  int its_row = row;  // all lanes have the results of all passes: each writes those of one
-#pragma unroll
-  for (int i = 1; i < kPasses; ++i)
-    if (peer == i) {
-      whole[0] = whole[i];
-      its_row += i * kPassRows;
-    }
-  const decoding::SplitPlace alone = {0, 1, false, false, false, 0};
-  const Writer writer = {params, split, alone};
-  if (peer < kPasses && its_row < rows) writer.put(its_row, rank * kOwnColumns + vec * 4, whole[0]);
 }

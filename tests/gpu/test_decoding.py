@@ -189,14 +189,28 @@ def test_every_option_of_few_sequences(rng, decode_tier, dtype, option):
             check(call(q, return_lse=True, **on_device(options)), q, caches, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("heads", [1, 5, 10])
+@pytest.mark.parametrize("dim", [64, 104, 128])
+@pytest.mark.parametrize("heads", [1, 5, 10, 20])
 def test_clusters_of_every_size(rng, decode_tier, dim, heads):
     """The more sequences and key heads, the smaller they are."""
     caches = Caches(rng, [700, 1, 130], 700, heads, dim, dim, BFLOAT16)
     options = drawn(OPTIONS["all"], rng, 3, 3 * heads)
     for seqlen_q in (2, 5):
         q = rng.standard_normal((3, seqlen_q, 3 * heads, dim)).astype(BFLOAT16)
+        for more in ({"causal": True}, options):
+            for call in (caches.contiguous, caches.paged):
+                check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 16), (80, 128), (104, 40)])
+@pytest.mark.parametrize(("sequences", "capacity"), [(3, 100), (9, 128), (180, 190), (3, 300)])
+def test_short_sequences(rng, decode_tier, dims, sequences, capacity):
+    """Each with a block for every key head: one of a multiprocessor, or one of several."""
+    lens = [capacity, 0, 1, *rng.integers(0, capacity, sequences - 3, endpoint=True)]
+    caches = Caches(rng, lens, capacity, 3, *dims, BFLOAT16, page_size=32)
+    for tokens, group in ((1, 3), (2, 7)):
+        q = rng.standard_normal((sequences, tokens, 3 * group, dims[0])).astype(BFLOAT16)
+        options = drawn(OPTIONS["all"], rng, sequences, 3 * group)
         for more in ({"causal": True}, options):
             for call in (caches.contiguous, caches.paged):
                 check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
@@ -212,7 +226,7 @@ def test_clusters_of_every_size(rng, decode_tier, dim, heads):
         ([2100, 4200], 2, 16),
     ],
 )
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 def test_few_key_heads(rng, decode_tier, lens, heads, page_size, dim):
     """Many blocks share out the keys of each: their parts are merged in two steps."""
     caches = Caches(rng, lens, max(lens) + 100, heads, dim, dim, BFLOAT16, page_size)

@@ -27,6 +27,7 @@ class Protocol:
 
     stages: int
     full: int  # arrivals
+    received: int
 
 
 def protocols() -> set[Protocol]:
@@ -36,7 +37,8 @@ def protocols() -> set[Protocol]:
     for variant in dispatch.variants("sm_90a"):
         if variant.source == KERNEL:
             constants = source.Constants(text, variant.config)
-            found.add(Protocol(constants["kStages"], source.arrivals(text, constants)["full"]))
+            arrivals = source.arrivals(text, constants)
+            found.add(Protocol(constants["kStages"], arrivals["full"], arrivals["received"]))
     return found
 
 
@@ -49,7 +51,7 @@ def tiles(p: Protocol) -> Iterator[tuple[int, ...]]:
 
 
 def barrier(name: str) -> Iterator[NamedTuple]:
-    """``__syncthreads``, and the second barrier of the cluster."""
+    """``__syncthreads``."""
     yield Arrive(name)
     yield from wait(name)
 
@@ -77,7 +79,8 @@ def attend(block: int, warp: int, p: Protocol, own, counts) -> Iterator[NamedTup
 
     if warp == 0:
         yield Write(f"runs.{block}")
-    yield Arrive("cluster")  # cluster_arrive
+        yield Arrive(f"received.{block}", copies=BLOCKS * WARPS)  # Inbox::open
+    yield Arrive("cluster")  # cluster_arrive_relaxed
     yield Write(f"q.{number}")
     for tile in range(p.stages):
         yield from load(tile, at=0)
@@ -93,12 +96,12 @@ def attend(block: int, warp: int, p: Protocol, own, counts) -> Iterator[NamedTup
         yield Advance(ring)
     yield Write(f"staged.{number}")
     yield from barrier(f"block.{block}")
-    yield from wait("cluster")  # cluster_wait
     yield from (Read(f"staged.{other}") for other in others)
-    for owner in range(BLOCKS):
+    yield from wait("cluster")  # cluster_wait
+    for owner in range(BLOCKS):  # Inbox::send
         yield Read(f"runs.{owner}")
-        yield Write(f"parts.{owner}.{number}")
-    yield from barrier("cluster")
+        yield Copy(f"received.{owner}", f"parts.{owner}.{number}")
+    yield Wait(f"received.{block}")
     yield from (Read(f"parts.{block}.{other}") for other in range(BLOCKS * WARPS))
     if warp == 0:
         yield Write(f"runs.{block}")  # it may end: no other block is at its memory any more
@@ -111,6 +114,7 @@ def pipeline(p: Protocol) -> Pipeline:
     rings |= {f"ring.{number}": p.stages for number in range(len(warps))}
     barriers = {f"block.{block}": (f"block.{block}", WARPS) for block in range(BLOCKS)}
     barriers |= {"cluster": ("cluster", len(warps))}
+    barriers |= {f"received.{block}": ("once", p.received) for block in range(BLOCKS)}
     memory = {f"runs.{block}": "once" for block in range(BLOCKS)}
     for number in range(len(warps)):
         barriers[f"full.{number}"] = f"ring.{number}", p.full

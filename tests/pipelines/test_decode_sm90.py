@@ -20,9 +20,10 @@ def test_every_launch_ends(p):
         explorer.run(model, [counts])
 
 
-@pytest.mark.parametrize("full", [0, 2])
-def test_a_count_that_changes_alone_is_found(full):
-    model = pipeline(dataclasses.replace(PROTOCOLS[0], full=full))
+@pytest.mark.parametrize("arrivals", [0, 2])
+@pytest.mark.parametrize("barrier", ["full", "received"])
+def test_a_count_that_changes_alone_is_found(barrier, arrivals):
+    model = pipeline(dataclasses.replace(PROTOCOLS[0], **{barrier: arrivals}))
     with pytest.raises(explorer.Fault):
         explorer.run(model, model.inputs[-1:])
 
@@ -51,8 +52,8 @@ def without(model, barrier, nth, kinds=(explorer.Arrive, explorer.Wait, explorer
     [
         ("block.0", 1, "read q"),
         ("block.0", 2, "read staged"),
-        ("cluster", 1, "read runs|write parts|write runs"),
-        ("cluster", 2, "read parts|write runs"),
+        ("cluster", 1, "read runs|received|write runs"),
+        ("received.0", 1, "read parts|received|write runs"),
     ],
 )
 def test_every_barrier_is_needed(barrier, nth, fault):

@@ -1,10 +1,12 @@
-"""Few sequences on Hopper: which calls decoding/decode_sm90.cu serves, in which variants."""
+"""Few or short sequences on Hopper: which calls decoding/decode_sm90.cu serves, in which
+variants."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +22,47 @@ from cuattn.gpu.dispatch.decoding import (
     code_groups,
 )
 from cuattn.gpu.dispatch.launch import Call, Launch, capability
+from cuattn.gpu.dispatch.routing import key_bytes
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 #: Sizes of clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key
 #: head: as many as run at a time on an H200's 132 multiprocessors.
-CLUSTERS = {8: 14, 4: 33}
+CLUSTERS = {8: 14, 4: 33, 2: 66}
 CLUSTER_TILE_KEYS = 16
+
+
+class Tile(NamedTuple):
+    """What a call needs of a config."""
+
+    head_dim: int
+    rows: int
+    whole_rows: bool
+
+
+class Blocks(NamedTuple):
+    """How decode_sm90.cu shares out a multiprocessor where a pair has one thread block."""
+
+    warps: int
+    stages: int
+    blocks_per_sm: int
+
+
+#: By head_dim: where a multiprocessor has one such block, and where it has several, so that one
+#: begins while another ends.
+ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1)}
+BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3)}
+
+#: How many keys a pair with a block of its own has at most where it might have a cluster of these
+#: sizes: so few that to merge takes longer than to read them.
+LONE_KEYS = {8: 128, 4: 256, 2: 384}
+
+#: How many bytes of keys and values it has at most where there are more pairs than that: twice as
+#: many if all pairs together have no more than `FEW_BYTES`. What decode_sm80.cu does at the
+#: beginning and end of a split takes longer, but it reads long sequences faster, and evenly.
+LONE_BYTES = 256 << 10
+FEW_BYTES = 160 << 20
+MOST_OF_GRID = 65535  # along its second and third axis
 
 #: Rows of a tile, and head_dims, that it comes with.
 CLUSTER_ROWS = (8, 16)
@@ -34,16 +70,20 @@ CLUSTER_HEAD_DIMS = (64, 128)
 
 #: How many keys a pair has at most, and all pairs together, by rows of a tile, head_dim and size of
 #: a cluster: beyond, decode_sm80.cu starts later but reads faster, though less so in its tile for
-#: more than 8 rows.
+#: more than 8 rows. Half as many where rows are not of exactly a head_dim above.
 MOST_KEYS = {
     (8, 64, 8): (1 << 14, 1 << 17),
     (8, 64, 4): (1 << 12, 1 << 16),
+    (8, 64, 2): (1 << 12, 1 << 17),
     (8, 128, 8): (1 << 15, 3 << 16),
     (8, 128, 4): (1 << 14, 3 << 16),
+    (8, 128, 2): (1 << 13, 1 << 19),
     (16, 64, 8): (1 << 15, 1 << 19),
     (16, 64, 4): (1 << 14, 1 << 18),
+    (16, 64, 2): (1 << 13, 1 << 18),
     (16, 128, 8): (1 << 16, 1 << 19),
     (16, 128, 4): (1 << 14, 1 << 19),
+    (16, 128, 2): (1 << 13, 1 << 19),
 }
 
 #: A pair has several of the largest clusters where they fit: each has so many keys at least, and
@@ -68,7 +108,7 @@ class Sm90DecodeConfig(Config):
     """decoding/decode_sm90.cu."""
 
     dtype: str
-    head_dim: int  # of both
+    head_dim: int  # the next of 64 and 128, for both
     rows: int  # 8 or 16
     warp_keys: int  # of a warp's tile
     warps: int
@@ -76,6 +116,8 @@ class Sm90DecodeConfig(Config):
     cluster: int  # blocks that share a sequence and key head
     k_format: int = 0  # as in Sm80DecodeConfig
     v_format: int = 0
+    blocks_per_sm: int = 1  # that registers have to have room for
+    whole_rows: bool = True  # both head_dims are exactly this one; else up to it
 
     @property
     def threads(self) -> int:
@@ -87,8 +129,10 @@ class Sm90DecodeConfig(Config):
         """The rings, then Q, then the cluster's parts of O, then what is small."""
         tile_bits = self.warp_keys * self.head_dim * bits_of_two(self.k_format, self.v_format)
         rings = self.warps * self.stages * tile_bits // 8
-        rows = self.rows * (self.head_dim * (2 + 4) + 8 * (self.cluster + self.warps + 1))
-        small = 8 * self.stages * self.warps
+        rows = self.rows * (self.head_dim * 2 + 8 * (self.warps + 1))
+        if self.cluster > 1:
+            rows += self.rows * (self.head_dim * 4 + 8 * self.cluster)
+        small = 8 * self.stages * self.warps + 8
         if self.k_format:  # what scores of a row need, and scales
             small += 16 * self.rows + 8 * self.warp_keys * self.stages * self.warps + 1024
         return -(-(rings + rows + small) // 1024) * 1024
@@ -113,7 +157,7 @@ class Sm90Decode:
         batch)."""
         if (taken := as_decoding(call)) is None:
             return None
-        call, spec, multiprocessors = taken, taken.spec, taken.multiprocessors
+        call, spec = taken, taken.spec
         rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2:
             return None
@@ -123,40 +167,32 @@ class Sm90Decode:
             return None
         if call.elementwise:
             return None
-        if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
+        dims = spec.head_dim, spec.head_dim_v
+        if max(dims) > CLUSTER_HEAD_DIMS[-1] or any(d % 8 for d in dims):
             return None
-        pairs = spec.batch * spec.heads_kv
-        sizes = (n for n, most in CLUSTERS.items() if pairs <= most * multiprocessors / 132)
-        cluster = next(sizes, None)
-        if cluster is None or (spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS):
+        head_dim = next(n for n in CLUSTER_HEAD_DIMS if max(dims) <= n)
+        whole_rows = dims == (head_dim, head_dim)
+        if spec.quantized and not whole_rows:
             return None
-        names = spec.k_format, spec.v_format
-        if spec.quantized and (cluster < max(CLUSTERS) or names not in CLUSTER_FORMATS):
+        if spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS:
             return None
-        if code_groups(call, spec.head_dim) != (1, 1):
+        if code_groups(call, head_dim) != (1, 1):
             return None
-        formats = format_number(names[0]), format_number(names[1])
         tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
-        clusters = decode_clusters(spec, cluster, multiprocessors)
-        if clusters == 1 and spec.quantized:
-            most = MOST_CODES[tile_rows]
-        elif clusters == 1:
-            most, most_of_all = MOST_KEYS[tile_rows, spec.head_dim, cluster]
-            most = min(most, most_of_all // pairs)
-        else:
-            most = MOST_SPLIT_KEYS[tile_rows] // pairs
-        if spec.seqlen_k > most:
+        tile = Tile(head_dim, tile_rows, whole_rows)
+        shape = _lone_blocks(call, tile) or _clusters(call, tile)
+        if shape is None:
             return None
-        config = _sm90_config(spec.dtype.name, spec.head_dim, tile_rows, cluster, formats)
-        grid = (clusters * cluster, spec.heads_kv, spec.batch)
+        config, clusters = dataclasses.replace(shape[0], whole_rows=whole_rows), shape[1]
+        grid = (clusters * config.cluster, spec.heads_kv, spec.batch)
         slots = 0 if clusters == 1 else clusters * spec.heads_kv * spec.batch
         return Launch(
             _sm90_variant(config),
             grid,
             (arguments_of(call, head_lanes=grid[0]), DECODE_MAPS.arguments()),
             {
-                "k": _panels(call, call.strides.k, spec.k_format),
-                "v": _panels(call, call.strides.v, spec.v_format),
+                "k": _tiles(call, call.strides.k, spec.k_format, spec.head_dim, whole_rows),
+                "v": _tiles(call, call.strides.v, spec.v_format, spec.head_dim_v, whole_rows),
             },
             workspace_bytes=slots * config.part_bytes,
         )
@@ -165,27 +201,42 @@ class Sm90Decode:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                for shape in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTERS):
-                    yield _sm90_variant(_sm90_config(dtype, *shape))
-                for *shape, names in itertools.product(
-                    CLUSTER_HEAD_DIMS, CLUSTER_ROWS, [max(CLUSTERS)], CLUSTER_FORMATS
+                for dim, rows in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS):
+                    configs = [_sm90_config(dtype, dim, rows, cluster) for cluster in CLUSTERS]
+                    for blocks in (ALONE[dim], BESIDE[dim]):
+                        configs.append(_lone_config(dtype, dim, rows, blocks))
+                    for config, whole in itertools.product(configs, (True, False)):
+                        yield _sm90_variant(dataclasses.replace(config, whole_rows=whole))
+                for dim, rows, names in itertools.product(
+                    CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTER_FORMATS
                 ):
                     formats = format_number(names[0]), format_number(names[1])
-                    yield _sm90_variant(_sm90_config(dtype, *shape, formats))
+                    yield _sm90_variant(_sm90_config(dtype, dim, rows, max(CLUSTERS), formats))
 
 
-def _panels(call: Call, strides: tuple[int, ...], format: str) -> TensorMap:
+def _tiles(
+    call: Call, strides: tuple[int, ...], format: str, head_dim: int, whole_rows: bool
+) -> TensorMap:
     """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it, some keys of a
     head at a time: (64 columns, key, their number, head, sequence or page), or with all bytes of a
-    row of codes in place of columns."""
+    row of codes in place of columns; or, of rows that it reads panel by panel, (column, key, head,
+    sequence or page)."""
     spec = call.spec
     outer, keys = spec.batch, spec.seqlen_k
     if spec.keys == "paged":
         outer, keys = call.num_pages, spec.page_size
     page, key, head, column = strides
-    dtype, columns, panels = spec.dtype, 64, spec.head_dim // 64
+    if not whole_rows:
+        return TensorMap(
+            spec.dtype,
+            (head_dim, keys, spec.heads_kv, outer),
+            (key, head, page),
+            (64, CLUSTER_TILE_KEYS, 1, 1),
+            l2_bytes=64,  # what else lies in a line is another block's
+        )
+    dtype, columns, panels = spec.dtype, 64, head_dim // 64
     if format:
-        dtype, columns, panels = np.dtype(np.uint8), code_columns(format, spec.head_dim), 1
+        dtype, columns, panels = np.dtype(np.uint8), code_columns(format, head_dim), 1
     return TensorMap(
         dtype,
         (columns, keys, panels, spec.heads_kv, outer),
@@ -193,6 +244,55 @@ def _panels(call: Call, strides: tuple[int, ...], format: str) -> TensorMap:
         (columns, CLUSTER_TILE_KEYS, panels, 1, 1),
         swizzle_bytes=columns * dtype.itemsize,
     )
+
+
+def _cluster(call: Call) -> int | None:
+    """The size of the largest clusters of which every pair has one that runs at the same time."""
+    pairs = call.spec.batch * call.spec.heads_kv
+    sizes = (n for n, most in CLUSTERS.items() if pairs <= most * call.multiprocessors / 132)
+    return next(sizes, None)
+
+
+def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
+    """The config with a thread block for each pair, where keys are so few that beginning and end
+    are what takes time; and that there is one cluster."""
+    spec, cluster = call.spec, _cluster(call)
+    if spec.quantized or max(spec.batch, spec.heads_kv) > MOST_OF_GRID:
+        return None
+    if cluster is not None:
+        fits, blocks = spec.seqlen_k <= LONE_KEYS[cluster], ALONE[tile.head_dim]
+    else:
+        nbytes, blocks = spec.seqlen_k * key_bytes(spec), BESIDE[tile.head_dim]
+        few = spec.batch * spec.heads_kv * nbytes <= FEW_BYTES
+        # Rows that split lines are read faster by decode_sm80.cu, where they are many.
+        fits = nbytes <= LONE_BYTES * (few + tile.whole_rows)
+    if not fits:
+        return None
+    return _lone_config(spec.dtype.name, tile.head_dim, tile.rows, blocks), 1
+
+
+def _clusters(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
+    """The config with a cluster of thread blocks for each pair, where there are so few pairs that
+    all run at a time; and how many clusters a pair has."""
+    spec, cluster = call.spec, _cluster(call)
+    pairs = spec.batch * spec.heads_kv
+    if cluster is None:
+        return None
+    names = spec.k_format, spec.v_format
+    if spec.quantized and (cluster < max(CLUSTERS) or names not in CLUSTER_FORMATS):
+        return None
+    clusters = decode_clusters(spec, cluster, call.multiprocessors)
+    if clusters == 1 and spec.quantized:
+        most = MOST_CODES[tile.rows]
+    elif clusters == 1:
+        most, most_of_all = MOST_KEYS[tile.rows, tile.head_dim, cluster]
+        most = min(most, most_of_all // pairs)
+    else:
+        most = MOST_SPLIT_KEYS[tile.rows] // pairs
+    if spec.seqlen_k > (most if tile.whole_rows else most // 2):
+        return None
+    formats = format_number(names[0]), format_number(names[1])
+    return _sm90_config(spec.dtype.name, tile.head_dim, tile.rows, cluster, formats), clusters
 
 
 def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
@@ -209,9 +309,9 @@ def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> 
 def _sm90_config(
     dtype: str, head_dim: int, rows: int, cluster: int, formats: tuple[int, int] = (0, 0)
 ) -> Sm90DecodeConfig:
-    """A block has a multiprocessor in clusters of 8, half of one in clusters of 4."""
-    tiles = 24 if cluster == 8 else 12  # of head_dim 128 that fit
-    warps = 8 if cluster == 8 or head_dim == 64 else 4
+    """A block has a multiprocessor in clusters of 8 and 2, half of one in clusters of 4."""
+    tiles = 12 if cluster == 4 else 24  # of head_dim 128 that fit
+    warps = 8 if cluster != 4 or head_dim == 64 else 4
     plain = Sm90DecodeConfig(
         dtype,
         head_dim,
@@ -235,6 +335,20 @@ def _sm90_config(
         if config.smem_bytes <= most:
             return config
     raise AssertionError(f"no rings fit into {most} bytes for {plain} with {formats=}")
+
+
+def _lone_config(dtype: str, head_dim: int, rows: int, blocks: Blocks) -> Sm90DecodeConfig:
+    """A pair has one thread block."""
+    return Sm90DecodeConfig(
+        dtype,
+        head_dim,
+        rows,
+        warp_keys=CLUSTER_TILE_KEYS,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        cluster=1,
+        blocks_per_sm=blocks.blocks_per_sm,
+    )
 
 
 def _sm90_variant(config: Sm90DecodeConfig) -> Variant:
