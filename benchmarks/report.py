@@ -284,6 +284,30 @@ def options(records: list[dict[str, Any]]) -> str:
     )
 
 
+def gradient_options(records: list[dict[str, Any]]) -> str:
+    """The speed of gradients with options as Markdown: per cent of the plain call's FLOP rate in
+    the same run, counted on the tiles that are computed, and in brackets the ratio to
+    FlashAttention-3, where it has the option."""
+    columns = sorted({(r["head_dim"], r["causal"]) for r in records})
+    cells: dict[str, dict[tuple[int, bool], str]] = {}
+    for r in records:
+        rates = r["tflops_of_tiles"]
+        peer = f" ({rates['cuattn'] / rates['FA-3']:.2f})" if "FA-3" in rates else ""
+        row = cells.setdefault(r["option"], {})
+        row[r["head_dim"], r["causal"]] = f"{r['of_plain']:.0%}{peer}"
+    heading = [f"head_dim {head_dim}{', causal' * causal}" for head_dim, causal in columns]
+    return "\n".join(
+        [
+            "| option | " + " | ".join(heading) + " |",
+            "|" + " --- |" * (1 + len(columns)),
+            *(
+                f"| {option} | " + " | ".join(row.get(column, "") for column in columns) + " |"
+                for option, row in cells.items()
+            ),
+        ]
+    )
+
+
 def random_shapes(records: list[dict[str, Any]]) -> str:
     """Of forward attention and of decoding one line each on cuattn's speed over the best peer's,
     for shapes that were drawn at random."""
@@ -406,6 +430,15 @@ def main(argv: list[str] | None = None) -> None:
                 load(files, "attention backward"),
                 what,
                 "attention_backward.png",
+            ),
+            *section(
+                "Options of the backward pass",
+                "Per cent of the plain call's FLOP rate in the same run, counted on the tiles that "
+                "are computed (in brackets: of FlashAttention-3's). The window has 1024 keys of "
+                "16384, GQA 8 query heads a key head; ragged sequences have 128 to 8192 tokens.",
+                gradient_options,
+                load(files, "attention backward options"),
+                what,
             ),
             *section(
                 "Options",

@@ -183,6 +183,20 @@ def test_sampling_has_peaked_and_flat_in_a_cell():
     ]
 
 
+def test_options_of_gradients_are_compared_with_the_peer_that_has_them():
+    def record(option, causal, **rates):
+        known = {"of_plain": 0.97, "tflops_of_tiles": {"cuattn": 500.0, "plain": 515.0, **rates}}
+        return {"option": option, "head_dim": 128, "causal": causal, **known}
+
+    records = [record("GQA", False, **{"FA-3": 400.0}), record("192/128", True)]
+    assert report.gradient_options(records).splitlines() == [
+        "| option | head_dim 128 | head_dim 128, causal |",
+        "| --- | --- | --- |",
+        "| GQA | 97% (1.25) |  |",
+        "| 192/128 |  | 97% |",
+    ]
+
+
 def test_options_are_per_cent_of_the_plain_call():
     records = [
         {"option": option, "head_dim": head_dim, "seqlen": 8192, "of_plain": of_plain}
