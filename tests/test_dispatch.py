@@ -265,6 +265,24 @@ def test_hopper_computes_what_queries_see_and_little_more(head_dim, options):
     assert needed <= computed.sum() <= needed + config.warpgroups * len(computed)
 
 
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k", "heads", "section"),
+    [
+        (16, 256, 2048, (32, 32), 4),  # of all sequences' keys 64 MiB
+        (4, 1024, 8192, (32, 32), 4),
+        (2, 2048, 16384, (32, 32), 6),  # tiles of both sequences that begin together
+        (33, 256, 2048, (32, 32), 32),  # one sequence after the other
+        (1, 8192, 8192, (32, 32), 16),
+    ],
+)
+def test_hopper_takes_heads_of_all_caches_at_a_time(batch, seqlen_q, seqlen_k, heads, section):
+    shapes = (batch, seqlen_q, heads[0], 128), *[(batch, seqlen_k, heads[1], 128)] * 2
+    dtypes = [np.dtype(ml_dtypes.bfloat16)] * 3
+    spec = attention_spec("flash_decode", *shapes, *dtypes, keys="cached", causal=True)
+    config = hopper_config(spec)
+    assert dispatch.sm90_section(spec, config, 132) == section
+
+
 def test_hopper_takes_varlen_tiles_of_several_heads_at_a_time():
     """As many as L2 holds the keys of, were a sequence a few times as long as the mean."""
 

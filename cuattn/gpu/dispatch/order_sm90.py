@@ -12,6 +12,7 @@ from cuattn.gpu.dispatch.config_sm90 import SM90_TILES, Sm90ForwardConfig
 #: 1.01 and 1.03 times as fast, 140 again slower (H200).
 SECTION_BYTES = 70 << 20
 SECTION_TILES = 4096
+SORTED_SEQUENCES = 32  # SortedTiles::kMost of attention/scheduler_sm90.cuh
 LONG = 4  # times the mean length, of a varlen call
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
 MANY_TILES = 8  # for each thread block: their mean is then about what the busiest one has
@@ -24,7 +25,9 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
     The keys and values that their tiles see at the same time should stay in L2; among the counts
     for which they do, the best is the one that keeps the busiest block's sum of tiles lowest. For
     sequences of unknown lengths, of which some may be a few times as long as the mean, it is the
-    most: the more tiles of a length there are, the less the last ones leave blocks idle.
+    most: the more tiles of a length there are, the less the last ones leave blocks idle. Under a
+    causal mask tiles of all sequences take turns there (SortedTiles of scheduler_sm90.cuh), so that
+    of caches all sequences' keys should stay.
     """
     dynamic = config.varlen or config.seq_lens
     shared = 1 if config.pack_gqa else spec.heads_q // spec.heads_kv  # keys, by so many heads
@@ -42,7 +45,16 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
         return section * min(seqlen_k, rows + window) * key_bytes
 
     if dynamic:
-        most = max((n for n in range(1, heads + 1) if seen_bytes(n) <= SECTION_BYTES), default=1)
+        in_turn = 1
+        if spec.rows == "batched" and not config.bound_left and spec.batch <= SORTED_SEQUENCES:
+            in_turn = spec.batch
+        tiles = in_turn * -(-spec.seqlen_q // config.queries_of_tile(spec))  # of a head
+
+        def stays(section: int) -> bool:
+            at_once = in_turn > 1 and section * tiles <= blocks
+            return at_once or in_turn * seen_bytes(section) <= SECTION_BYTES
+
+        most = max((n for n in range(1, heads + 1) if stays(n)), default=1)
         return -(-heads // -(-heads // most))
     cost = costs_of_tiles(spec, config)
     if cost.min() == cost.max():
