@@ -249,6 +249,22 @@ def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, opt
         assert launch.variant.config.rows >= most * call.spec.heads_q // call.spec.heads_kv
 
 
+@pytest.mark.parametrize(
+    ("tokens", "batch", "keys", "share"),
+    [
+        (4160, 66, 16384, 2),
+        (4097, 3, 131072, 2),
+        (768, 257, 8192, 1),  # decoding takes longer than prompts
+    ],
+)
+def test_prompts_begin_beside_decoding(tokens, batch, keys, share):
+    launch = dispatch.choose(ragged(tokens, batch, keys))
+    assert launch.beside is not None
+    blocks = 132 // share * launch.variant.config.blocks_per_sm
+    assert 0.95 * blocks <= launch.grid[0] * launch.grid[1] <= blocks
+    assert launch.beside.grid == (132,)
+
+
 def test_tiers_that_cannot_share_a_batch_serve_it_whole():
     """As where tests reach one kernel alone."""
     call = ragged(64 + 2 * 2048, 66, 16384)

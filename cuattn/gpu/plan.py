@@ -11,6 +11,7 @@ import numpy as np
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch, tensormap
 from cuattn.gpu.arguments import Scales
+from cuattn.gpu.fork import side_by_side
 from cuattn.gpu.memory import scratch
 from cuattn.gpu.structs import MAP_BYTES, WORD, launch_id
 
@@ -98,7 +99,8 @@ class Plan:
         return Slot(self._template, self._structs)
 
     def launch(self, addresses: dict[str, Any]) -> None:
-        """Launch on the current device and stream, and what was chosen beside after it.
+        """Launch on the current device and stream; where something was chosen beside, that, and
+        this on a second stream, for which the current one waits.
 
         Parameters
         ----------
@@ -106,6 +108,14 @@ class Plan:
             Addresses of the call's arrays by the names that the argument structs have for them; 0
             for an array that is not there. It is added to.
         """
+        beside = self._beside
+        if beside is None:
+            self._launch(addresses)
+        else:
+            copy = dict(addresses)
+            side_by_side(lambda: self._launch(addresses), lambda: beside.launch(copy))
+
+    def _launch(self, addresses: dict[str, Any]) -> None:
         workspace = None
         if self.has_state:
             # The workspace goes back to the pool when this returns: the next call on the stream may
@@ -119,8 +129,6 @@ class Plan:
         self._slots.append(slot)
         if (launches := recorded.get()) is not None:
             launches.append((self, addresses))
-        if self._beside is not None:
-            self._beside.launch(dict(addresses))
 
     def workspace(self) -> Any:
         """Memory for the kernel's own use in one launch; None if it needs none."""

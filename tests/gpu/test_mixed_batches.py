@@ -135,3 +135,53 @@ def test_a_graph_reads_lengths_when_it_is_replayed(rng):
         stream.synchronize()
         assert float(cupy.abs(out - want).max()) < 0.02
         assert bool(cupy.isfinite(out.astype(np.float32)).all())
+
+
+def test_what_follows_on_the_stream_waits_for_both_launches(rng):
+    """The call's own stream may overwrite the arguments, and read the result, right after it."""
+    batch = Batch(rng, [1] * 20 + [700, 300], [900] * 22, (8, 2), 128)
+    given = [cupy.asarray(a) for a in (batch.q, *batch.pages, batch.table)]
+    given += [cupy.asarray(batch.keys.astype(np.int32)), cupy.asarray(batch.cu_q)]
+    want = cuattn.paged_attention(*given[:5], cu_seqlens_q=given[5])
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    copies = [[a.copy() for a in given] for _ in streams]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for stream, arrays in zip(streams, copies, strict=True):
+        with stream:
+            out = cuattn.paged_attention(*arrays[:5], cu_seqlens_q=arrays[5])
+            results.append(out.copy())
+            for a in (*arrays[:3], out):
+                a.view(np.uint16).fill(0x7FC0)
+    for stream, result in zip(streams, results, strict=True):
+        stream.synchronize()
+        assert float(cupy.abs(result - want).max()) < 0.02
+
+
+def test_calls_on_other_streams_while_one_is_captured(rng):
+    """They have a second stream of their own, which is not captured."""
+    batch = Batch(rng, [1] * 6 + [250], [600] * 7, (8, 2), 128)
+    given = [cupy.asarray(a) for a in (batch.q, *batch.pages, batch.table)]
+    given += [cupy.asarray(batch.keys.astype(np.int32)), cupy.asarray(batch.cu_q)]
+
+    def call():
+        return cuattn.paged_attention(*given[:5], cu_seqlens_q=given[5])
+
+    want = call()
+    first, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+    with other:
+        call()  # what it allocates is there for the next
+    with first:
+        first.begin_capture()
+        out = call()
+        with other:
+            beside = call()
+        graph = first.end_capture()
+    other.synchronize()
+    assert float(cupy.abs(beside - want).max()) < 0.02
+    out.view(np.uint16).fill(0x7FC0)
+    cupy.cuda.Device().synchronize()
+    graph.launch(first)
+    first.synchronize()
+    assert float(cupy.abs(out - want).max()) < 0.02

@@ -54,7 +54,12 @@ from cuattn.gpu.dispatch.quantization import (
     row_lanes,
     sequences_to_expand,
 )
-from cuattn.gpu.dispatch.routing import cascade_pays, prefers_decoding, queries_for_decoding
+from cuattn.gpu.dispatch.routing import (
+    cascade_pays,
+    multiprocessors_for_decoding,
+    prefers_decoding,
+    queries_for_decoding,
+)
 from cuattn.gpu.dispatch.sampling import (
     MAX_TOP_K,
     filter_rows,
@@ -169,7 +174,8 @@ def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
         None does, which all of them together never leave.
     """
     if most := queries_for_decoding(call):
-        few = dataclasses.replace(call, max_queries=most)
+        multiprocessors = multiprocessors_for_decoding(call, most)
+        few = dataclasses.replace(call, max_queries=most, multiprocessors=multiprocessors)
         many = dataclasses.replace(call, min_queries=most + 1)
         decoding, forward = (
             next(filter(None, (tier.serves(part) for tier in tiers if tier.name == name)), None)

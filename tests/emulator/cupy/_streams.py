@@ -158,7 +158,9 @@ class Stream:
         return event
 
     def wait_event(self, event: Any) -> None:
-        """What the event follows is done already."""
+        """What the event follows is done already, or part of a capture, which this stream joins."""
+        if any(event.captured is captured for captured in _capturing.values()):
+            _capturing[self] = event.captured
 
     def add_callback(self, callback: Callable, arg: Any) -> None:
         raise _errors.NotEmulated("callbacks of streams")
@@ -176,7 +178,10 @@ class Stream:
     def end_capture(self) -> Graph:
         if self not in _capturing:
             raise CUDARuntimeError(901, "cudaErrorStreamCaptureInvalidated")
-        return Graph(*_capturing.pop(self))
+        captured = _capturing[self]
+        for stream in [s for s, shared in _capturing.items() if shared is captured]:
+            del _capturing[stream]
+        return Graph(*captured)
 
 
 class ExternalStream(Stream):
@@ -198,11 +203,13 @@ class Event:
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
     ) -> None:
         self.ptr = next(_numbers)
+        self.captured: Any = None  # what was being captured from the stream that it was recorded on
 
     done = True
 
     def record(self, stream: Any = None) -> None:
-        """Nothing has to be remembered."""
+        """Nothing has to be remembered but a capture."""
+        self.captured = _capturing.get(get_current_stream() if stream is None else stream)
 
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
