@@ -15,7 +15,6 @@ SECTION_TILES = 4096
 SORTED_SEQUENCES = 32  # SortedTiles::kMost of attention/scheduler_sm90.cuh
 LONG = 4  # times the mean length, of a varlen call
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
-MANY_TILES = 8  # for each thread block: their mean is then about what the busiest one has
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -48,13 +47,8 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
         in_turn = 1
         if spec.rows == "batched" and not config.bound_left and spec.batch <= SORTED_SEQUENCES:
             in_turn = spec.batch
-        tiles = in_turn * -(-spec.seqlen_q // config.queries_of_tile(spec))  # of a head
-
-        def stays(section: int) -> bool:
-            at_once = in_turn > 1 and section * tiles <= blocks
-            return at_once or in_turn * seen_bytes(section) <= SECTION_BYTES
-
-        most = max((n for n in range(1, heads + 1) if stays(n)), default=1)
+        in_l2 = (n for n in range(1, heads + 1) if in_turn * seen_bytes(n) <= SECTION_BYTES)
+        most = max(in_l2, default=1)
         return -(-heads // -(-heads // most))
     cost = costs_of_tiles(spec, config)
     if cost.min() == cost.max():
@@ -129,17 +123,15 @@ def time_of_head(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
 
 
 def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int) -> float:
-    """About what the busiest thread block takes, in the same unit."""
-    costs = _costs(spec, config)
+    """What the busiest thread block takes at least, in the same unit: about that, as tiles of
+    different costs are dealt out well."""
+    costs = np.sort(_costs(spec, config))[::-1]
     heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
-    if spec.rows == "ragged" or len(costs) * heads > MANY_TILES * multiprocessors:
-        return float(costs.sum()) * heads / multiprocessors * _unit(config)
-    tiles = np.sort(np.repeat(costs, heads))[::-1]
-    rounds = np.zeros(-(-len(tiles) // multiprocessors) * multiprocessors)
-    rounds[: len(tiles)] = tiles
-    rounds = rounds.reshape(-1, multiprocessors)
-    rounds[1::2] = rounds[1::2, ::-1]
-    return float(rounds.sum(axis=0).max()) * _unit(config)
+    tiles = len(costs) * heads
+    # Of n blocks' first kn + 1 tiles in order of their costs some block has k + 1.
+    further = np.arange(0, tiles, multiprocessors)
+    busiest = ((1 + np.arange(len(further))) * costs[further // heads]).max()
+    return float(max(busiest, costs.sum() * heads / multiprocessors)) * _unit(config)
 
 
 def _costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
