@@ -1,8 +1,10 @@
-// Merges the partial results that mla/decode_sm90.cu has left: a block for each row of the tiles
-// whose keys were split, with a share of the partial results for each warp.
+// Merges the partial results that mla/decode_sm90.cu has left for the tiles of rows whose keys were
+// split.
 //
-//   DecodeParams and MlaParams are those of the launch before; grid: (tiles, rows of a tile, pieces
-//   of kColumns columns). Small calls have more pieces, which take less time each.
+//   DecodeParams and MlaParams are those of the launch before; grid: (tiles, pieces of their rows,
+//   pieces of kColumns columns). In large calls, whose tiles have few partial results, a warp has a
+//   row; in small ones (Config::shared_rows) a block has a piece of a row, and each warp a share of
+//   its many partial results.
 #include "mla/partial.cuh"
 
 namespace mla {
@@ -49,18 +51,20 @@ struct Sum {
   }
 };
 
-__device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& task, int row) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Of the partial results begin, begin + step, …
+__device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& task, int row,
+                                         int begin, int step) {
+  const int lane = threadIdx.x % 32;
   Sum whole;
 #pragma unroll 1
-  for (int first = warp; first < task.count; first += kWarps * kBatch) {
+  for (int first = begin; first < task.count; first += step * kBatch) {
     float4 o[kBatch][kVecs];
     float2 max_sum[kBatch];
     float new_max = whole.max;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       // What does not exist is read as the last is, and not added.
-      const Tile& part = parts[task.slot(min(first + i * kWarps, task.count - 1))];
+      const Tile& part = parts[task.slot(min(first + i * step, task.count - 1))];
       max_sum[i] = part.max_sum[row];
 #pragma unroll
       for (int j = 0; j < kVecs; ++j)
@@ -69,7 +73,7 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i * kWarps >= task.count) max_sum[i] = {tile::negative_infinity(), 0.0f};
+      if (first + i * step >= task.count) max_sum[i] = {tile::negative_infinity(), 0.0f};
       new_max = fmaxf(new_max, max_sum[i].x);
     }
     whole.move(new_max);
@@ -83,53 +87,66 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
   return whole;
 }
 
+// Four columns of a row of the result.
+__device__ __forceinline__ void put(const DecodeParams& params, const OutputRow& row, int column,
+                                    const float4& o) {
+  if (column == 0) put_lse(params, row);
+  if (column >= params.head_dim_v) return;
+  tile::Vec<T, 4> packed;
+  packed.x[0] = static_cast<T>(o.x * row.factor);
+  packed.x[1] = static_cast<T>(o.y * row.factor);
+  packed.x[2] = static_cast<T>(o.z * row.factor);
+  packed.x[3] = static_cast<T>(o.w * row.factor);
+  *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + row.at + column) = packed;
+}
+
 }  // namespace mla
 
 extern "C" __global__ void __launch_bounds__(Config::threads)
     mla_combine(const __grid_constant__ DecodeParams params,
                 const __grid_constant__ MlaParams mla_params) {
   using namespace mla;
-  __shared__ Smem smem;
   const CombineTask task = mla_params.tasks[blockIdx.x];
-  const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = Config::shared_rows ? blockIdx.y : blockIdx.y * kWarps + warp;
   if (task.call_id != mla_params.call_id || row >= task.rows) return;
   // A replay of a CUDA graph may have other tiles than the one before, whose task this then is.
   if (params.cu_seqlens_q != nullptr) {
     const decoding::CachedSequence now = decoding::sequence_at(params, task.sequence);
     if (now.begin_q != task.begin_q || task.row_tile * kRows >= now.seqlen_q * params.group) return;
   }
-  const Sum share = sum_share(static_cast<const Tile*>(mla_params.parts), task, row);
-#pragma unroll
-  for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];
-  if (lane == 0) smem.max_sum[warp] = {share.max, share.sum};
-  __syncthreads();
-  if (threadIdx.x >= kColumns / 4) return;
-  float max = tile::negative_infinity(), sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) max = fmaxf(max, smem.max_sum[i].x);
-  float4 o = {};
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-    const float factor = ptx::ex2(smem.max_sum[i].x - Sum::offset(max));
-    const float4 other = smem.o[i][threadIdx.x];
-    sum = fmaf(factor, smem.max_sum[i].y, sum);
-    o = {fmaf(factor, other.x, o.x), fmaf(factor, other.y, o.y), fmaf(factor, other.z, o.z),
-         fmaf(factor, other.w, o.w)};
-  }
   decoding::Split split = {};
   split.seq.index = task.sequence;
   split.seq.begin_q = task.begin_q;
   split.head = task.head;
   split.row_tile = task.row_tile;
-  const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
-  const int column = blockIdx.z * kColumns + threadIdx.x * 4;
-  if (column < params.head_dim_v) {
-    tile::Vec<T, 4> packed;
-    packed.x[0] = static_cast<T>(o.x * result.factor);
-    packed.x[1] = static_cast<T>(o.y * result.factor);
-    packed.x[2] = static_cast<T>(o.z * result.factor);
-    packed.x[3] = static_cast<T>(o.w * result.factor);
-    *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + result.at + column) = packed;
+  const Tile* const parts = static_cast<const Tile*>(mla_params.parts);
+  if constexpr (!Config::shared_rows) {
+    const Sum whole = sum_share(parts, task, row, 0, 1);
+    const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) put(params, result, (lane + 32 * j) * 4, whole.o[j]);
+  } else {
+    __shared__ Smem smem;
+    const Sum share = sum_share(parts, task, row, warp, kWarps);
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];
+    if (lane == 0) smem.max_sum[warp] = {share.max, share.sum};
+    __syncthreads();
+    if (threadIdx.x >= kColumns / 4) return;
+    float max = tile::negative_infinity(), sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) max = fmaxf(max, smem.max_sum[i].x);
+    float4 o = {};
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      const float factor = ptx::ex2(smem.max_sum[i].x - Sum::offset(max));
+      const float4 other = smem.o[i][threadIdx.x];
+      sum = fmaf(factor, smem.max_sum[i].y, sum);
+      o = {fmaf(factor, other.x, o.x), fmaf(factor, other.y, o.y), fmaf(factor, other.z, o.z),
+           fmaf(factor, other.w, o.w)};
+    }
+    const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
+    put(params, result, blockIdx.z * kColumns + threadIdx.x * 4, o);
   }
-  if (column == 0) put_lse(params, result);
 }

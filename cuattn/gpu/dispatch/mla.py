@@ -201,16 +201,17 @@ class CombineConfig(Config):
     dtype: str
     rows: int  # of a tile
     latent: int
-    columns: int  # of O that a block merges
+    columns: int  # of O that a warp or a block merges
+    shared_rows: bool  # by a block's warps, each of which has a share of the partial results
 
     @property
     def threads(self) -> int:
-        """Eight warps share the partial results of a row."""
+        """Eight warps."""
         return 256
 
 
 def _combine_variant(dtype: str, columns: int) -> Variant:
-    config = CombineConfig(dtype, 64, LATENT, columns)
+    config = CombineConfig(dtype, 64, LATENT, columns, shared_rows=columns < LATENT)
     return Variant("mla/combine.cu", "mla_combine", config)
 
 
@@ -248,7 +249,7 @@ class Sm90Mla:
         columns = LATENT // 4 if few else LATENT
         combine = Launch(
             _combine_variant(spec.dtype.name, columns),
-            (tiles * head_tiles, tile_rows, LATENT // columns),
+            (tiles * head_tiles, tile_rows if few else -(-tile_rows // 8), LATENT // columns),
             launch.arguments,
         )
         main = dataclasses.replace(
