@@ -147,6 +147,7 @@ def test_the_batch_has_no_say_in_the_keys_of_hopper_tiles(batch, seqlen, head_di
         ((16, 2048, 8), 64, True, (192, 128)),
         ((1, 700, 2), 256, False, (64, 80)),
         ((59, 312, 4), 256, True, (128, 80)),
+        ((3, 10469, 1), 96, True, (128, 112)),  # the longest of 165 tiles of 192 rows
     ],
 )
 def test_few_rows_are_shared_out_over_the_device(shape, head_dim, causal, tile):

@@ -96,6 +96,7 @@ SM90_TILES = {
     ),
     (96, 96): (
         Sm90Tile(112, 3),
+        Sm90Tile(112, 2, speed=0.85),
         Sm90Tile(112, 1, speed=0.55),
         Sm90Tile(128, 2, speed=0.9),
         Sm90Tile(128, 1, speed=0.58),
