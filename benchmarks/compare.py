@@ -219,6 +219,7 @@ def table_cases() -> Iterator[Case]:
         "top_k": lambda s, x, seed: s.sample(x, top_k=50, seed=seed),
         "top_p": lambda s, x, seed: s.sample(x, top_p=0.9, seed=seed),
         "joint": lambda s, x, seed: s.sample(x, top_k=50, top_p=0.9, seed=seed),
+        "top_k_300": lambda s, x, seed: s.sample(x, top_k=300, seed=seed),
         "typical_p": lambda s, x, seed: s.sample(x, typical_p=0.9, seed=seed),
         "select": lambda s, x, seed: s.top_k(x, 50),
         "softmax": lambda s, x, seed: s.softmax(x),

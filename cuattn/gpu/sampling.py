@@ -75,12 +75,18 @@ def sample(
         if table is None:
             with temporaries():
                 logits = apply_penalties(logits, penalties)
-    # Typical-p and a long top-k need several passes. Whether values on the device ask for them,
-    # sample_filtered.cu finds out, and leaves such rows to filter.cu.
-    several = isinstance(top_k, int) and dispatch.MAX_TOP_K < top_k < vocab
-    several |= isinstance(typical_p, float) and typical_p < 1
+    # Typical-p and a long top-k need several passes, unless they are all that ranks the tokens.
+    # Whether values on the device ask for them, sample_filtered.cu finds out, and leaves such rows
+    # to filter.cu.
+    long = isinstance(top_k, int) and dispatch.MAX_TOP_K < top_k < vocab
+    typical = isinstance(typical_p, float) and typical_p < 1
     known = isinstance(top_k, int) and isinstance(typical_p, float)
+    several = long or typical
     tokens = cupy.empty(len(logits), np.int32)
+    alone = _is_number(top_p, 1) and long != typical and vocab <= dispatch.MAX_RANKED
+    if alone and (_is_number(typical_p, 1) or (all_tokens and _is_number(min_p, 0))):
+        _launch_sampler("ranked", logits, filters, seed, offset, tokens=tokens)
+        return tokens
     if not several:
         _launch_sampler("filtered", logits, filters, seed, offset, tokens=tokens, table=table)
     if several or not known:
@@ -283,8 +289,9 @@ def _penalty_lengths(penalties: Penalties) -> tuple[int, int]:
 
 
 def _launch_sampler(kernel: str, logits: cupy.ndarray, *given: Any, **arrays: Any) -> None:
-    """Launch a kernel that takes a SampleParams, if there are rows: "unfiltered", "filtered" or
-    "filter" for sampling/sample_unfiltered.cu, sample_filtered.cu and filter.cu."""
+    """Launch a kernel that takes a SampleParams, if there are rows: "unfiltered", "filtered",
+    "ranked" or "filter" for sampling/sample_unfiltered.cu, sample_filtered.cu in its two variants,
+    and filter.cu."""
     if len(logits):
         addresses, constants = _sampler_inputs(logits, *given, **arrays)
         device = cupy.cuda.runtime.getDevice()
@@ -370,8 +377,9 @@ def _sampler_plan(
     smem_bytes = None
     if kernel == "filter":
         launch, smem_bytes = dispatch.filter_rows(rows, vocab, arch)
-    elif kernel == "filtered":
-        launch = dispatch.sample_filtered(FLOAT_DTYPES[dtype], rows, arch)
+    elif kernel in ("filtered", "ranked"):
+        ranked = kernel == "ranked"
+        launch = dispatch.sample_filtered(FLOAT_DTYPES[dtype], rows, arch, ranked=ranked)
     else:
         launch = dispatch.sample_unfiltered(FLOAT_DTYPES[dtype], rows, arch)
         smem_bytes, arguments = 0, (*arguments, _NO_PENALTIES)

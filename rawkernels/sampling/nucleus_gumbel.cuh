@@ -43,7 +43,7 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
   const auto add = [&](int i, float x) {
     const float value = x + 0.0f;  // -0 becomes 0: they are equal
     if (!(value < kInfinity)) candidates.bad[rank_in_cluster()] = 1;
-    const Key token = rank_key(value, i);
+    const Key token = rank_key(state.score(value), i);
     if (!(value < smem.state.min_logit) && token > smem.state.rejected) {
       add_candidate(token, candidates);
     }
@@ -102,9 +102,10 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
 #pragma unroll
         for (int j = 8 * first; j < 8 * (first + kGroupsAtOnce); ++j) {
           const float log2_p = state.log2_probability(x[j]);
+          const float score = state.typical() ? state.log2_score(state.score(x[j])) : log2_p;
           char* const column = reinterpret_cast<char*>(&thread_bins[0][threadIdx.x]);
-          const unsigned offset = __float_as_uint(state.bin(log2_p)) * sizeof(thread_bins[0]);
-          *reinterpret_cast<float*>(column + offset) += ptx::ex2(log2_p);
+          const unsigned offset = __float_as_uint(state.bin(score)) * sizeof(thread_bins[0]);
+          *reinterpret_cast<float*>(column + offset) += state.weight(log2_p);
         }
       }
       which |= which_of_tile(x + 8 * first, words, limit) << 8 * first;
@@ -138,20 +139,26 @@ __device__ __forceinline__ void find_candidates(const Tiles<kTileTokens>& tiles,
   exchange_candidates(candidates);
 }
 
-// The candidate with the largest key, of those that may be kept and rank after state.rejected; 0 if
-// there is none, or if a token that is no candidate might have a larger key. Known to all threads.
-__device__ __forceinline__ Key best_candidate(const CandidateSmem& candidates, int places,
-                                              float high, PhiloxKey key, NucleusSmem& smem) {
+// The candidate with the largest key, of those that may be kept and rank before state.rejected; 0
+// if there is none, or if a token that is no candidate might have a larger key. Known to all
+// threads.
+__device__ __forceinline__ Key best_candidate(const Row& logits, const CandidateSmem& candidates,
+                                              int places, float high, PhiloxKey key,
+                                              NucleusSmem& smem) {
   const NucleusState& state = smem.state;
   const auto at = [&](int place) -> Key {
     const bool filled =
         place < places && place / Config::cluster < candidates.found[place % Config::cluster];
     const Key token = filled ? candidates.keys[place] : 0;
-    const bool may = token > state.rejected && passes_min_p(state, key_score(token), high);
-    return may && !surely_outside(token, smem) ? token : 0;
+    const bool may =
+        token > state.rejected && passes_min_p(state, logit_of(logits, token, state), high);
+    return may && !surely_outside(logits, token, smem) ? token : 0;
   };
   const auto uniform = [&](Key token) {
     return philox_uniform(key, kTokenStream, key_token(token));
+  };
+  const auto approximate = [&](Key token) {
+    return approx_key(state.log2_probability(logit_of(logits, token, state)), uniform(token));
   };
   if (threadIdx.x == 0) smem.best = 0;
   int winners = 2;  // possible ones
@@ -160,7 +167,7 @@ __device__ __forceinline__ Key best_candidate(const CandidateSmem& candidates, i
   float near = -kInfinity;
   if (places <= Config::threads) {
     token = at(threadIdx.x);
-    if (token != 0) near = approx_key(state.log2_probability(key_score(token)), uniform(token));
+    if (token != 0) near = approximate(token);
     winners = count_possible_winners(near, may_win, smem.key_bounds);
   }
   if (winners > 1) {  // too close for float32, or more candidates than threads
@@ -169,8 +176,8 @@ __device__ __forceinline__ Key best_candidate(const CandidateSmem& candidates, i
     for (int place = threadIdx.x; place < places; place += Config::threads) {
       const Key other = at(place);
       if (other == 0) continue;
-      const Draw draw = {exact_key(key_score(other), state.temperature, uniform(other)),
-                         key_token(other)};
+      const float x = logit_of(logits, other, state);
+      const Draw draw = {exact_key(x, state.temperature, uniform(other)), key_token(other)};
       if (!beats(draw, best)) continue;
       best = draw;
       token = other;
@@ -180,7 +187,7 @@ __device__ __forceinline__ Key best_candidate(const CandidateSmem& candidates, i
     if (threadIdx.x == 0) smem.argmax.block_best[0] = best;
     __syncthreads();
     may_win = own >= 0 && own == smem.argmax.block_best[0].token;
-    if (may_win) near = approx_key(state.log2_probability(key_score(token)), uniform(token));
+    if (may_win) near = approximate(token);
   }
   if (may_win) {
     const float others = -ptx::lg2(state.candidate_scale);  // above the keys of all other tokens
@@ -190,15 +197,28 @@ __device__ __forceinline__ Key best_candidate(const CandidateSmem& candidates, i
   return smem.best;
 }
 
+// Whether as many tokens as top-k keeps reach the logit that the pilot sample gave for that.
+__device__ __forceinline__ bool reaches_nucleus(const NucleusSmem& smem) {
+  const NucleusState& state = smem.state;
+  if (!state.counts() || !state.estimated || !(state.center > -kInfinity)) return true;
+  const int bin = __float_as_uint(bin_of(state.center, state)) & 0xff;
+  return smem.before[bin] >= state.top_p;
+}
+
 // A draw from what top-p and min-p leave of the row, known to all threads; -1 for a bad row or one
-// that has nothing to draw.
+// that has nothing to draw. With Config::ranked: of what top-k and min-p leave, or typical-p; top_p
+// is then the number of tokens, or the share.
 __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, float temperature,
                                               float top_p, float min_p, PhiloxKey key,
                                               CandidateSmem& candidate_smem, NucleusSmem& smem) {
   const Tiles<kTileTokens> tiles(logits, own_segment(vocab));
   float ahead[kTileTokens];
-  estimate_state(logits, vocab, temperature, top_p, min_p, smem, [&] { tiles.load_ahead(ahead); });
-  wait_cluster();
+  RowMoments moments = {};
+  const bool typical = Config::ranked && top_p < 1.0f;
+  if (typical) moments = moments_of_row(logits, vocab, log2_per_logit(temperature), smem.moments);
+  estimate_state(logits, vocab, temperature, top_p, min_p, moments, smem,
+                 [&] { tiles.load_ahead(ahead); });
+  if (!typical) wait_cluster();
   for (;;) {
     if (smem.state.has_nucleus() && smem.state.estimated) {
       find_candidates<true, false>(tiles, ahead, key, candidate_smem, smem);
@@ -215,10 +235,10 @@ __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, floa
     const Candidates candidates(candidate_smem);
     if (candidates.bad || high == -kInfinity) return -1;
     // An infinite sum says that probabilities are out of range, and that candidates are missing.
-    while (candidates.complete && smem.total < kInfinity) {
-      const Key best = best_candidate(candidate_smem, candidates.places, high, key, smem);
+    while (candidates.complete && smem.total < kInfinity && reaches_nucleus(smem)) {
+      const Key best = best_candidate(logits, candidate_smem, candidates.places, high, key, smem);
       if (best == 0) break;
-      if (surely_inside(best, smem) || !ends_before(logits, vocab, best, smem))
+      if (surely_inside(logits, best, smem) || !ends_before(logits, vocab, best, smem))
         return key_token(best);
       if (threadIdx.x == 0) smem.state.rejected = best;
       __syncthreads();
@@ -246,7 +266,9 @@ __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, floa
     }
     if (!few) {
       const Key least = rank_key(fmaxf(smem.state.min_logit, -kMaxFloat), 0x7fffffff);
-      const float left = probability_above(logits, vocab, max(smem.state.rejected, least), smem).x;
+      const auto probability = [](float log2_p) { return ptx::ex2(log2_p); };
+      const Key bound = max(smem.state.rejected, least);
+      const float left = weight_above(logits, vocab, bound, probability, smem).x;
       if (threadIdx.x == 0) smem.state.candidate_scale = wanted / left;
     }
     tiles.load_ahead(ahead);

@@ -7,50 +7,13 @@
 
 #include "sampling/candidates.cuh"
 #include "sampling/gumbel_max.cuh"
+#include "sampling/nucleus_state.cuh"
+#include "sampling/row_moments.cuh"
 
-// Sums that decide are taken over these segments whatever the cluster, so that their rounding does
-// not depend on it. Sums of bins do, and decide only what is clear by more than kTolerance.
-constexpr int kSegments = 8;
-constexpr int kOwnSegments = kSegments / Config::cluster;
-constexpr int kSumWarps = 8;         // that sum a segment together, whatever Config::threads is
-constexpr float kTolerance = 1e-4f;  // of a row's probability, more than rounding amounts to
-constexpr int kHistogramBins = Config::histogram_bins;
 constexpr int kPilotBins = 256;
 constexpr float kPilotBinWidth = 24.0f / kPilotBins;  // of log2 of a probability
 constexpr float kPilotUnit = 0x1p19f;       // of fixed-point sums: 4096 probabilities of 1 are 2^31
 constexpr float kTargetCandidates = 32.0f;  // about; more where filters keep little
-static_assert(kSegments % Config::cluster == 0, "every block must own whole segments");
-static_assert(kWarps % kSumWarps == 0, "every segment must have a whole team of warps");
-static_assert(kHistogramBins <= 32, "each bin must have a lane");
-
-constexpr Key kBelowFinite = 0x00800000ull << 32;  // below the keys of all finite logits
-
-// What is asked of a row, and what is known of it or estimated.
-struct NucleusState {
-  float temperature, top_p, min_p;
-  float reference, slope;
-  float bin_scale, bin_shift;  // from log2 of a probability to its bin
-  float candidate_scale;       // a token is a candidate if E < probability * candidate_scale,
-  float min_logit;             // its logit is at least this,
-  Key rejected;                // and its key is above this one
-  bool sparse;                 // min-p keeps a token in at most one of sixteen groups of four
-  bool estimated;              // all this is from the pilot sample, not yet from the row itself
-
-  __device__ __forceinline__ bool has_nucleus() const { return top_p < 1.0f; }
-
-  __device__ __forceinline__ float log2_probability(float x) const {
-    return (x - reference) * slope;
-  }
-
-  __device__ __forceinline__ float probability(float x) const {
-    return ptx::ex2(log2_probability(x));
-  }
-
-  // 2^23 + the bin, so that the bin is in the low bits.
-  __device__ __forceinline__ float bin(float log2_p) const {
-    return fmaf(__saturatef(fmaf(log2_p, bin_scale, bin_shift)), kHistogramBins - 1.0f, 0x1p23f);
-  }
-};
 
 // Each thread's own bins, a column; or groups of four tokens that wait (nucleus_gumbel.cuh).
 extern __shared__ __align__(16) float thread_bins[][Config::threads];
@@ -59,7 +22,10 @@ struct NucleusSmem {
   NucleusState state;
   unsigned pilot_bins[kPilotBins];
   float bins[Config::cluster][kHistogramBins];
-  float2 sums[kSegments][kSumWarps];
+  union {
+    float2 sums[kSegments][kSumWarps];
+    RowMoments moments[Config::ranked ? kSegments * kSumWarps : 1];
+  };
   float highs[Config::cluster][kWarps], in_bin[Config::cluster][kWarps];
   uint2 pilot_sums[kWarps];
   float pilot_high[kWarps];
@@ -81,10 +47,11 @@ __device__ __forceinline__ float min_kept_logit(float high, float slope, float m
   return high + reach - fmaf(fabsf(high), 1e-6f, fabsf(reach) * 1e-6f);
 }
 
-// Spreads the histogram's bins over the logits at which the nucleus may end, by the pilot's bins
-// and its sum of squared probabilities. Called by one warp.
-__device__ __forceinline__ void place_bins(NucleusState& state, float squares,
-                                           const NucleusSmem& smem) {
+// Spreads the histogram's bins over the scores at which the nucleus may end, by the pilot's bins
+// and its sum of squared probabilities. For top-k the tokens that reach the last bin but one become
+// candidates; returns their probability in the pilot sample. Called by one warp.
+__device__ __forceinline__ float place_bins(NucleusState& state, int vocab, float squares,
+                                            const NucleusSmem& smem) {
   constexpr int kBinsPerLane = kPilotBins / 32;
   const int lane = threadIdx.x;
   unsigned bins[kBinsPerLane], own = 0;
@@ -95,8 +62,14 @@ __device__ __forceinline__ void place_bins(NucleusState& state, float squares,
   sum -= float(own);
   // The nucleus ends where the pilot's does, give or take four standard deviations.
   const float error = 4.0f * sqrtf(state.top_p * (1.0f - state.top_p) * squares) / probability;
-  const float upper = (state.top_p - error) * total;
-  const float lower = fminf(state.top_p + error, 1.0f - 0.125f * (1.0f - state.top_p)) * total;
+  float upper = (state.top_p - error) * total;
+  float lower = fminf(state.top_p + error, 1.0f - 0.125f * (1.0f - state.top_p)) * total;
+  if (state.counts()) {
+    const float expected = state.top_p * fminf(1.0f, float(kPilotSize) / float(vocab));
+    const float reach = 4.0f * sqrtf(expected) + 4.0f;
+    upper = expected - reach;
+    lower = expected + reach;
+  }
   int first = 0, last = 1;  // pilot bins before each of the two
 #pragma unroll
   for (int b = 0; b < kBinsPerLane; ++b) {
@@ -107,17 +80,32 @@ __device__ __forceinline__ void place_bins(NucleusState& state, float squares,
   first = __reduce_add_sync(0xffffffffu, first);
   last = __reduce_add_sync(0xffffffffu, last) - 31;
   const bool few = probability * probability < 50.0f * squares;
-  const float top = few || first == 0 ? 8.0f : first * -kPilotBinWidth;
+  const bool beyond = !Config::ranked && (few || first == 0);  // scores may be above the sample's
+  const float top = beyond ? 8.0f : first * -kPilotBinWidth;
   const float step = (top + last * kPilotBinWidth) / (kHistogramBins - 2);
   state.bin_scale = -1.0f / (step * (kHistogramBins - 1));
   state.bin_shift = (top / step + 0.5f) / (kHistogramBins - 1);
+  if (!state.counts()) return 0.0f;
+  float kept = 0.0f;
+#pragma unroll
+  for (int b = 0; b < kBinsPerLane; ++b) {
+    const int bin = lane * kBinsPerLane + b;
+    if (bin < last) kept = fmaf(float(bins[b]), ptx::ex2(bin * -kPilotBinWidth), kept);
+  }
+  if (last < kPilotBins) {
+    const float log2_p = top - (kHistogramBins - 1) * step;  // in the last bin
+    state.set_center(state.reference + log2_p / state.slope);
+    state.min_logit = fmaxf(state.min_logit, state.center);
+  }
+  return reduce_warp(kept, Add());
 }
 
 // Estimates smem.state from the pilot sample. meanwhile() is called while that is being loaded.
+// `row` is for typical-p.
 template <class Meanwhile>
 __device__ __forceinline__ void estimate_state(const Row& logits, int vocab, float temperature,
-                                               float top_p, float min_p, NucleusSmem& smem,
-                                               Meanwhile meanwhile) {
+                                               float top_p, float min_p, RowMoments row,
+                                               NucleusSmem& smem, Meanwhile meanwhile) {
   float x[kPilotPerThread];
   read_pilot(logits, vocab, x);
   meanwhile();
@@ -131,6 +119,7 @@ __device__ __forceinline__ void estimate_state(const Row& logits, int vocab, flo
   state.temperature = temperature;
   state.top_p = top_p;
   state.min_p = min_p;
+  state.set_center(state.counts() ? -kInfinity : row.mean());
   state.slope = log2_per_logit(temperature);
   state.reference = fabsf(high) < kInfinity ? high : 0.0f;
   state.rejected = kBelowFinite;
@@ -143,9 +132,11 @@ __device__ __forceinline__ void estimate_state(const Row& logits, int vocab, flo
     const float p = ptx::ex2(log2_p);
     if (x[j] >= state.min_logit) kept += p;
     squares = fmaf(p, p, squares);
-    if (top_p < 1.0f && x[j] > -kInfinity) {
-      const int bin = min(int(log2_p * (-1.0f / kPilotBinWidth)), kPilotBins - 1);
-      atomicAdd(&smem.pilot_bins[max(bin, 0)], __float2uint_rn(p * kPilotUnit));
+    if ((Config::ranked || top_p < 1.0f) && x[j] > -kInfinity) {
+      const float score = state.typical() ? state.log2_score(state.score(x[j])) : log2_p;
+      const int bin = min(int(score * (-1.0f / kPilotBinWidth)), kPilotBins - 1);
+      atomicAdd(&smem.pilot_bins[max(bin, 0)],
+                state.counts() ? 1u : __float2uint_rn(p * kPilotUnit));
     }
   }
   uint2 sums = {__reduce_add_sync(0xffffffffu, __float2uint_rn(kept * kPilotUnit)),
@@ -165,7 +156,17 @@ __device__ __forceinline__ void estimate_state(const Row& logits, int vocab, flo
     const float wanted = kTargetCandidates * more / fmaxf(top_p, 0.25f);
     state.candidate_scale = wanted / fmaxf(fmaf(kept - 1.0f, each, 1.0f), 1.0f);
     state.bin_scale = state.bin_shift = 0.0f;
-    if (top_p < 1.0f) place_bins(state, squares, smem);
+    if (state.has_nucleus()) {
+      const float reached = place_bins(state, vocab, squares, smem);
+      if (state.counts())
+        state.candidate_scale = top_p == 1.0f ? kInfinity  // all that reach state.min_logit
+                                              : 2.0f * kTargetCandidates /
+                                                    fmaxf(fmaf(reached - 1.0f, each, 1.0f), 1.0f);
+    }
+    if (state.typical()) {
+      state.reference = fabsf(row.high) < kInfinity ? row.high : 0.0f;
+      state.candidate_scale = wanted / fmaxf(row.sum, 1.0f);
+    }
     if (threadIdx.x == 0) {
       smem.state = state;
       smem.total = 0.0f;
@@ -183,14 +184,15 @@ __device__ __forceinline__ bool passes_min_p(const NucleusState& state, float x,
   return (double(x) - double(high)) / double(state.temperature) >= log(double(state.min_p));
 }
 
-// The probability of the tokens whose keys are above `key`, and of all tokens.
-__device__ __forceinline__ float2 probability_above(const Row& logits, int vocab, Key key,
-                                                    NucleusSmem& smem) {
+// The weight of the tokens whose keys are above `key`, and of all tokens; weight_of() takes log2 of
+// a token's probability.
+template <class Weight>
+__device__ __forceinline__ float2 weight_above(const Row& logits, int vocab, Key key,
+                                               Weight weight_of, NucleusSmem& smem) {
   const NucleusState state = smem.state;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kSumWarps;
   const float bound = key_score(key);
   const int token = key_token(key);
-  constexpr int kTokens = 16;  // whatever Config::unroll is: it decides how sums round
   constexpr int kTeams = kWarps / kSumWarps;
   sync_cluster();  // no block reads the previous sums any more
   const int first = rank_in_cluster() * kOwnSegments;
@@ -198,15 +200,16 @@ __device__ __forceinline__ float2 probability_above(const Row& logits, int vocab
   for (int own = threadIdx.x / 32 / kSumWarps; own < kOwnSegments; own += kTeams) {
     const int number = first + own;
     float2 sum = {0.0f, 0.0f};
-    for (Tiles<kTokens, kSumWarps> tiles(logits, part_of_row<kGroup, kSegments>(vocab, number));
+    for (Tiles<kSumTokens, kSumWarps> tiles(logits, part_of_row<kGroup, kSegments>(vocab, number));
          tiles.any(); tiles.next()) {
-      float x[kTokens];
+      float x[kSumTokens];
       tiles.load(x);
 #pragma unroll
-      for (int j = 0; j < kTokens; ++j) {
-        const float p = x[j] > -kInfinity ? state.probability(x[j]) : 0.0f;
+      for (int j = 0; j < kSumTokens; ++j) {
+        const float p = x[j] > -kInfinity ? weight_of(state.log2_probability(x[j])) : 0.0f;
+        const float score = state.score(x[j]);
         const bool before =
-            (x[j] > bound) | ((x[j] == bound) & (tile_token(tiles.base, j) < token));
+            (score > bound) | ((score == bound) & (tile_token(tiles.base, j) < token));
         sum.x += before ? p : 0.0f;
         sum.y += p;
       }
@@ -241,35 +244,54 @@ __device__ __forceinline__ void sum_bins(NucleusSmem& smem) {
   __syncthreads();
 }
 
-// The least and the greatest probability, by the bins, of the tokens that rank before a token.
-__device__ __forceinline__ float2 bounds_before(Key token, const NucleusSmem& smem) {
-  const float log2_p = smem.state.log2_probability(key_score(token));
-  const int bin = __float_as_uint(smem.state.bin(log2_p)) & 0xff;
+// The bin of a key's score; the number is in the low bits.
+__device__ __forceinline__ float bin_of(float score, const NucleusState& state) {
+  return state.bin(state.log2_score(score));
+}
+
+// The logit of a key's token.
+__device__ __forceinline__ float logit_of(const Row& logits, Key token, const NucleusState& state) {
+  return state.typical() ? logits(key_token(token)) : key_score(token);
+}
+
+// The least and the greatest weight, by the bins, of the tokens that rank before a token.
+__device__ __forceinline__ float2 bounds_before(const Row& logits, Key token,
+                                                const NucleusSmem& smem) {
+  const int bin = __float_as_uint(bin_of(key_score(token), smem.state)) & 0xff;
   const float before = smem.before[bin];
-  return {before, before + (smem.in[bin] - ptx::ex2(log2_p))};
+  const float log2_p = smem.state.log2_probability(logit_of(logits, token, smem.state));
+  return {before, before + (smem.in[bin] - smem.state.weight(log2_p))};
 }
 
 // Whether the bins prove that a token is outside of the nucleus.
-__device__ __forceinline__ bool surely_outside(Key token, const NucleusSmem& smem) {
+__device__ __forceinline__ bool surely_outside(const Row& logits, Key token,
+                                               const NucleusSmem& smem) {
   if (!smem.state.has_nucleus() || !smem.state.estimated) return false;
-  const double end = double(smem.state.top_p) * smem.total;
-  return bounds_before(token, smem).x > end + kTolerance * smem.total;
+  const double end = smem.state.end(smem.total);
+  return bounds_before(logits, token, smem).x > end + smem.state.tolerance(smem.total);
 }
 
 // Whether the bins prove that a token is inside of the nucleus.
-__device__ __forceinline__ bool surely_inside(Key token, const NucleusSmem& smem) {
+__device__ __forceinline__ bool surely_inside(const Row& logits, Key token,
+                                              const NucleusSmem& smem) {
   if (!smem.state.has_nucleus() || !smem.state.estimated) return !smem.state.has_nucleus();
-  const double end = double(smem.state.top_p) * smem.total;
-  return bounds_before(token, smem).y < end - kTolerance * smem.total;
+  const double end = smem.state.end(smem.total);
+  return bounds_before(logits, token, smem).y < end - smem.state.tolerance(smem.total);
 }
 
-// The probability of the tokens in a token's bin that rank before it: reads the row again.
+// The largest score of four tokens.
+__device__ __forceinline__ float largest_score(const NucleusState& state, const float* x) {
+  return fmaxf(fmaxf(state.score(x[0]), state.score(x[1])),
+               fmaxf(state.score(x[2]), state.score(x[3])));
+}
+
+// The weight of the tokens in a token's bin that rank before it: reads the row again.
 __device__ __forceinline__ float in_bin_before(const Row& logits, int vocab, Key key,
                                                NucleusSmem& smem) {
   const NucleusState state = smem.state;
   const float bound = key_score(key);
   const int token = key_token(key);
-  const float bin = state.bin(state.log2_probability(bound));
+  const float bin = bin_of(bound, state);
   constexpr int kTokens = 32;  // as many as there are registers for
   float sum = 0.0f;
   const Tiles<kTokens> tiles(logits, own_segment(vocab));
@@ -278,12 +300,12 @@ __device__ __forceinline__ float in_bin_before(const Row& logits, int vocab, Key
   for_each_tile(tiles, ahead, [&](int base, const float (&x)[kTokens]) {
 #pragma unroll
     for (int first = 0; first < kTokens; first += 4) {
-      if (fmaxf(fmaxf(x[first], x[first + 1]), fmaxf(x[first + 2], x[first + 3])) < bound) continue;
+      if (largest_score(state, x + first) < bound) continue;
 #pragma unroll
       for (int j = first; j < first + 4; ++j) {
-        const float log2_p = state.log2_probability(x[j]);
-        const bool before = (x[j] > bound) | ((x[j] == bound) & (tile_token(base, j) < token));
-        if (before & (state.bin(log2_p) == bin)) sum += ptx::ex2(log2_p);
+        const float log2_p = state.log2_probability(x[j]), score = state.score(x[j]);
+        const bool before = (score > bound) | ((score == bound) & (tile_token(base, j) < token));
+        if (before & (bin_of(score, state) == bin)) sum += state.weight(log2_p);
       }
     }
   });
@@ -302,11 +324,14 @@ __device__ __forceinline__ float in_bin_before(const Row& logits, int vocab, Key
 __device__ __forceinline__ bool ends_before(const Row& logits, int vocab, Key token,
                                             NucleusSmem& smem) {
   if (smem.state.estimated) {
-    const float before = bounds_before(token, smem).x + in_bin_before(logits, vocab, token, smem);
-    const double beyond = before - double(smem.state.top_p) * smem.total;
-    if (fabs(beyond) > kTolerance * smem.total) return beyond > 0.0;
+    const float before =
+        bounds_before(logits, token, smem).x + in_bin_before(logits, vocab, token, smem);
+    const double beyond = before - smem.state.end(smem.total);
+    if (fabs(beyond) > smem.state.tolerance(smem.total)) return beyond > 0.0;
   }
-  const float2 sums = probability_above(logits, vocab, token, smem);
+  const NucleusState state = smem.state;
+  const auto weight = [&](float log2_p) { return state.weight(log2_p); };
+  const float2 sums = weight_above(logits, vocab, token, weight, smem);
   // The first token is always in the nucleus.
-  return !(sums.x < double(smem.state.top_p) * sums.y) && sums.x > 0.0f;
+  return !(sums.x < smem.state.end(sums.y)) && sums.x > 0.0f;
 }

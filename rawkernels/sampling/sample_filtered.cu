@@ -1,6 +1,7 @@
 // The k largest logits of each row, or a token drawn after top-k, top-p and min-p, by reading the
 // row once: logits (rows, vocab) -> tokens (rows,), or top values and indices (rows, top_count).
-// k is at most kMaxTopK, or for a draw all of the row; filter.cu serves the other rows.
+// k is at most kMaxTopK, or for a draw all of the row; filter.cu serves the other rows. With
+// Config::ranked, tokens alone, after a longer top-k (and min-p) or after typical-p.
 //
 // With top-k, the k largest are found and sorted (topk.cuh), and one thread for each takes part in
 // top-p, min-p and Gumbel-max. Without, nucleus_gumbel.cuh draws from the whole row. A cluster of
@@ -34,6 +35,16 @@ ROW_KERNEL sample_filtered(const SampleParams params) {
   const float raw_temperature = fmaxf(params.temperature[row], 0.0f);
   const float temperature = raw_temperature > 0.0f ? raw_temperature : 1.0f;
   const float top_p = clamp_to_unit(params.top_p[row]), min_p = clamp_to_unit(params.min_p[row]);
+  if constexpr (Config::ranked) {
+    const PhiloxKey philox = {params.seed[row], params.offset[row]};
+    const float typical_p = clamp_to_unit(params.typical_p[row]);
+    const float top_k = raw_temperature == 0.0f ? 1.0f : float(params.top_k[row]);
+    const float end = raw_temperature > 0.0f && typical_p < 1.0f ? typical_p : top_k;
+    const int token = sample_nucleus(logits, params.vocab, temperature, end, min_p, philox,
+                                     smem.candidates, smem.nucleus);
+    if (threadIdx.x == 0 && rank_in_cluster() == 0) params.tokens[row] = token;
+    return;
+  }
   int top_k = params.top_count;
   if (params.tokens) {
     top_k = min(max(params.top_k[row], 1), params.vocab);

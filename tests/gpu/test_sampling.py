@@ -30,6 +30,7 @@ FILTERS = [
     {"top_p": 0.1},
     {"min_p": 0.05},
     {"typical_p": 0.8},
+    {"top_k": 300, "min_p": 0.02},
     {"top_k": 50, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 700, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9},
 ]
@@ -59,7 +60,11 @@ def test_tokens_are_those_of_numpy(rng, vocab, std, parameters):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 127, 128, 400])
-@pytest.mark.parametrize("parameters", [{}, {"top_k": 50}, {"top_p": 0.8}], ids=name_of)
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"top_k": 50}, {"top_k": 400}, {"top_p": 0.8}, {"typical_p": 0.7}],
+    ids=name_of,
+)
 def test_any_batch_and_dtype_gives_the_same_tokens(rng, dtype, rows, parameters):
     logits = logits_of(rng, rows, 3001, dtype)
     seed = rng.integers(0, 2**62, rows)
@@ -172,6 +177,12 @@ def test_rows_in_any_order(rng, vocab, copies):
         {"min_p": 0.05},
         {"min_p": 1.0},
         {"min_p": 1e-9, "top_p": 0.999},
+        {"top_k": 300},
+        {"top_k": 700, "temperature": 9.0},
+        {"top_k": 300, "min_p": 0.05},
+        {"typical_p": 0.9},
+        {"typical_p": 0.2, "temperature": 9.0},
+        {"typical_p": 1e-6},
     ]:
         expected = sampling.sample(logits, seed=seed, **parameters)
         tokens = sampling.sample(on_gpu, seed=seeds, **parameters).get()
@@ -188,7 +199,7 @@ def test_logits_of_any_size(rng, scale):
     logits = logits_of(rng, 4, 9001, std=1.0) * np.float32(scale)
     logits[1, 5] = -3e38
     logits[2, 5:7] = -3e38, 3e38  # their difference is past float32
-    for parameters in FILTERS[:11]:
+    for parameters in FILTERS[:12]:
         expected = sampling.sample(logits, seed=1, **parameters)
         tokens = sampling.sample(cupy.asarray(logits), seed=1, **parameters)
         assert np.array_equal(tokens.get(), expected), parameters

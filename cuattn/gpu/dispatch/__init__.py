@@ -61,6 +61,7 @@ from cuattn.gpu.dispatch.routing import (
     queries_for_decoding,
 )
 from cuattn.gpu.dispatch.sampling import (
+    MAX_RANKED,
     MAX_TOP_K,
     filter_rows,
     penalize,
@@ -83,6 +84,7 @@ __all__ = [
     "CACHE_UPDATE",
     "JVP",
     "MAX_DIM",
+    "MAX_RANKED",
     "MAX_TOP_K",
     "MLA",
     "SHARED_KIB",

@@ -20,6 +20,7 @@ MIN_TABLE_LOGITS = 1 << 22  # from so many on, a table of penalized logits is fa
 MAX_TABLE_BYTES = 64 * 1024  # of shared memory, at most, for making the table of a row
 PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes, at least
 MAX_TOP_K = 256  # of sampling/sample_filtered.cu: kMaxTopK of topk.cuh
+MAX_RANKED = 1 << 24  # tokens of a row, at most, that a draw counts in float32
 FILTER_THREADS = 448  # 512 would spill
 
 
@@ -55,6 +56,7 @@ class FilteredConfig(RowConfig):
     """sampling/sample_filtered.cu."""
 
     histogram_bins: int
+    ranked: bool  # whether it serves a long top-k or typical-p, instead of all the others
 
     @property
     def smem_bytes(self) -> int:
@@ -139,12 +141,13 @@ def sample_unfiltered(dtype: str, rows: int, arch: str, *, penalized: bool = Fal
 
 
 @functools.lru_cache(maxsize=4096)
-def sample_filtered(dtype: str, rows: int, arch: str) -> Launch:
-    """Choose the kernel of top-k, and of a draw after filters that need each row only once."""
+def sample_filtered(dtype: str, rows: int, arch: str, *, ranked: bool = False) -> Launch:
+    """Choose the kernel of top-k, and of a draw after filters that need each row only once; with
+    `ranked`, after a long top-k or typical-p alone."""
     cluster = _cluster(rows, arch)
     if capability(arch) == 90 and FEW_ROWS < rows < 2 * WHOLE_ROWS:
         cluster = 2
-    return Launch(_filtered_variant(dtype, cluster), (rows * cluster,))
+    return Launch(_filtered_variant(dtype, cluster, ranked=ranked), (rows * cluster,))
 
 
 def segment(vocab: int, cluster: int) -> int:
@@ -212,7 +215,8 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
     for dtype in LOGIT_DTYPES:
         for cluster in (1, 2, CLUSTER) if capability(arch) == 90 else _clusters(arch):
             yield _unfiltered_variant(dtype, cluster, arch)
-            yield _filtered_variant(dtype, cluster)
+            for ranked in (False, True):
+                yield _filtered_variant(dtype, cluster, ranked=ranked)
         yield from _softmax_variants(dtype, arch)
         yield penalize(dtype, 1, 1, 0, 0)[0].variant
     for resident in (False, True) if hopper else (False,):
@@ -258,13 +262,13 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
     )
 
 
-def _filtered_variant(dtype: str, cluster: int) -> Variant:
+def _filtered_variant(dtype: str, cluster: int, *, ranked: bool) -> Variant:
     # 25 bins take as much memory as the tokens that wait (Waiting of nucleus_gumbel.cuh) where a
     # tile has up to four groups of four; with eight groups none wait.
-    shape = {1: (4, 2, 256, 25), 2: (1, 2, 512, 25), CLUSTER: (2, 4, 256, 24)}[cluster]
-    return Variant(
-        "sampling/sample_filtered.cu", "sample_filtered", FilteredConfig(dtype, cluster, *shape)
-    )
+    few = 3 if ranked else 4  # ranking tokens needs more registers
+    shape = {1: (few, 2, 256, 25), 2: (1, 2, 512, 25), CLUSTER: (2, 4, 256, 24)}[cluster]
+    config = FilteredConfig(dtype, cluster, *shape, ranked)
+    return Variant("sampling/sample_filtered.cu", "sample_filtered", config)
 
 
 def _row_bytes(arch: str) -> int:
