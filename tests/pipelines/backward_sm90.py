@@ -26,7 +26,7 @@ from tests.pipelines.explorer import (
 )
 
 WARPS = 4  # of a warpgroup
-KEEPS = {"started": False}
+KEEPS = {"started": False, "turn": 0}
 BLOCK = "block"
 
 
@@ -39,7 +39,8 @@ def variants() -> dict[str, Variant]:
             alternates = config.head_dim == 64  # type: ignore[attr-defined]
             computes = getattr(config, "computes_dq", False)
             stages = getattr(config, "v_stages", 0)
-            found[f"{variant.entry}-{alternates=}-{computes=}-{stages=}"] = variant
+            keys = config.tile_n  # type: ignore[attr-defined]
+            found[f"{variant.entry}-{alternates=}-{computes=}-{stages=}-{keys=}"] = variant
     return found
 
 
@@ -133,12 +134,12 @@ def of_keys(
 def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pipeline:
     """gradients/backward_sm90.cu."""
     alternate, computes_dq = bool(constants["kAlternate"]), config.computes_dq
-    pipelined = bool(constants["kPipelined"])
-    consumers = range(constants["kConsumers"])
+    pipelined, one_ring = bool(constants["kPipelined"]), bool(constants["kOneRing"])
+    consumers, adders = range(constants["kConsumers"]), range(constants["kRings"])
 
     def takes(consumer: int, number: int) -> bool:
         """Whether a consumer computes dq of a tile's block."""
-        return computes_dq and (not alternate or number % 2 == consumer)
+        return computes_dq and (not alternate or number % len(consumers) == consumer)
 
     def first_products() -> Iterator[NamedTuple]:
         yield Wait("full_q")
@@ -172,19 +173,23 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
             yield Advance("ds")
 
     def send_dq(consumer: int, number: int) -> Iterator[NamedTuple]:
+        ring = 0 if one_ring else consumer
         if takes(consumer, number):
-            yield Wait(f"empty_dq.{consumer}", before=True)
-            yield Write(f"dq.{consumer}")
-            yield Arrive(f"full_dq.{consumer}", WARPS)
-            yield Advance(f"dq.{consumer}")
+            yield Wait(f"empty_dq.{ring}", before=True)
+            yield Write(f"dq.{ring}")
+            yield Arrive(f"full_dq.{ring}", WARPS)
+        if one_ring or takes(consumer, number):
+            yield Advance(f"dq.{ring}")
 
-    def consume(consumer: int, blocks: int) -> Iterator[NamedTuple]:
+    def consume(consumer: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
         if blocks == 0:
             return
         yield Wait("full_k")
         yield Wait("full_v")
-        for number in range(blocks):
-            if pipelined and number > 0:
+        first = own.turn if one_ring else 0  # of all tiles' blocks, or of this tile's
+        own.turn = (first + blocks) % len(consumers)
+        for number in range(first, first + blocks):
+            if pipelined and number > first:
                 yield Advance("stage")
                 yield from first_products()
                 yield Advance("stage", by=-1)
@@ -192,7 +197,7 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
             else:
                 yield from first_products()
             yield from store_ds(consumer)
-            if pipelined and number > 0:
+            if pipelined and number > first:
                 yield from send_dq(consumer, number - 1)
             if not pipelined:
                 yield from second_products(consumer, number)
@@ -204,18 +209,18 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
         yield Arrive("empty_kv", WARPS)
         yield Advance("keys")
 
-    def add_dq(consumer: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
+    def add_dq(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
         for number in range(blocks):
-            if takes(consumer, number):
-                yield Wait(f"full_dq.{consumer}")
-                yield Read(f"dq.{consumer}")
+            if one_ring or takes(ring, number):
+                yield Wait(f"full_dq.{ring}")
+                yield Read(f"dq.{ring}")
                 if own.started:  # bulk_wait_group_read<1>
-                    yield Advance(f"dq.{consumer}", by=-1)
-                    yield Read(f"dq.{consumer}")
-                    yield Arrive(f"empty_dq.{consumer}")
-                    yield Advance(f"dq.{consumer}")
+                    yield Advance(f"dq.{ring}", by=-1)
+                    yield Read(f"dq.{ring}")
+                    yield Arrive(f"empty_dq.{ring}")
+                    yield Advance(f"dq.{ring}")
                 own.started = True
-                yield Advance(f"dq.{consumer}")
+                yield Advance(f"dq.{ring}")
 
     rings, barriers, memory = of_keys(constants, count, "full_k", "full_v", "empty_kv")
     rings["ds"] = constants["kStagesDs"]
@@ -224,13 +229,15 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
     loader = of_tiles(load_blocks, 1, "empty_kv", "empty_kv")
     processes: dict[str, Role] = {"finder": find_tiles, "loader": loader}
     for consumer in consumers:
-        rings[f"dq.{consumer}"] = constants["kStagesDq"]
-        memory |= {f"dq.{consumer}": f"dq.{consumer}", f"ds.{consumer}": "ds"}
+        memory[f"ds.{consumer}"] = "ds"
+        processes[f"consumer {consumer}"] = of_tiles(consume, WARPS, consumer, keeps=True)
+    for ring in adders:
+        rings[f"dq.{ring}"] = constants["kStagesDq"]
+        memory[f"dq.{ring}"] = f"dq.{ring}"
         for end in ("full", "empty"):
-            barriers[f"{end}_dq.{consumer}"] = f"dq.{consumer}", count[f"{end}_dq"]
-        processes[f"consumer {consumer}"] = of_tiles(consume, WARPS, consumer)
+            barriers[f"{end}_dq.{ring}"] = f"dq.{ring}", count[f"{end}_dq"]
         if computes_dq:
-            processes[f"adder {consumer}"] = of_tiles(add_dq, 1, consumer, keeps=True)
+            processes[f"adder {ring}"] = of_tiles(add_dq, 1, ring, keeps=True)
     return Pipeline(rings, barriers, memory, processes, tuple(range(6)), keeps=KEEPS)
 
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.pipelines import explorer, source
-from tests.pipelines.backward_sm90 import BLOCK, MODELS, pipeline, variants
+from tests.pipelines.backward_sm90 import BLOCK, pipeline, variants
 
 VARIANTS = variants()
 
@@ -41,12 +41,16 @@ def test_a_missing_arrival_stops_a_block(name, missing):
         explorer.run(model, list(model.inputs) * 6)
 
 
-@pytest.mark.parametrize("kernel", MODELS)
-def test_warpgroups_do_not_wait_for_registers(kernel):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_warpgroups_do_not_wait_for_registers(name):
     """setmaxnreg gives a warpgroup what others have given back of the registers of the launch, a
     multiple of 8 a thread, and waits where there are fewer."""
-    found = re.findall(r"setmaxnreg_(\w+)<(\d+)>", source.text(kernel))
-    (given,) = {int(n) for way, n in found if way == "dec"}
-    (taken,) = {int(n) for way, n in found if way == "inc"}
-    launched = 65536 // 384 // 8 * 8
-    assert given + 2 * taken <= 3 * launched
+    variant = VARIANTS[name]
+    text = source.text(variant.source)
+    constants = source.Constants(text, variant.config)
+    found = re.findall(r"setmaxnreg_(\w+)<([^>]+)>", text)
+    (given,) = {constants.value(n) for way, n in found if way == "dec"}
+    (taken,) = {constants.value(n) for way, n in found if way == "inc"}
+    threads = variant.config.threads
+    launched = 65536 // threads // 8 * 8
+    assert given + (threads // 128 - 1) * taken <= threads // 128 * launched
