@@ -457,20 +457,53 @@ SCALES = Scales(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_codes_are_for_tensor_cores(arch, dim, tokens, rows):
     """Of any number of rows, in as many tiles as it takes."""
-    cache = (40, 1000, 8, dim)
+    launch = dispatch.choose(over_codes(arch, dim, tokens))
+    entry = "decode_codes_sm90" if arch == "sm_90a" and dim in (64, 128) else "decode_sm80"
+    assert (launch.variant.entry, launch.variant.config.rows) == (entry, rows)
+    assert launch.variant in set(dispatch.variants(arch))
+
+
+def over_codes(arch, dim, tokens=1, batch=40, capacity=1000, format="int8", **scales):
+    """A call of `flash_decode` over codes of 8 key heads, with scales as `scales` say."""
+    cache = (batch, capacity, 8, dim)
     spec = attention_spec(
-        *("flash_decode", (40, tokens, 32, dim), cache, cache),
+        *("flash_decode", (batch, tokens, 32, dim), cache, cache),
         *[np.dtype(np.float16)] * 3,
         causal=True,
         keys="cached",
-        formats=("int8", "int8"),
+        formats=(format, format),
     )
-    columns = [(8 * dim * 1000, 8 * dim, dim, 1)] * 2
-    call = Call.contiguous(spec, arch, k_scales=SCALES, v_scales=SCALES)
-    assert call.strides[1:3] == tuple(columns)
-    launch = dispatch.choose(call)
-    assert (launch.variant.entry, launch.variant.config.rows) == ("decode_sm80", rows)
-    assert launch.variant in set(dispatch.variants(arch))
+    given = SCALES._replace(**scales)
+    call = Call.contiguous(spec, arch, k_scales=given, v_scales=given)
+    columns = dim // 2 if format == "int4" else dim
+    assert call.strides[1] == (8 * columns * capacity, 8 * columns, columns, 1)
+    return call
+
+
+def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():
+    """Of int4, with minima between them."""
+
+    def entry(*args, **options):
+        launch = dispatch.choose(over_codes("sm_90a", *args, **options))
+        assert launch.variant in set(dispatch.variants("sm_90a"))
+        return launch.variant.entry
+
+    pairs = {
+        "format": "int4",
+        "strides": (16000, 2, 2000, 2),
+        "minimum_strides": (16000, 2, 2000, 2),
+        "has_minimum": True,
+        "paired": True,
+    }
+    assert entry(64) == entry(64, **pairs) == entry(128, **pairs) == "decode_codes_sm90"
+    for strides in ((8000, 8, 1, 1), (8000, 1, 1004, 1), (8004, 1, 1000, 1), (0, 0, 1, 1)):
+        assert entry(64, strides=strides) == "decode_sm80"
+    assert entry(64, capacity=1004) == "decode_sm80"
+    assert entry(64, is_float32=True) == "decode_sm80"
+    assert entry(64, format="int4") == "decode_sm80"
+    # Of 8 bits, where there are many pairs of a sequence and a key head.
+    assert entry(128) == "decode_codes_sm90"
+    assert entry(128, batch=32) == "decode_sm80"
 
 
 def cached(batch, heads, capacity, dim):

@@ -81,7 +81,8 @@ struct Partial {
 // result; and merges partial results, of which a lane has kBatch on their way from L2 at a time. A
 // partial result is written in packets of 16 bytes, half of each numbers and half the launch's id,
 // so that neither flags nor fences are needed: who reads the id has read the numbers.
-template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch>
+template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch,
+          int kWarps = Config::threads / 32>
 struct Writer {
   using Acc = tile::Accumulator<T>;
   using Packet = ptx::B128;
@@ -130,7 +131,7 @@ struct Writer {
 #pragma unroll 1
     while (true) {
       while (requested.task < tasks && requested.task % kPanels * 64 >= params.head_dim_v)
-        requested.task += Config::threads / 32;
+        requested.task += kWarps;
       const bool more = requested.task < tasks;
       if (kAhead && more) request(list, requested, packets);
       if (read.task >= 0) {
@@ -153,7 +154,7 @@ struct Writer {
       if (!arrived(packets, numbers)) continue;
       read = requested;
       requested.first += 2 * kBatch;
-      if (requested.first >= list.count) requested = {requested.task + Config::threads / 32, 0};
+      if (requested.first >= list.count) requested = {requested.task + kWarps, 0};
     }
   }
 

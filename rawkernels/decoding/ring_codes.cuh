@@ -190,4 +190,31 @@ struct ScaleReader {
   }
 };
 
+// Scales of a tile as a cache has them, those of neighbouring keys side by side: bfloat16, of kInt4
+// with the minimum behind it.
+template <int kFormat>
+struct PackedScale {
+  using Word = unsigned short;
+  __device__ __forceinline__ static float scale(unsigned word, int = 0) {
+    return __uint_as_float(word << 16);
+  }
+  __device__ __forceinline__ static float minimum(unsigned, float) { return 0; }
+};
+template <>
+struct PackedScale<tile::kInt4> {
+  using Word = unsigned;
+  __device__ __forceinline__ static float scale(unsigned word, int = 0) {
+    return __uint_as_float(word << 16);
+  }
+  // Of codes that are counted from the middle.
+  __device__ __forceinline__ static float minimum(unsigned word, float scale) {
+    return fmaf(scale, 8.0f, __uint_as_float(word & 0xffff0000));
+  }
+};
+template <int kKFormat, int kVFormat, int kKeys>
+struct PackedScales {
+  alignas(16) typename PackedScale<kKFormat>::Word k[1][kKeys];
+  alignas(16) typename PackedScale<kVFormat>::Word v[1][kKeys];
+};
+
 }  // namespace decoding

@@ -5,25 +5,18 @@
 //   q·k̂ = scale · (q·code) + minimum · Σq + q·offset,
 //   o   = Σ p·scale · code + Σ p·minimum.
 //
+// What operands exceed codes by (tile/expand.cuh) is taken out of a score, and out of O at the end.
 // Where features are in groups with scales of their own, so are these sums. A rotation of the keys
 // is done to the queries instead. Queries become float16 times a power of two for each row, which
 // leaves what 16-bit queries are as it is, but for channels 2^-28 below the row's largest.
 #pragma once
 
+#include "decoding/query_rows.cuh"
 #include "decoding/ring_codes.cuh"
 #include "decoding/slice.cuh"
 #include "ptx/registers.cuh"
 
 namespace decoding {
-
-// What the scores of a row need, beside its queries in float16.
-template <int kGroups>
-struct QueryRow {
-  float factor;                 // what a product of operands is worth
-  float added;                  // to all scores
-  float minus_excess[kGroups];  // of the keys' operands over their codes, in products
-  float sum[kGroups];           // of q
-};
 
 template <int kKFormat, int kVFormat, int kHeadDim, int kWarpRows, int kWarpKeys, int kKGroups,
           int kVGroups>
@@ -40,106 +33,42 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   using Base::kRowBlocks;
   using Base::kSteps;
   static constexpr bool kVHasMinimum = kVFormat == tile::kInt4;
-  static constexpr int kLaneDims = kHeadDim / 32;
   static constexpr int kKGroupSteps = kSteps / kKGroups, kVGroupSteps = kSteps / kVGroups;
   static_assert(kSteps % kKGroups == 0 && kSteps % kVGroups == 0, "groups must be whole steps");
+  static constexpr bool kVHasExcess = VCodes::value_excess(0) != 0;
+  // Whether the call's scale is in the keys' scales, of which there are fewer than of scores.
+  static constexpr bool kScaled = tile::IsContract<ScoreMod<__half, true, true>>::value;
 
   // Σ p·minimum of each row and group, of this lane's keys.
   float o_minimum[kRowBlocks][2][kVGroups];
+  // What O's columns exceed sums over codes by: two rows of a block of columns.
+  float o_excess[kRowBlocks][kVGroups][4];
 
   __device__ __forceinline__ void clear() {
     Base::clear();
 #pragma unroll
     for (int i = 0; i < kRowBlocks * 2 * kVGroups; ++i) (&o_minimum[0][0][0])[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kRowBlocks * kVGroups * 4; ++i) (&o_excess[0][0][0])[i] = 0;
   }
 
   // Of which nothing that is computed from it is kept: registers are for operands.
   __device__ __forceinline__ static int this_lane() { return ptx::opaque(threadIdx.x) % 32; }
 
-  // Turns a split's queries, in shared memory, into float16 in the order of the keys' operands; by
-  // kWarps warps, which take rows in turn.
+  // As decoding::prepare_queries.
   template <class T, int kRows, int kWarps>
   __device__ __forceinline__ static void prepare_queries(const DecodeParams& params,
                                                          const Split& split, T* queries,
                                                          QueryRows* query_rows) {
-    char* const bytes = reinterpret_cast<char*>(queries);
-    const int lane = threadIdx.x % 32;
-    const bool by_channel = params.k_group == 1;
-#pragma unroll 1
-    for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
-      // Columns 32 i + lane.
-      float x[kLaneDims];
-      float added = 0, largest = 0;
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) {
-        const int column = 32 * i + lane;
-        x[i] = static_cast<float>(
-            reinterpret_cast<const T*>(bytes + QTile::at(row, column / 8))[column % 8]);
-        if (params.k_offset != nullptr && column < params.head_dim)
-          added = fmaf(x[i], params.k_offset[split.head * params.head_dim + column], added);
-      }
-      if (params.k_rotated) {
-#pragma unroll
-        for (int i = 0; i < kLaneDims; ++i) x[i] = tile::with_rotation_sign(x[i], 32 * i + lane);
-        tile::hadamard(x, tile::rotation_block(params.head_dim));
-      }
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) {
-        const int column = 32 * i + lane;
-        if (by_channel && column < params.head_dim) {
-          if (params.k_minimum != nullptr)
-            added = fmaf(x[i],
-                         tile::scale_value(params.k_minimum,
-                                           split.head * params.k_minimum_stride.head +
-                                               column * params.k_minimum_stride.group,
-                                           params.k_scale_is_float),
-                         added);
-          x[i] *= tile::scale_value(
-              params.k_scale,
-              split.head * params.k_scale_stride.head + column * params.k_scale_stride.group,
-              params.k_scale_is_float);
-        }
-        largest = fmaxf(largest, fabsf(x[i]));
-      }
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-        added += __shfl_xor_sync(~0u, added, distance);
-      }
-      // The row's largest becomes 2^14 or more, below 2^15.
-      const int exponent = max(__float_as_int(largest) >> 23, 15);
-      const float factor = __int_as_float(exponent - 14 << 23);
-      const float inverse = __int_as_float(268 - exponent << 23);
-      float excess[kKGroups] = {}, sum[kKGroups] = {};
-      __syncwarp();  // the row has been read
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) {
-        const int column = 32 * i + lane, slot = KCodes::slot(column);
-        const __half stored = __float2half_rn(x[i] * inverse * KCodes::query_factor(column));
-        reinterpret_cast<__half*>(bytes + QTile::at(row, slot / 8))[slot % 8] = stored;
-        const float product = __half2float(stored);
-        excess[i * kKGroups / kLaneDims] -= product * KCodes::key_excess(column);
-        sum[i * kKGroups / kLaneDims] += product / KCodes::query_factor(column);
-      }
-#pragma unroll
-      for (int group = 0; group < kKGroups; ++group) {
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-          excess[group] += __shfl_xor_sync(~0u, excess[group], distance);
-          sum[group] += __shfl_xor_sync(~0u, sum[group], distance);
-        }
-        query_rows[row].minus_excess[group] = excess[group];
-        query_rows[row].sum[group] = sum[group] * factor;
-      }
-      query_rows[row].factor = factor * KCodes::kUnit;
-      query_rows[row].added = added;
-    }
+    decoding::prepare_queries<KCodes, QTile, kHeadDim, kRows, kWarps, kScaled>(params, split,
+                                                                               queries, query_rows);
   }
 
   // Products with the keys, scaled. query_rows are the tile's, q_rows this warp's, first_row on.
+  template <class AnyScales, class Reader>
   __device__ __forceinline__ static void multiply_scores(Scores& s, const Tiles& tiles,
-                                                         const Scales& scales,
-                                                         const ScaleReader& reader, unsigned q_rows,
+                                                         const AnyScales& scales,
+                                                         const Reader& reader, unsigned q_rows,
                                                          const QueryRows* query_rows,
                                                          int first_row) {
     using Tile = typename Tiles::KTile;
@@ -172,7 +101,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 #pragma unroll
           for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) product[j][r][i] = rows[8 * r + i % 2].minus_excess[group];
+            for (int i = 0; i < 4; ++i) product[j][r][i] = 0;
       }
       const int chunk = step % kLoadSteps / KCodes::kWordSteps;
       const int first = 2 * (step % KCodes::kWordSteps);
@@ -193,9 +122,28 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
     }
   }
 
+  // As Slice's.
+  template <class Rows>
+  __device__ __forceinline__ static void finish_scores(Scores& s, const DecodeParams& params,
+                                                       const Rows& rows, const Split& split,
+                                                       int key, int first_row, bool masked) {
+    if constexpr (!kScaled) {
+      Base::finish_scores(s, params, rows, split, key, first_row, masked);
+    } else {
+      if (__double2hiint(params.softcap) != 0 || params.alibi_slopes != nullptr)
+        rows.score_mod(params).terms_after_scale([&](const auto& term) {
+          Base::each_score(s, first_row, key, [&](float& score, int row, int key) {
+            score = term(score, rows.score_row(params, split, row), key);
+          });
+        });
+      if (masked) Base::hide_keys(s, params, rows, split, key, first_row);
+    }
+  }
+
   // Softmax of the scores, and the products with the values.
-  __device__ __forceinline__ void add_values(Scores& s, const Tiles& tiles, const Scales& scales,
-                                             const ScaleReader& reader) {
+  template <class AnyScales, class Reader>
+  __device__ __forceinline__ void add_values(Scores& s, const Tiles& tiles, const AnyScales& scales,
+                                             const Reader& reader) {
     using Tile = typename Tiles::VTile;
     float scale[kVGroups][kKeyBlocks][2], minimum[kVGroups][kKeyBlocks][2];
     // Weights times a value's scale go to float16: the maximum follows that product. Not farther
@@ -219,7 +167,13 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
         s, [&](float score, int j, int h) { return score + level[j][h]; },
         [&](int r, int c, float factor) {
 #pragma unroll
-          for (int group = 0; group < kVGroups; ++group) o_minimum[r][c][group] *= factor;
+          for (int group = 0; group < kVGroups; ++group) {
+            o_minimum[r][c][group] *= factor;
+            if (kVHasExcess) {
+              o_excess[r][group][c] *= factor;
+              o_excess[r][group][2 + c] *= factor;
+            }
+          }
         });
     const int lane = this_lane();
     const unsigned v_lane =
@@ -242,6 +196,15 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
                 o_minimum[r][c][group] = fmaf(p[c], minimum[group][j][h], o_minimum[r][c][group]);
             }
           }
+      if (kVHasExcess) {
+        const unsigned excess[4] = {VCodes::value_excess(0), VCodes::value_excess(1),
+                                    VCodes::value_excess(0), VCodes::value_excess(1)};
+#pragma unroll
+        for (int group = 0; group < kVGroups; ++group)
+#pragma unroll
+          for (int r = 0; r < kRowBlocks; ++r)
+            ptx::mma_m16n8k16<__half>(o_excess[r][group], excess, b[group][r][0], b[group][r][1]);
+      }
       constexpr int kBlocks = VCodes::kWordBlocks;
 #pragma unroll
       for (int pair = 0; pair < kSteps / (2 * kBlocks); ++pair) {
@@ -304,7 +267,9 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int column = (block / kBlocks * 8 + lane / 4) * 2 * kBlocks + block % kBlocks * 2 + h;
-        float x = this->o[block][r][2 * h + c] * VCodes::column_factor(h);
+        float x = this->o[block][r][2 * h + c];
+        if (kVHasExcess) x -= o_excess[r][block / kVGroupSteps][2 * h + c];
+        x *= VCodes::column_factor(h);
         if (kVHasMinimum) x += o_minimum[r][c][block / kVGroupSteps];
         o_rows[row][permuted_column<kAtOnce>(row, column)] = x;
       }
@@ -317,8 +282,9 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   }
 
   // Adds a group's products to the scores.
+  template <class AnyScales, class Reader>
   __device__ __forceinline__ static void add_scaled(
-      Scores& s, const Scales& scales, const ScaleReader& reader, const QueryRows* rows,
+      Scores& s, const AnyScales& scales, const Reader& reader, const QueryRows* rows,
       const float (&product)[kKeyBlocks][kRowBlocks][4], int group) {
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j)
@@ -326,7 +292,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
       for (int h = 0; h < 2; ++h) {
         const unsigned word = scales.k[group][own_key(j, h)];
         const float scale = reader.scale(word, group);
-        const float minimum = reader.minimum(word, scale);
+        const float minimum = reader.minimum(word, scale), scaled = scale * rows->scale;
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
@@ -334,7 +300,9 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
             const QueryRows& row = rows[8 * r + c];
             float& score = s[j][r][2 * h + c];
             const float before = group == 0 ? row.added : score;
-            score = fmaf(product[j][r][2 * h + c] * row.factor, scale, before);
+            const float of_codes =
+                fmaf(product[j][r][2 * h + c], row.factor, row.minus_excess[group]);
+            score = fmaf(of_codes, scaled, before);
             if (kKFormat == tile::kInt4) score = fmaf(minimum, row.sum[group], score);
           }
       }

@@ -1,9 +1,11 @@
 // Codes of quantised keys and values -> float16 operands of mma.sync, exactly, in registers.
 //
-// A word of four bytes, as ldmatrix gives it to a lane, becomes pairs of float16. Integers are put
-// into the last bits of 1024 or more, whose float16 are apart by one: that constant is taken out of
-// a score at once (keys), or of each operand (values, whose sums would be biased by what products
-// round off). Neither is a pair's order that of the channels:
+// A word of four bytes, as ldmatrix gives it to a lane, becomes pairs of float16. int4, and int8 as
+// values, are subnormal numbers: the code is their bits, so that one instruction masks two of them
+// out of a word, and an operand is 2^-24 times the code; mma.sync multiplies them exactly. int8 as
+// keys is put into the last bits of 1024, whose float16 are apart by one. What operands then
+// exceed codes by, which are counted from the middle, is one product more: of the queries with a
+// constant (keys), or of the weights (values). Neither is a pair's order that of the channels:
 //
 //   keys    16 bytes of a key, of which lane t has four, are one step of 16 channels, or two of
 //           int4. Slots 2t, 2t + 1 and 2t + 8, 2t + 9 of a step hold the channels that are cheapest
@@ -13,11 +15,12 @@
 //           are channels that lie side by side in a byte, or in two, and O is written in order.
 //
 // int4: the even channel is in the low nibble, the odd one becomes 16 times its code, and the
-// query's channel or O's column is divided by 16. Codes are counted from the middle, 8.
+// query's channel or O's column is divided by 16.
 #pragma once
 
 #include "ptx/cvt_float8.cuh"
 #include "tile/quantized.cuh"
+#include "tile/vec.cuh"
 
 namespace tile {
 
@@ -34,13 +37,17 @@ struct ByteCodes {
   static constexpr int kWordSteps = 1;   // of 16 channels of a key that lanes' words hold
   static constexpr int kWordBlocks = 1;  // of 16 channels of values
   static constexpr float kUnit = 1;      // what an operand of 1 is worth
+  static constexpr float kKeyUnit = 1;   // the same of a key
 
   // Which slot of the queries' order a channel has, and what the query is multiplied by there.
   __device__ __forceinline__ static int slot(int channel) {
     return (channel & ~15) + channel % 4 / 2 * 8 + channel % 16 / 4 * 2 + channel % 2;
   }
   __device__ __forceinline__ static float query_factor(int) { return 1; }
+  // Of values: what O's rows g, or g + 8, of a block are multiplied by at the end, and the bits of
+  // what operands there exceed their codes by, twice.
   __device__ __forceinline__ static float column_factor(int) { return 1; }
+  __device__ __forceinline__ static constexpr unsigned value_excess(int) { return 0; }
 };
 
 template <int kFormat>
@@ -58,9 +65,11 @@ struct Codes<kInt8> : ByteCodes {
   }
   __device__ __forceinline__ static void expand_values(unsigned (&pairs)[2], unsigned word) {
     const unsigned from_128 = word ^ 0x80808080;
-    pairs[0] = subtract_pair(__byte_perm(from_128, 0x64646464, 0x4240), 0x6480);
-    pairs[1] = subtract_pair(__byte_perm(from_128, 0x64646464, 0x4341), 0x6480);
+    pairs[0] = from_128 & 0x00ff00ff;
+    pairs[1] = __byte_perm(from_128, 0, 0x4341);
   }
+  __device__ __forceinline__ static float column_factor(int) { return 0x1p24f; }
+  __device__ __forceinline__ static constexpr unsigned value_excess(int) { return 0x00800080; }
 };
 
 template <>
@@ -81,6 +90,7 @@ struct Codes<kE4m3> : ByteCodes {
   // No such instruction: sign and magnitude are shifted to where float16 has them, which divides by
   // 2^8, subnormals included. NaN becomes 480, which nothing writes.
   static constexpr float kUnit = 256;
+  static constexpr float kKeyUnit = 256;
 
   __device__ __forceinline__ static unsigned shifted(unsigned upper_bytes) {
     return upper_bytes & 0x80008000 | upper_bytes >> 1 & 0x3f803f80;
@@ -116,7 +126,8 @@ struct Codes<kInt4> {
   static constexpr int kBits = 4;
   static constexpr int kWordSteps = 2;
   static constexpr int kWordBlocks = 2;
-  static constexpr float kUnit = 1;
+  static constexpr float kUnit = 1;  // of values: column_factor has it
+  static constexpr float kKeyUnit = 0x1p24f;
 
   __device__ __forceinline__ static int slot(int channel) {
     return (channel & ~31) + channel % 2 * 16 + channel / 2 % 2 * 8 + channel % 32 / 8 * 2 +
@@ -125,27 +136,52 @@ struct Codes<kInt4> {
   __device__ __forceinline__ static float query_factor(int channel) {
     return channel % 2 == 0 ? 1.0f : 0.0625f;
   }
-  __device__ __forceinline__ static float column_factor(int column) { return query_factor(column); }
   __device__ __forceinline__ static float key_excess(int channel) {
-    return channel % 2 == 0 ? 1024 + 8 : 1024 + 16 * 8;
+    return channel % 2 == 0 ? 0x1p-21f : 0x1p-17f;
+  }
+  __device__ __forceinline__ static float column_factor(int row) {
+    return row == 0 ? 0x1p24f : 0x1p20f;
+  }
+  __device__ __forceinline__ static constexpr unsigned value_excess(int row) {
+    return row == 0 ? 0x00080008 : 0x00800080;
   }
 
   // Even and odd channels of two steps, two pairs each.
   __device__ __forceinline__ static void expand_keys(unsigned (&pairs)[4], unsigned word) {
     const unsigned upper = word >> 8;
-    pairs[0] = word & 0x000f000f | 0x64006400;
-    pairs[1] = upper & 0x000f000f | 0x64006400;
-    pairs[2] = word & 0x00f000f0 | 0x64006400;
-    pairs[3] = upper & 0x00f000f0 | 0x64006400;
+    pairs[0] = word & 0x000f000f;
+    pairs[1] = upper & 0x000f000f;
+    pairs[2] = word & 0x00f000f0;
+    pairs[3] = upper & 0x00f000f0;
   }
   // Four channels, in order, of two keys.
   __device__ __forceinline__ static void expand_values(unsigned (&pairs)[4], unsigned word) {
     const unsigned upper = word >> 8;
-    pairs[0] = subtract_pair(word & 0x000f000f | 0x64006400, 0x6408);
-    pairs[1] = subtract_pair(word & 0x00f000f0 | 0x64006400, 0x6480);
-    pairs[2] = subtract_pair(upper & 0x000f000f | 0x64006400, 0x6408);
-    pairs[3] = subtract_pair(upper & 0x00f000f0 | 0x64006400, 0x6480);
+    pairs[0] = word & 0x000f000f;
+    pairs[1] = word & 0x00f000f0;
+    pairs[2] = upper & 0x000f000f;
+    pairs[3] = upper & 0x00f000f0;
   }
 };
+
+// Eight codes that are floats of 8 bits.
+template <int kFormat>
+__device__ __forceinline__ void expand_floats(float (&x)[8], const unsigned (&words)[2]) {
+#if __CUDA_ARCH__ >= 890
+  constexpr bool kInPairs = true;
+#else
+  constexpr bool kInPairs = kFormat == kE5m2;  // e4m3 by shifts has no NaN
+#endif
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    unsigned pairs[2] = {};
+    if (kInPairs) Codes<kFormat>::expand_keys(pairs, words[i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      x[4 * i + e] =
+          kInPairs ? __half2float(reinterpret_cast<const Vec<__half, 2>&>(pairs[e / 2]).x[e % 2])
+                   : number_of_code(kFormat, words[i] >> 8 * e & 0xff, false);
+  }
+}
 
 }  // namespace tile

@@ -87,8 +87,19 @@ struct ContractScores {
 
   template <class Visit>
   __device__ __forceinline__ void terms(const Visit& visit) const {
-    const Acc scale = static_cast<Acc>(inputs.scale), cap = static_cast<Acc>(inputs.softcap);
-    visit(Scale{cap == 0 ? scale * kUnit : scale});
+    visit(Scale{scale_factor()});
+    terms_after_scale(visit);
+  }
+
+  // What the first term multiplies by, and the other terms: for kernels that do the first on their
+  // own.
+  __device__ __forceinline__ Acc scale_factor() const {
+    const Acc scale = static_cast<Acc>(inputs.scale);
+    return static_cast<Acc>(inputs.softcap) == 0 ? scale * kUnit : scale;
+  }
+  template <class Visit>
+  __device__ __forceinline__ void terms_after_scale(const Visit& visit) const {
+    const Acc cap = static_cast<Acc>(inputs.softcap);
     if (cap != 0) visit(Softcap{cap, 1 / cap});
     if (inputs.bias != nullptr) {
       if (inputs.bias_is_float32)

@@ -11,6 +11,7 @@ import pytest
 import cuattn
 from cuattn._quantized import FORMATS
 from cuattn.gpu import dispatch
+from cuattn.gpu.dispatch import decoding_codes_sm90
 from cuattn.gpu.dispatch.decoding import CODE_FORMATS
 from tests import formulas
 
@@ -22,6 +23,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: What takes a call: those before the last leave some to it.
 TIERS = {
     "clusters": ("decode_sm90", "decode_sm80"),
+    "codes_sm90": ("decode_codes_sm90", "decode_sm80"),
     "sm80": ("decode_sm80",),
 }
 PAIRS = pytest.mark.parametrize("formats", CODE_FORMATS, ids="/".join)
@@ -29,7 +31,9 @@ LENS = [0, 1, 5, 31, 32, 33, 200, 517]
 
 
 @pytest.fixture(params=TIERS)
-def tiers(request):
+def tiers(request, monkeypatch):
+    # However few sequences there are.
+    monkeypatch.setattr(decoding_codes_sm90, "LEAST_PAIRS", {True: 0, False: 0})
     with dispatch.use_tiers(*TIERS[request.param]):
         yield
 
@@ -112,21 +116,42 @@ def decode(q, k, v, lens, paged, **options):
     return cuattn.paged_attention(*arrays, return_lse=True, **options)
 
 
-def check(result, q, k, v, lens, **options):
-    """Judge out and lse by the definition on each sequence's values."""
+def check(result, q, k, v, lens, others=(), **options):
+    """Judge out and lse by the definition on each sequence's values; its errors are also those with
+    other queries and keys that have the same products."""
     out, lse = (a.get() for a in result)
+    options.setdefault("scale", q.shape[-1] ** -0.5)
     results = []
-    for precision in (np.float64, q.dtype):
+    for queries, keys, precision in (
+        (q, k, np.float64),
+        (q, k, q.dtype),
+        *((*other, q.dtype) for other in others),
+    ):
         parts = [
             formulas.attention(
-                q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], precision=precision, **options
+                *(queries[b : b + 1], keys[b : b + 1, :n], v[b : b + 1, :n]),
+                precision=precision,
+                **options,
             )
             for b, n in enumerate(lens)
         ]
         results.append([np.concatenate(part) for part in zip(*parts, strict=True)])
-    (exact, exact_lse), (plain, plain_lse) = results
-    formulas.assert_accurate(out, exact, plain)
-    formulas.assert_accurate(lse, exact_lse, plain_lse)
+    (exact, exact_lse), *plain = results
+    formulas.assert_accurate(out, exact, *(out for out, _ in plain))
+    formulas.assert_accurate(lse, exact_lse, *(lse for _, lse in plain))
+
+
+def scales_in_queries(q, k):
+    """Queries and keys with the same products, where each channel's scale is in the queries, which
+    are rounded to their dtype, and not in the keys: where kernels have it."""
+    codes, group = k.codes, q.shape[2] // k.values.shape[2]
+    scale = codes.scale.astype(np.float32)
+    least = np.zeros_like(scale) if codes.minimum is None else codes.minimum.astype(np.float32)
+    middle = least + (0 if codes.minimum is None else 8) * scale
+    queries = (q.astype(np.float32) * np.repeat(scale, group, axis=2)).astype(q.dtype)
+    keys = (k.values - middle) / scale
+    added = np.broadcast_to(middle, keys.shape)
+    return np.concatenate([queries, q], axis=-1), np.concatenate([keys, added], axis=-1)
 
 
 @PAIRS
@@ -211,9 +236,10 @@ def test_scales(rng, tiers, kind, format, dtype):
         options = {}
     v = Cache(rng, LENS, 2, 128, format, **options)
     q = rng.standard_normal((len(LENS), 2, 8, 128)).astype(dtype)
+    others = [scales_in_queries(q, k)] if kind == "channel" else []
     for paged in (False, True):
         result = decode(q, k, v, LENS, paged)
-        check(result, q, k.values, v.values, LENS, causal=True)
+        check(result, q, k.values, v.values, LENS, others, causal=True)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 64])

@@ -16,6 +16,7 @@ from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding import SimtDecode, decode_head_lanes, merge, merge_variants
+from cuattn.gpu.dispatch.decoding_codes_sm90 import Sm90CodesDecode
 from cuattn.gpu.dispatch.decoding_sm80 import Sm80Decode
 from cuattn.gpu.dispatch.decoding_sm90 import Sm90Decode
 from cuattn.gpu.dispatch.gradients import (
@@ -139,6 +140,7 @@ __all__ = [
 ATTENTION: TierList[Tier] = TierList(
     Sm90Prefix(),
     Sm90Decode(),
+    Sm90CodesDecode(),
     Sm80Decode(),
     SimtDecode(),
     Sm90Split(),

@@ -112,7 +112,7 @@ class Sm80DecodeConfig(Config):
         if self.mask:
             small += 4 * self.rows
         if self.k_format:
-            small += self.rows * (8 + 8 * self.k_groups)
+            small += self.rows * 16 * (1 + self.k_groups)
         return -(-(rings + rows + pages + small) // 128) * 128
 
     @property

@@ -134,7 +134,7 @@ class Sm90DecodeConfig(Config):
             rows += self.rows * (self.head_dim * 4 + 8 * self.cluster)
         small = 8 * self.stages * self.warps + 8
         if self.k_format:  # what scores of a row need, and scales
-            small += 16 * self.rows + 8 * self.warp_keys * self.stages * self.warps + 1024
+            small += 32 * self.rows + 8 * self.warp_keys * self.stages * self.warps + 1024
         return -(-(rings + rows + small) // 1024) * 1024
 
     @property
