@@ -429,7 +429,7 @@ def _quantized_plan(
     )
     k_dim, v_dim = dims
     codes = quantized_write_arguments(formats, (k_dim, v_dim), scales, is_static, heads)
-    grid = (-(-total * heads // variant.config.rows), 2)
+    grid = (-(-total * heads // variant.config.rows), variant.config.sides)
     return Plan(dispatch.Launch(variant, grid, (arguments, codes)), device)
 
 

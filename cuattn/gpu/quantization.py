@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
@@ -14,7 +13,6 @@ from cuattn._quantized import BFLOAT16, FLOAT32, FORMATS, QuantizedArray, code_c
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.arguments import Scales
-from cuattn.gpu.compiler import Variant
 from cuattn.gpu.memory import contiguous_last_axis, pointer, scratch_array, use_device
 from cuattn.gpu.params import QUANTIZE_PARAMS, divisor
 from cuattn.gpu.plan import as_kernel_argument
@@ -27,6 +25,9 @@ class Operand(NamedTuple):
     scales: Scales | None  # None: they are no codes
     addresses: tuple[int, int, int]  # of scales, minima and offset; 0 for what is not there
 
+
+#: Blocks of quantize.cu on each multiprocessor, where they have several rows in turn.
+QUANTIZE_BLOCKS = 2
 
 #: Beside keys or values whose strides and address are known otherwise.
 NO_SCALES = Operand(None, None, (0, 0, 0))
@@ -93,12 +94,15 @@ def expanded(
 ) -> tuple[cupy.ndarray, cupy.ndarray, AttentionSpec]:
     """Keys and values as numbers of q's dtype, in a cache of each, and the call over these. Tokens
     beyond a sequence's length are left as they are."""
-    caches = []
-    for array, head_dim in ((k, spec.head_dim), (v, spec.head_dim_v)):
-        x = scratch_array((spec.batch, spec.seqlen_k, spec.heads_kv, head_dim), spec.dtype)
-        where = {"page_table": page_table, "seq_lens": seq_lens}
-        _convert(dispatch.dequantize, x, array, is_static=True, **where)
-        caches.append(x)
+    dims = spec.head_dim, spec.head_dim_v
+    caches = [
+        scratch_array((spec.batch, spec.seqlen_k, spec.heads_kv, dim), spec.dtype) for dim in dims
+    ]
+    pairs = list(zip(caches, (k, v), strict=True))
+    where = {"page_table": page_table, "seq_lens": seq_lens}
+    # Half of the launches' beginnings and ends, where one kernel serves both.
+    for part in [pairs] if dims[0] == dims[1] else [pairs[:1], pairs[1:]]:
+        _dequantize(part, **where)
     plain = dataclasses.replace(spec, k_format="", v_format="", keys="cached", page_size=0)
     return caches[0], caches[1], plain
 
@@ -163,7 +167,7 @@ def quantize(
             x = contiguous_last_axis(x)
             if finds_first:
                 _find_scales(x, array)
-            _convert(dispatch.quantize, x, array, is_static=is_static)
+            _quantize(x, array, is_static=is_static)
         return Codes(array.data, scale, minimum)
 
 
@@ -172,7 +176,7 @@ def dequantize(array: QuantizedArray, dtype: np.dtype) -> cupy.ndarray:
     with use_device(array.data):
         x = cupy.empty(array.shape, dtype)
         if x.size:
-            _convert(dispatch.dequantize, x, array, is_static=True)
+            _dequantize([(x, array)])
         return x
 
 
@@ -189,15 +193,39 @@ def _empty_scales(
     return seen[..., 0], seen[..., 1] if pair else None
 
 
-def _convert(
-    choose: Callable[..., Variant],
-    x: cupy.ndarray,
-    array: QuantizedArray,
-    *,
-    is_static: bool,
-    **where: cupy.ndarray | None,
+def _quantize(x: cupy.ndarray, array: QuantizedArray, *, is_static: bool) -> None:
+    """Launch the kernel that makes codes of x."""
+    x, codes, lanes = _operands(x, array)
+    variant = dispatch.quantize(x.dtype.name, lanes, array, is_static=is_static)
+    params = _params(x, codes, array, is_static=is_static)
+    kernel = compiler.kernel(variant, x.device.id)
+    blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
+    if variant.config.in_turn:
+        blocks = min(blocks, QUANTIZE_BLOCKS * compiler.multiprocessors(x.device.id))
+    kernel((blocks,), (variant.config.threads,), (as_kernel_argument(params),))
+
+
+def _dequantize(
+    pairs: list[tuple[cupy.ndarray, QuantizedArray]], **where: cupy.ndarray | None
 ) -> None:
-    """Launch a kernel that makes codes of x, or x of codes; `where` as of `_params`."""
+    """Launch the kernel that makes numbers of codes, for one array or for two of the same shape,
+    dtype and order; `where` as of `_params`."""
+    operands = [_operands(*pair) for pair in pairs]
+    lanes = min(lanes for _, _, lanes in operands)
+    packed = [
+        _params(x, codes, array, is_static=True, **where)
+        for (x, codes, _), (_, array) in zip(operands, pairs, strict=True)
+    ]
+    x = operands[0][0]
+    variant = dispatch.dequantize(x.dtype.name, lanes)
+    kernel = compiler.kernel(variant, x.device.id)
+    blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
+    arguments = (as_kernel_argument(packed[0] + packed[-1]),)
+    kernel((blocks, len(pairs)), (variant.config.threads,), arguments)
+
+
+def _operands(x: cupy.ndarray, array: QuantizedArray) -> tuple[cupy.ndarray, cupy.ndarray, int]:
+    """Numbers and codes of four axes, and how many lanes share a row of them."""
     x, codes = (_four_axes(part) for part in (x, contiguous_last_axis(array.data)))
     aligned = (
         x.data.ptr % 16 == 0
@@ -205,13 +233,8 @@ def _convert(
         and all(stride % 16 == 0 for stride in x.strides[:-1])
         and all(stride % 8 == 0 for stride in codes.strides[:-1])
     )
-    dtype = x.dtype.name
-    lanes = dispatch.row_lanes(dtype, x.shape[-1], array.group_size, aligned=aligned)
-    variant = choose(dtype, lanes, array, is_static=is_static)
-    params = _params(x, codes, array, is_static=is_static, **where)
-    kernel = compiler.kernel(variant, x.device.id)
-    blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
-    kernel((blocks,), (variant.config.threads,), (params,))
+    lanes = dispatch.row_lanes(x.dtype.name, x.shape[-1], array.group_size, aligned=aligned)
+    return x, codes, lanes
 
 
 def _find_scales(x: cupy.ndarray, array: QuantizedArray) -> None:
@@ -219,7 +242,7 @@ def _find_scales(x: cupy.ndarray, array: QuantizedArray) -> None:
     x = _four_axes(x)
     found = scratch_array((2, *x.shape[-2:]), np.dtype(np.uint32))
     found[0], found[1] = 0xFFFFFFFF, 0
-    params = _params(x, _four_axes(array.data), array, is_static=True)
+    params = as_kernel_argument(_params(x, _four_axes(array.data), array, is_static=True))
     extents, scales = (
         compiler.kernel(variant, x.device.id)
         for variant in dispatch.extent(x.dtype.name, x.shape[-1])
@@ -238,14 +261,14 @@ def _params(
     is_static: bool,
     page_table: cupy.ndarray | None = None,
     seq_lens: cupy.ndarray | None = None,
-) -> np.void:
+) -> bytes:
     """QuantizeParams of four axes. With a page table x has sequences where `codes` has pages; of
     each of x's, the tokens are wanted that `seq_lens` counts."""
     scale = _four_axes(array.scale)
     minimum = None if array.minimum is None else _four_axes(array.minimum)
     pages, tokens, heads, head_dim = x.shape
     group = array.group_size
-    packed = QUANTIZE_PARAMS.pack(
+    return QUANTIZE_PARAMS.pack(
         x.data.ptr,
         codes.data.ptr,
         scale.data.ptr,
@@ -273,7 +296,6 @@ def _params(
         *divisor(heads),
         *divisor(tokens),
     )
-    return as_kernel_argument(packed)
 
 
 def _four_axes(array: cupy.ndarray) -> cupy.ndarray:

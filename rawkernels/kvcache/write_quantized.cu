@@ -4,7 +4,8 @@
 //   As write.cu; pages hold codes, or one side plain numbers, and scales, which are found for each
 //   token, head and group of features, or given. QuantizedWriteParams says how. A row is a token's
 //   key or value of a head; kLanes neighbouring threads have one, as in quantization/quantize.cu,
-//   and blockIdx.y is 1 for values. RoPE's result is rounded to T, as the
+//   and blockIdx.y is 1 for values; with formats in Config they have both, one after the other, so
+//   that the value is on its way while the key becomes codes. RoPE's result is rounded to T, as the
 //   plain cache would store it, and then quantised: the bytes are those of
 //   cuattn/reference/kvcache.py. With formats in Config, scales are found and kInt4 has minima.
 #include "kvcache/new_tokens.cuh"
@@ -98,34 +99,60 @@ __device__ __forceinline__ Side values(const WriteParams& params, const Quantize
           params.head_dim_v};
 }
 
-extern "C" __global__ void __launch_bounds__(Config::threads, 3)
+__device__ __forceinline__ tile::RowRope<T> rope_of(const WriteParams& params, const Slot& at) {
+  if (params.cos == nullptr || !at.exists) return {};
+  const long long angles = at.position * static_cast<long long>(params.pairs);
+  return {static_cast<const Acc*>(params.cos) + angles,
+          static_cast<const Acc*>(params.sin) + angles, params.pairs, params.interleaved};
+}
+
+// Keys or values, of any format.
+template <class AnyRow>
+__device__ __forceinline__ void write_side(const Side& side, const Slot& at, int head,
+                                           const tile::RowRope<T>& rope, bool exists) {
+  if (side.format == tile::kPlain) {
+    T* const target = reinterpret_cast<T*>(side.pages) + at.page * side.stride.page +
+                      at.slot * side.stride.seq + head * side.stride.head;
+    for (int i = threadIdx.x % AnyRow::kRowLanes; exists && i < side.head_dim;
+         i += AnyRow::kRowLanes)
+      target[i] = rope.column(side.source, i);
+    return;
+  }
+  AnyRow row;
+  row.load(side.source, side.head_dim, rope);
+  row.quantize(side.row<tile::kAnyFormat>(at, head), side.head_dim, exists);
+}
+
+// Keys and values, of formats that are known.
+template <class AnyRow>
+__device__ __forceinline__ void write_both(const Side& k, const Side& v, const Slot& at, int head,
+                                           const tile::RowRope<T>& rope, bool exists) {
+  typename AnyRow::template Fetched<T> key, value;
+  key.fetch(k.source);
+  value.fetch(v.source);
+  AnyRow row;
+  row.load(key, k.source, rope);
+  row.quantize(k.row<Config::k_format>(at, head), k.head_dim, exists);
+  row.unpack(value);
+  row.quantize(v.row<Config::v_format>(at, head), v.head_dim, exists);
+}
+
+constexpr bool kBoth = Config::k_format != tile::kAnyFormat;
+
+extern "C" __global__ void __launch_bounds__(Config::threads, kBoth ? 2 : 3)
     write_quantized(const __grid_constant__ WriteParams params,
                     const __grid_constant__ QuantizedWriteParams codes) {
-  const bool is_key = blockIdx.y == 0;
   const int index = (blockIdx.x * Config::threads + threadIdx.x) / Row::kRowLanes;
   const int index_of_row = min(index, params.total * params.heads - 1);
   const int token = tile::divided(index_of_row, codes.by_heads);
   const int head = index_of_row - token * params.heads;
   const Slot at = find_slot(params, token);
   const bool exists = at.exists && index == index_of_row;
-  tile::RowRope<T> rope = {};
-  if (is_key && params.cos != nullptr && at.exists) {
-    const long long angles = at.position * static_cast<long long>(params.pairs);
-    rope = {static_cast<const Acc*>(params.cos) + angles,
-            static_cast<const Acc*>(params.sin) + angles, params.pairs, params.interleaved};
-  }
-  const Side side = is_key ? keys(params, codes, token, head) : values(params, codes, token, head);
-  if (Config::k_format == tile::kAnyFormat && side.format == tile::kPlain) {
-    T* const target = reinterpret_cast<T*>(side.pages) + at.page * side.stride.page +
-                      at.slot * side.stride.seq + head * side.stride.head;
-    for (int i = threadIdx.x % Row::kRowLanes; exists && i < side.head_dim; i += Row::kRowLanes)
-      target[i] = rope.column(side.source, i);
-    return;
-  }
-  Row row;
-  row.load(side.source, side.head_dim, rope);
-  if (Config::k_format == Config::v_format || is_key)
-    row.quantize(side.row<Config::k_format>(at, head), side.head_dim, exists);
+  if constexpr (kBoth)
+    write_both<Row>(keys(params, codes, token, head), values(params, codes, token, head), at, head,
+                    rope_of(params, at), exists);
+  else if (blockIdx.y == 0)
+    write_side<Row>(keys(params, codes, token, head), at, head, rope_of(params, at), exists);
   else
-    row.quantize(side.row<Config::v_format>(at, head), side.head_dim, exists);
+    write_side<Row>(values(params, codes, token, head), at, head, {}, exists);
 }

@@ -7,9 +7,16 @@
 using T = Config::dtype;
 using Row = tile::RowOf<Config::lanes>::type;
 
+// One array, or keys and values of a cache at once: blockIdx.y says which.
+struct Arrays {
+  QuantizeParams of[2];
+};
+
 extern "C" __global__ void __launch_bounds__(Config::threads, 2)
-    dequantize_rows(const __grid_constant__ QuantizeParams params) {
-  const quantization::Place at = quantization::place_of<Row>(params);
+    dequantize_rows(const __grid_constant__ Arrays arrays) {
+  const QuantizeParams& params = arrays.of[blockIdx.y];
+  const quantization::Place at =
+      quantization::place_of<Row>(params, blockIdx.x * (Config::threads / Row::kRowLanes));
   if (params.seq_lens != nullptr && !__syncthreads_or(at.token < params.seq_lens[at.page])) return;
   const PageStrides& stride = params.x_stride;
   T* const x = static_cast<T*>(params.x) + at.page * stride.page + at.token * stride.seq +

@@ -29,15 +29,16 @@ struct QuantizeParams {
 
 namespace quantization {
 
-// The row that this thread works on, with others.
+// The row that this thread works on, with others: of those that a block has at a time, the first is
+// `first`.
 struct Place {
   int page, token, head;
   bool exists;  // else it is the last row, which another has
 };
 
 template <class Row>
-__device__ __forceinline__ Place place_of(const QuantizeParams& params) {
-  const int index = (blockIdx.x * blockDim.x + threadIdx.x) / Row::kRowLanes;
+__device__ __forceinline__ Place place_of(const QuantizeParams& params, int first) {
+  const int index = first + static_cast<int>(threadIdx.x) / Row::kRowLanes;
   const int row = min(index, params.rows - 1);
   const int token = tile::divided(row, params.by_heads),
             page = tile::divided(token, params.by_tokens);

@@ -54,8 +54,8 @@ struct CodeRow {
   }
 };
 
-// What of a group decides about its scale: the largest magnitude, or with a minimum both ends. NaN
-// makes them NaN.
+// What of a group decides about its scale: the largest magnitude, with any sign, or with a minimum
+// both ends. NaN makes them NaN.
 template <bool kHasMinimum>
 struct Extent {
   float least, most = kHasMinimum ? negative_infinity() : 0.0f;
@@ -63,11 +63,11 @@ struct Extent {
   __device__ __forceinline__ Extent() : least(infinity()) {}
   __device__ __forceinline__ void add(float x) {
     if (kHasMinimum) least = ptx::min_nan(least, x);
-    most = ptx::max_nan(most, kHasMinimum ? x : fabsf(x));
+    add_most(x);
   }
   __device__ __forceinline__ void add(const Extent& other) {
     if (kHasMinimum) least = ptx::min_nan(least, other.least);
-    most = ptx::max_nan(most, other.most);
+    add_most(other.most);
   }
   // With that of the lane whose number differs in one bit.
   __device__ __forceinline__ void add_lane(int distance) {
@@ -79,11 +79,19 @@ struct Extent {
   // Gives the scale, and the minimum where codes have one, else 0.
   __device__ __forceinline__ float scale(int format, float& minimum) const {
     minimum = 0;
-    if (!kHasMinimum) return scale_of(most, largest_code(format));
+    if (!kHasMinimum) return scale_of(magnitude(most), largest_code(format));
     const float low = rounded_down(least);
     const float scale = scale_of(ptx::sub_rn(most, low), 15.0f);
     minimum = scale == scale ? low : 0.0f;
     return scale;
+  }
+
+ private:
+  __device__ __forceinline__ void add_most(float x) {
+    most = kHasMinimum ? ptx::max_nan(most, x) : ptx::max_magnitude_nan(most, x);
+  }
+  __device__ __forceinline__ static float magnitude(float x) {
+    return __uint_as_float(__float_as_uint(x) & 0x7fffffff);
   }
 };
 
@@ -107,11 +115,12 @@ struct RowRope {
   const Acc* sin;
   int pairs, interleaved;
 
-  __device__ __forceinline__ static T first(Acc a, Acc b, Acc cos, Acc sin) {
-    return static_cast<T>(add_rn(mul_rn(a, cos), -mul_rn(b, sin)));
+  // A pair, not yet rounded to T.
+  __device__ __forceinline__ static Acc first(Acc a, Acc b, Acc cos, Acc sin) {
+    return add_rn(mul_rn(a, cos), -mul_rn(b, sin));
   }
-  __device__ __forceinline__ static T second(Acc a, Acc b, Acc cos, Acc sin) {
-    return static_cast<T>(add_rn(mul_rn(b, cos), mul_rn(a, sin)));
+  __device__ __forceinline__ static Acc second(Acc a, Acc b, Acc cos, Acc sin) {
+    return add_rn(mul_rn(b, cos), mul_rn(a, sin));
   }
   // A column of `row` after the rotation.
   __device__ __forceinline__ T column(const T* row, int column) const {
@@ -121,8 +130,8 @@ struct RowRope {
     const int pair = interleaved ? column / 2 : column - (is_second ? pairs : 0);
     const Acc own = static_cast<Acc>(row[column]);
     const Acc other = static_cast<Acc>(row[is_second ? column - distance : column + distance]);
-    return is_second ? second(other, own, cos[pair], sin[pair])
-                     : first(own, other, cos[pair], sin[pair]);
+    return static_cast<T>(is_second ? second(other, own, cos[pair], sin[pair])
+                                    : first(own, other, cos[pair], sin[pair]));
   }
 };
 

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "tile/code_row.cuh"
+#include "tile/expand.cuh"
+#include "tile/softmax.cuh"
 #include "tile/vec.cuh"
 
 namespace tile {
@@ -19,11 +21,44 @@ struct LaneRow {
 
   float x[4][8];
 
+  // The features of a row as they lie in memory, on their way to registers.
+  template <class T>
+  struct Fetched {
+    uint4 words[4][8 * sizeof(T) / 16];
+
+    __device__ __forceinline__ void fetch(const T* row) {
+      constexpr int kEach = 16 / sizeof(T);
+#pragma unroll
+      for (int part = 0; part < 4; ++part)
+#pragma unroll
+        for (int i = 0; i < 8; i += kEach)
+          words[part][i / kEach] = __ldcs(reinterpret_cast<const uint4*>(row + column(part) + i));
+    }
+  };
+  template <class T>
+  __device__ __forceinline__ void unpack(const Fetched<T>& fetched) {
+    constexpr int kEach = 16 / sizeof(T);
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        x[part][i] = to_float(
+            reinterpret_cast<const Vec<T, kEach>&>(fetched.words[part][i / kEach]).x[i % kEach]);
+  }
+
   __device__ __forceinline__ static int lane() { return threadIdx.x % kLanes; }
   __device__ __forceinline__ static int column(int part) { return part * kQuarter + lane() * 8; }
 
   template <class T>
   __device__ __forceinline__ void load(const T* row, int, const RowRope<T>& rope) {
+    Fetched<T> fetched;
+    fetched.fetch(row);
+    load(fetched, row, rope);
+  }
+  // The same of a row that has been fetched.
+  template <class T>
+  __device__ __forceinline__ void load(const Fetched<T>& fetched, const T* row,
+                                       const RowRope<T>& rope) {
     if (rope.cos != nullptr && (2 * rope.pairs != kHeadDim || sizeof(T) == 8)) {
 #pragma unroll
       for (int part = 0; part < 4; ++part)
@@ -31,8 +66,7 @@ struct LaneRow {
         for (int e = 0; e < 8; ++e) x[part][e] = to_float(rope.column(row, column(part) + e));
       return;
     }
-#pragma unroll
-    for (int part = 0; part < 4; ++part) load_eight(x[part], row + column(part));
+    unpack(fetched);
     if (rope.cos == nullptr) return;
     if (rope.interleaved) {
 #pragma unroll
@@ -118,41 +152,85 @@ struct LaneRow {
         if (to.has_minimum()) x[part][e] = ptx::sub_rn(x[part][e], minimum);
         x[part][e] = clipped(x[part][e], inverse, least, most);
       }
-      if (exists) put_codes(to, part, true);
+      put_codes(to, part, part + 1, exists, true);
     }
   }
 
   // Of a group that has its own scale no code is out of range, and all are NaN or none is.
   template <bool kHasMinimum, class To>
   __device__ __forceinline__ void quantize_by_found(const To& to, bool exists) {
+    if (to.group == kHeadDim) {  // the usual case
+      float minimum;
+      const float scale = find_scale<kHasMinimum>(to, exists, minimum);
+      divide<kHasMinimum>(scale, minimum, 0, 4);
+      put_codes(to, 0, 4, exists, scale == scale);
+      return;
+    }
     float scale[4], minimum[4];
     find_scales<kHasMinimum>(to, exists, scale, minimum);
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      const float inverse = inverse_of(scale[part]);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (kHasMinimum) x[part][e] = ptx::sub_rn(x[part][e], minimum[part]);
-        x[part][e] = ptx::mul_rn(x[part][e], inverse);
-      }
-      if (exists) put_codes(to, part, scale[part] == scale[part]);
+      divide<kHasMinimum>(scale[part], minimum[part], part, part + 1);
+      put_codes(to, part, part + 1, exists, scale[part] == scale[part]);
     }
   }
 
-  // Where the numbers are not valid, codes are those of 0.
+  template <bool kHasMinimum>
+  __device__ __forceinline__ void divide(float scale, float minimum, int begin, int end) {
+    const float inverse = inverse_of(scale);
+#pragma unroll
+    for (int part = begin; part < end; ++part)
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (kHasMinimum) x[part][e] = ptx::sub_rn(x[part][e], minimum);
+        x[part][e] = ptx::mul_rn(x[part][e], inverse);
+      }
+  }
+
+  // Writes the codes of some quarters; those of 0 where the numbers are not valid.
   template <class To>
-  __device__ __forceinline__ void put_codes(const To& to, int part, bool valid) const {
-    if (to.format() == kInt4) {
-      const unsigned zero = to.has_minimum() ? 0 : 0x88888888;
-      __stcs(reinterpret_cast<unsigned*>(to.codes + column(part) / 2),
-             valid ? eight_nibbles(x[part], to.has_minimum()) : zero);
-    } else {
-      const float low[4] = {x[part][0], x[part][1], x[part][2], x[part][3]};
-      const float high[4] = {x[part][4], x[part][5], x[part][6], x[part][7]};
-      __stcs(reinterpret_cast<uint2*>(to.codes + column(part)),
-             make_uint2(valid ? four_codes(to.format(), low) : 0,
-                        valid ? four_codes(to.format(), high) : 0));
+  __device__ __forceinline__ void put_codes(const To& to, int begin, int end, bool exists,
+                                            bool valid) const {
+    const unsigned mask = valid ? ~0u : 0;
+    uint2 words[4];
+#pragma unroll
+    for (int part = begin; part < end; ++part) {
+      if (to.format() == kInt4) {
+        const unsigned zeros = to.has_minimum() ? 0 : 0x88888888;
+        words[part].x = eight_nibbles(x[part], to.has_minimum()) & mask | zeros & ~mask;
+      } else {
+        const float low[4] = {x[part][0], x[part][1], x[part][2], x[part][3]};
+        const float high[4] = {x[part][4], x[part][5], x[part][6], x[part][7]};
+        words[part] =
+            make_uint2(four_codes(to.format(), low) & mask, four_codes(to.format(), high) & mask);
+      }
     }
+    if (!exists) return;
+#pragma unroll
+    for (int part = begin; part < end; ++part) {
+      if (to.format() == kInt4)
+        __stcs(reinterpret_cast<unsigned*>(to.codes + column(part) / 2), words[part].x);
+      else
+        __stcs(reinterpret_cast<uint2*>(to.codes + column(part)), words[part]);
+    }
+  }
+
+  // The scale of a row that has one.
+  template <bool kHasMinimum, class To>
+  __device__ __forceinline__ float find_scale(const To& to, bool exists, float& minimum) const {
+    Extent<kHasMinimum> extent[4];
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+#pragma unroll
+      for (int e = 0; e < 8; ++e) extent[part].add(x[part][e]);
+    extent[0].add(extent[1]);
+    extent[2].add(extent[3]);
+    extent[0].add(extent[2]);
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) extent[0].add_lane(distance);
+    const float scale = extent[0].scale(to.format(), minimum);
+    if (exists && lane() == 0) to.put_scale(0, scale, minimum);
+    return scale;
   }
 
   template <bool kHasMinimum, class To>
@@ -163,21 +241,6 @@ struct LaneRow {
     for (int part = 0; part < 4; ++part)
 #pragma unroll
       for (int e = 0; e < 8; ++e) extent[part].add(x[part][e]);
-    if (to.group == kHeadDim) {  // the usual case: one scale
-      extent[0].add(extent[1]);
-      extent[2].add(extent[3]);
-      extent[0].add(extent[2]);
-#pragma unroll
-      for (int distance = 1; distance < kLanes; distance *= 2) extent[0].add_lane(distance);
-      scale[0] = extent[0].scale(to.format(), minimum[0]);
-      if (exists && lane() == 0) to.put_scale(0, scale[0], minimum[0]);
-#pragma unroll
-      for (int part = 1; part < 4; ++part) {
-        scale[part] = scale[0];
-        minimum[part] = minimum[0];
-      }
-      return;
-    }
     if (to.group == kHeadDim / 2) {
       extent[0].add(extent[1]);
       extent[2].add(extent[3]);
@@ -205,34 +268,40 @@ struct LaneRow {
       else
         reinterpret_cast<uint2&>(words) =
             __ldcs(reinterpret_cast<const uint2*>(from.codes + column(part)));
+      if constexpr (kFormat == kE4m3 || kFormat == kE5m2) {
+        expand_floats<kFormat>(x[part], words);
+      } else {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const unsigned code =
-            kFormat == kInt4 ? words[0] >> 4 * e & 15 : words[e / 4] >> e % 4 * 8 & 0xff;
-        x[part][e] = number_of_code(kFormat, code, from.has_minimum());
+        for (int e = 0; e < 8; ++e) {
+          const unsigned code =
+              kFormat == kInt4 ? words[0] >> 4 * e & 15 : words[e / 4] >> e % 4 * 8 & 0xff;
+          x[part][e] = number_of_code(kFormat, code, from.has_minimum());
+        }
+      }
+    }
+    float scale[4], minimum[4];
+    scale[0] = from.scale_at(column(0) >> from.group_shift);
+    minimum[0] = from.minimum_at(column(0) >> from.group_shift);
+    if (from.group == kHeadDim) {  // the usual case
+#pragma unroll
+      for (int part = 1; part < 4; ++part) {
+        scale[part] = scale[0];
+        minimum[part] = minimum[0];
+      }
+    } else {
+#pragma unroll
+      for (int part = 1; part < 4; ++part) {
+        scale[part] = from.scale_at(column(part) >> from.group_shift);
+        minimum[part] = from.minimum_at(column(part) >> from.group_shift);
       }
     }
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      const float scale = from.scale_at(column(part) >> from.group_shift);
-      const float minimum = from.minimum_at(column(part) >> from.group_shift);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[part][e] = ptx::mul_rn(scale, x[part][e]);
+      for (int e = 0; e < 8; ++e) x[part][e] = ptx::mul_rn(scale[part], x[part][e]);
       if (!from.has_minimum()) continue;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[part][e] = ptx::add_rn(x[part][e], minimum);
-    }
-  }
-
-  template <class T>
-  __device__ __forceinline__ static void load_eight(float (&to)[8], const T* from) {
-    constexpr int kEach = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < 8; i += kEach) {
-      Vec<T, kEach> vec;
-      reinterpret_cast<uint4&>(vec) = __ldcs(reinterpret_cast<const uint4*>(from + i));
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) to[i + e] = to_float(vec.x[e]);
+      for (int e = 0; e < 8; ++e) x[part][e] = ptx::add_rn(x[part][e], minimum[part]);
     }
   }
 
@@ -242,9 +311,15 @@ struct LaneRow {
 
   template <class T>
   __device__ __forceinline__ static void turn(float& a, float& b, float cos, float sin) {
-    const float before = a;
-    a = to_float(RowRope<T>::first(a, b, cos, sin));
-    b = to_float(RowRope<T>::second(before, b, cos, sin));
+    const float first = RowRope<T>::first(a, b, cos, sin);
+    const float second = RowRope<T>::second(a, b, cos, sin);
+    a = first;
+    b = second;
+    if constexpr (sizeof(T) == 2) {  // both at once: one at a time is several times as slow
+      const unsigned rounded = pack<T>(first, second);
+      a = to_float(reinterpret_cast<const Vec<T, 2>&>(rounded).x[0]);
+      b = to_float(reinterpret_cast<const Vec<T, 2>&>(rounded).x[1]);
+    }
   }
 
   __device__ __forceinline__ void shift(const float* offset, float sign) {

@@ -30,8 +30,10 @@ __device__ __forceinline__ float with_rotation_sign(float x, int channel) {
 // The number that a code stands for. Codes of 4 bits are 0 to 15 with a minimum, the number plus 8
 // without one.
 __device__ __forceinline__ float number_of_code(int format, unsigned code, bool has_minimum) {
-  if (format == kInt4) return static_cast<float>(static_cast<int>(code) - (has_minimum ? 0 : 8));
-  if (format == kInt8) return static_cast<float>(static_cast<signed char>(code));
+  // Conversions of integers take several times as long as the bits of a float beyond 2^23.
+  if (format == kInt4)
+    return __uint_as_float(code | 0x4b000000) - (has_minimum ? 0x1p23f : 0x1p23f + 8.0f);
+  if (format == kInt8) return __uint_as_float(code ^ 0x4b000080) - (0x1p23f + 128.0f);
   if (format == kE5m2) return __half2float(__ushort_as_half(code << 8));  // the upper half of one
   // Exponents of 4 bits, biased by 7, become those of a half, which are biased by 15.
   const unsigned bits = (code & 0x80) << 8 | (code & 0x7f) << 7;

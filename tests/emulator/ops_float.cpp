@@ -92,6 +92,13 @@ constexpr auto exponential = [](float x) {
   return x != x ? x : result;
 };
 
+// The larger magnitude with the product of both signs, or NaN.
+constexpr auto larger_magnitude = [](float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<float>::quiet_NaN();
+  const float larger = std::max(std::abs(a), std::abs(b));
+  return std::signbit(a) != std::signbit(b) ? -larger : larger;
+};
+
 // Of a number and NaN the number; with .NaN the NaN. -0 is less than +0.
 template <bool keeps_nan, bool larger>
 constexpr auto extreme = []<class T>(T a, T b) -> T {
@@ -189,7 +196,8 @@ constexpr auto reciprocal_upper = [](double a) {
 Handler decode_floating(const Statement& statement, Instr& instr, Decoding& decoding) {
   const std::string& name = statement.parts[0];
   const Type type = type_of(statement);
-  expect_modifiers(statement, {"rn", "rz", "rm", "rp", "ftz", "sat", "approx", "full", "NaN"});
+  expect_modifiers(
+      statement, {"rn", "rz", "rm", "rp", "ftz", "sat", "approx", "full", "NaN", "xorsign", "abs"});
   const size_t operands = name == "fma" || name == "mad" ? 4
                           : name == "add" || name == "sub" || name == "mul" || name == "div" ||
                                   name == "min" || name == "max" || name == "copysign"
@@ -214,6 +222,10 @@ Handler decode_floating(const Statement& statement, Instr& instr, Decoding& deco
   if (name == "min")
     return statement.has("NaN") ? EMULATOR_FLOATING(two, (extreme<true, false>))
                                 : EMULATOR_FLOATING(two, (extreme<false, false>));
+  if (name == "max" && statement.has("xorsign"))
+    return statement.has("NaN") && statement.has("abs") && type.bytes == 4
+               ? EMULATOR_MODIFIED(two, float, larger_magnitude)
+               : nullptr;
   if (name == "max")
     return statement.has("NaN") ? EMULATOR_FLOATING(two, (extreme<true, true>))
                                 : EMULATOR_FLOATING(two, (extreme<false, true>));

@@ -52,6 +52,11 @@ class QuantizedWriteConfig(Config):
         """Rows of a block."""
         return self.threads // (self.lanes or 32)
 
+    @property
+    def sides(self) -> int:
+        """Rows of the grid: keys and values apart, or both by the same threads."""
+        return 2 if self.k_format == ANY_FORMAT else 1
+
 
 def quantized_cache_write(dtype: str, lanes: int, formats: tuple[str, str]) -> Variant:
     """Choose a variant of kvcache/write_quantized.cu; `formats` are those of scales that are
