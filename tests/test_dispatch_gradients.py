@@ -18,7 +18,7 @@ from tests.test_dispatch import MAX_GRID, SMEM_LIMITS, specs
 
 #: In the order of their fields.
 POINTERS = ["dout", "dlse", "dq", "dk", "dv", "delta", "dbias", "dsinks", "dalibi", "alibi_parts"]
-POINTERS += ["nonfinite"]
+POINTERS += ["nonfinite", "dq_sums"]
 #: What every backward launch is given.
 KNOWN = [
     *POINTERS,
@@ -113,23 +113,28 @@ def test_variants_fit_the_gpu(arch):
     assert ("jvp_sm80" in entries) == (dispatch.capability(arch) >= 80)
 
 
-def test_every_number_of_a_wide_row_is_computed_once():
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_every_number_of_a_wide_row_is_computed_once(head_dims, deterministic):
     """dq, dk and dv are each the result of one pass, whatever registers allow."""
-    for head_dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        dtypes = [np.dtype(np.float16)] * 3
-        q, k, v = ((2, 100, 4, d) for d in (head_dims[0], *head_dims))
-        spec = attention_spec("flash_attention", q, k, v, *dtypes)
-        call = Call.contiguous(spec, "sm_90a")
-        chosen = dispatch.gradients.Sm80Backward().serves(BackwardCall(call, call.strides.out))
-        assert chosen is not None
-        configs = [
-            launch.variant.config
-            for launch in chosen.launches
-            if launch.variant.entry == "backward_sm80"
-        ]
-        assert [c.keys_stationary for c in configs][:2] == [False, True]
-        of_keys = [c for c in configs if c.keys_stationary]
-        assert sum(c.first for c in of_keys) == sum(c.second for c in of_keys) == 1
+    dtypes = [np.dtype(np.float16)] * 3
+    q, k, v = ((2, 100, 4, d) for d in (head_dims[0], *head_dims))
+    spec = attention_spec("flash_attention", q, k, v, *dtypes)
+    call = Call.contiguous(spec, "sm_90a")
+    asked = BackwardCall(call, call.strides.out, deterministic=deterministic)
+    chosen = dispatch.gradients.Sm80Backward().serves(asked)
+    assert chosen is not None
+    configs = [
+        launch.variant.config
+        for launch in chosen.launches
+        if launch.variant.entry == "backward_sm80"
+    ]
+    of_keys = [c for c in configs if c.keys_stationary]
+    assert sum(c.first for c in of_keys) == sum(c.second for c in of_keys) == 1
+    (of_queries,) = (c for c in configs if not c.keys_stationary)
+    adds_dq = head_dims in ((64, 64), (256, 256)) and not deterministic
+    assert of_queries.repairs is adds_dq
+    assert sum(c.adds_dq for c in of_keys) == adds_dq
 
 
 def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long():

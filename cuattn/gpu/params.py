@@ -246,6 +246,7 @@ BACKWARD_PARAMS = Struct(
     ("int", "bias_batch bias_heads bias_rows bias_cols"),
     ("int", "alibi_batched alibi_slots alibi_tile"),
     ("int*", "nonfinite"),
+    ("float*", "dq_sums"),
 )
 
 SM90_BACKWARD_PARAMS = Struct(

@@ -1,9 +1,10 @@
-// Attention backward on mma.sync: dq, or dk and dv, on any GPU from Ampere on, float16 and
-// bfloat16.
+// Attention backward on mma.sync: dq, or dk and dv and the sums of dq, on any GPU from Ampere on,
+// float16 and bfloat16.
 //
 //   q, k, v, dout: rows of whole 16-byte chunks at multiples of 16 bytes; lse and delta as in
-//   gradients/backward_simt.cu, whose two passes these are: results are the same bits in every run.
-//   Sums are float; P and dS are rounded to the inputs' type, as operands of the last products.
+//   gradients/backward_simt.cu, whose two passes these are: results are the same bits in every run,
+//   dq that is added up in memory apart. Sums are float; P and dS are rounded to the inputs' type,
+//   as operands of the last products.
 //
 //   A block has kTileM rows, queries or keys (keys_stationary), kRows a warp, and walks over
 //   columns, kTileN at a time: keys, or the queries of all heads that share its keys. Scores of a
@@ -13,6 +14,10 @@
 //   Where registers do not suffice for dk and dv together, a pass each computes them (first,
 //   second).
 //
+//   Where dq may be summed in any order, the pass for dk adds its parts to sums in memory
+//   (adds_dq, add_dq_sm80.cuh): five products in all instead of seven. sums_sm80.cu clears and
+//   rounds them.
+//
 //   With Config::repairs a few blocks do what a whole grid does, but only if
 //   BackwardParams::nonfinite is set: where a faster kernel's results are not finite, they may be
 //   so because of values that a mask hides.
@@ -20,6 +25,7 @@
 //   0 · NaN is NaN: where a result is not finite, the block walks over its columns again
 //   (tile::Content): with finite values alone in the last products, and for dv, whose weights are
 //   finite, with ones where dout is NaN or inf, and where it is NaN or -inf.
+#include "gradients/add_dq_sm80.cuh"
 #include "gradients/scores_sm80.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -32,7 +38,6 @@
 extern __shared__ __align__(128) unsigned char smem[];
 
 using Scores = float[kBlocks][kTileN / 2];
-using Weights = unsigned[kBlocks][kTileN / 4];  // in pairs
 
 // S += A B^T of a warp's rows of A and the kTileN rows of B.
 template <class Tile, int kSteps>
@@ -297,6 +302,9 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
         if (kSecond)
           multiply_columns<Tile1, kDimV>(second, p, stage + kCols0 + Tile1::lane_row_major());
       }
+      if (kAddsDq && pass == tile::kValues)
+        add_dq(params, backward, block, ds, rows0, smem + kRows0 + kRows1 + 2 * kStageBytes,
+               columns, kGeneral ? 1.0f : scale);
       if (has_column && n + 1 < count) store_column(n + 1, loaded);
       columns = columns.after(block);
     }

@@ -29,7 +29,11 @@ using Tile1 = tile::Swizzled<kDimV / 8>;  // of dout and v
 constexpr int kRows0 = kTileM * Tile0::kRowBytes, kRows1 = kTileM * Tile1::kRowBytes;
 constexpr int kCols0 = kTileN * Tile0::kRowBytes, kCols1 = kTileN * Tile1::kRowBytes;
 constexpr int kStageBytes = kCols0 + kCols1 + kTileN * 8;
-static_assert(kRows0 + kRows1 + 2 * kStageBytes <= Config::smem_bytes, "two stages of columns");
+constexpr bool kAddsDq = Config::adds_dq;                    // by keys: adds up dq in memory
+constexpr int kDsBytes = kAddsDq ? kTileM * kTileN * 2 : 0;  // dS^T, keys × queries
+static_assert(kRows0 + kRows1 + 2 * kStageBytes + kDsBytes <= Config::smem_bytes,
+              "two stages of columns");
+static_assert(!kAddsDq || (kKeysStationary && kFirst), "dq needs dS and keys");
 static_assert(kCols0 % 128 == 0 && kCols1 % 128 == 0 && kTileN * 8 % 128 == 0,
               "the permutation counts rows from a multiple of 128 bytes");
 

@@ -26,6 +26,8 @@ struct BackwardParams {
   int alibi_tile;   // queries of a block of the dq pass
 
   int* nonfinite;  // becomes 1 where some gradient is not finite; null: nobody asks
+  float*
+      dq_sums;  // of dq's shape, what gradients/backward_sm80.cu adds up dq in; null: it does not
 };
 
 // Where a block of the dq pass leaves its part of dalibi.

@@ -300,10 +300,20 @@ def test_empty(rng):
             assert bool((grads.dsinks == expected).all())
 
 
+def assert_alike(a, b, *, bits: bool) -> None:
+    """Where one kernel repairs what another has summed in another order, they are close."""
+    if bits:
+        assert bool((a == b).all())
+    else:
+        a, b = (x.astype(np.float32).get() for x in (a, b))
+        assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hidden_keys_may_hold_anything(tier, dtype, softcap, poison, rng):
+def test_hidden_keys_may_hold_anything(tier, dtype, softcap, poison, deterministic, rng):
     dtype = DTYPES[dtype]
     q, dout = (normal(rng, (1, 140, 2, 64), dtype) for _ in "qo")
     k, v = (normal(rng, (1, 200, 1, 64), dtype) for _ in "kv")
@@ -313,11 +323,12 @@ def test_hidden_keys_may_hold_anything(tier, dtype, softcap, poison, rng):
     results = []
     for _ in range(2):
         arrays = q, cupy.asarray(k), cupy.asarray(v)
-        _, pullback = cuattn.flash_attention_vjp(*arrays, **options)
+        _, pullback = cuattn.flash_attention_vjp(*arrays, deterministic=deterministic, **options)
         results.append(pullback(dout))
         k[:, ~mask], v[:, ~mask] = poison, poison
-    for clean, poisoned in zip(results[0][:3], results[1][:3], strict=True):
-        assert bool((clean == poisoned).all())
+    for name, clean, poisoned in zip(("dq", "dk", "dv"), *results, strict=False):
+        in_order = name != "dq" or tier == "simt" or deterministic
+        assert_alike(clean, poisoned, bits=in_order)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -331,14 +342,10 @@ def test_the_last_queries_may_hold_anything(tier, dtype, rng):
     q[:, 90:] = np.nan
     _, pullback = cuattn.flash_attention_vjp(q, k, v, window=window)
     spoilt = pullback(dout)
-    for c, s, end in zip(clean[:3], spoilt[:3], (90, 87, 87), strict=True):
-        if tier == "sm90":  # which another kernel repairs
-            difference = (c[:, :end].astype(np.float64) - s[:, :end].astype(np.float64)).get()
-            assert np.linalg.norm(difference) < 1e-2 * np.linalg.norm(
-                c[:, :end].get().astype(float)
-            )
-        else:
-            assert bool((c[:, :end] == s[:, :end]).all())
+    for name, end in (("dq", 90), ("dk", 87), ("dv", 87)):
+        c, s = (getattr(gradients, name) for gradients in (clean, spoilt))
+        repaired = tier == "sm90" or (tier == "sm80" and name == "dq")
+        assert_alike(c[:, :end], s[:, :end], bits=not repaired)
         assert np.isnan(s[:, 92:].get()).all()
 
 

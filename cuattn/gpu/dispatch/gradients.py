@@ -16,7 +16,13 @@ from cuattn.gpu.dispatch.backward import (
     rows_grid,
     statistics_variant,
 )
-from cuattn.gpu.dispatch.gradients_sm80 import SM80_TILES, sm80_passes
+from cuattn.gpu.dispatch.gradients_sm80 import (
+    SM80_TILES,
+    SUMS_THREADS,
+    sm80_adds_dq,
+    sm80_passes,
+    sums_variant,
+)
 from cuattn.gpu.dispatch.gradients_sm90 import Sm90Backward
 from cuattn.gpu.dispatch.launch import Launch, capability
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
@@ -73,8 +79,11 @@ def _bias_variant(dtype: str) -> Variant:
     return Variant("gradients/bias_simt.cu", "bias_simt", config)
 
 
-def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunches:
-    """The launches of a call, whose passes are `dq` and `dkv`."""
+def _launches(
+    call: BackwardCall, dq: Variant, *dkv: Variant, adds_dq: bool = False
+) -> BackwardLaunches:
+    """The launches of a call, whose passes are `dq` and `dkv`. Where the latter add up dq, it has
+    sums, and `dq` repairs it where they are not finite."""
     spec, forward = call.forward.spec, call.forward
     dtype, ragged = spec.dtype.name, spec.rows == "ragged"
     tile_q, tile_k = (variant.config.tile_m for variant in (dq, dkv[0]))  # type: ignore[attr-defined]
@@ -105,9 +114,21 @@ def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunche
     launches = [Launch(statistics_variant("delta_simt", dtype), (-(-rows // 8),), given)]
     if call.grad_sinks:
         launches.append(Launch(statistics_variant("sinks_simt", dtype), (spec.heads_q,), given))
-    launches.append(Launch(dq, grid_q, all_given))
-    if spec.seqlen_k:
-        launches += [Launch(variant, grid_k, all_given) for variant in dkv]
+    workspaces: tuple[tuple[str, int], ...] = ()
+    if adds_dq:
+        elements = rows * spec.head_dim
+        clear, finish = (
+            Launch(sums_variant(entry, dtype), (-(-elements // (8 * SUMS_THREADS)),), given)
+            for entry in ("clear_sums_sm80", "finish_sums_sm80")
+        )
+        repair = Launch(dq, (forward.multiprocessors,), all_given)
+        launches += [clear, *(Launch(variant, grid_k, all_given) for variant in dkv)]
+        launches += [finish, repair]
+        workspaces = (("dq_sums", 4 * elements), ("nonfinite", 4))
+    else:
+        launches.append(Launch(dq, grid_q, all_given))
+        if spec.seqlen_k:
+            launches += [Launch(variant, grid_k, all_given) for variant in dkv]
     if call.grad_bias:
         tile_m, tile_n, *_ = SIMT_BIAS_TILE
         batch, heads, bias_rows, bias_cols = bias_shape
@@ -117,11 +138,12 @@ def _launches(call: BackwardCall, dq: Variant, *dkv: Variant) -> BackwardLaunche
     if call.grad_alibi:
         count = spec.heads_q * (spec.batch if batched else 1)
         launches.append(Launch(statistics_variant("alibi_simt", dtype), (count,), given))
-    return BackwardLaunches(tuple(launches), slots)
+    return BackwardLaunches(tuple(launches), slots, workspaces)
 
 
 class Sm80Backward:
-    """16-bit calls whose rows are whole chunks of 16 bytes."""
+    """16-bit calls whose rows are whole chunks of 16 bytes. Where dq may be summed in any order,
+    and that is faster, the pass for dk adds it up in memory."""
 
     name = "backward_sm80"
 
@@ -138,8 +160,12 @@ class Sm80Backward:
             return None
         general = call.forward.has_score or spec.dropout != 0.0 or spec.scale <= 0.0
         padded = next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
-        passes = sm80_passes(spec.dtype.name, padded, general, call.forward.arch)
-        return _launches(call, *passes)
+        arguments = spec.dtype.name, padded, general, call.forward.arch
+        adds_dq = sm80_adds_dq(padded, general) and not call.deterministic
+        if not adds_dq or call.grad_alibi or not spec.seqlen_k:
+            return _launches(call, *sm80_passes(*arguments))
+        repair, *_ = sm80_passes(*arguments, repairs=True)
+        return _launches(call, repair, *sm80_passes(*arguments, adds_dq=True), adds_dq=True)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -147,7 +173,15 @@ class Sm80Backward:
             return
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
             for general in (False, True):
-                yield from sm80_passes(dtype, dims, general, arch)
+                arguments = dtype, dims, general, arch
+                yield from sm80_passes(*arguments)
+                if sm80_adds_dq(dims, general):
+                    yield from sm80_passes(*arguments, adds_dq=True)
+                    yield next(sm80_passes(*arguments, repairs=True))
+        for dtype, entry in itertools.product(
+            ("float16", "bfloat16"), ("clear_sums_sm80", "finish_sums_sm80")
+        ):
+            yield sums_variant(entry, dtype)
 
 
 class SimtBackward:

@@ -25,6 +25,7 @@ class Sm80BackwardConfig(Config):
     repairs: bool = False  # computes nothing unless a faster kernel's results are not finite
     tile_m: int = 64
     warp_rows: int = 16
+    adds_dq: bool = False  # beside dk, to sums in memory
 
     @property
     def threads(self) -> int:
@@ -33,10 +34,11 @@ class Sm80BackwardConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """The block's rows of two arrays, two stages of columns of two others, and two numbers for
-        each column."""
+        """The block's rows of two arrays, two stages of columns of two others, two numbers for
+        each column, and for dq a tile of dS."""
         dims = self.head_dim + self.head_dim_v
-        return 2 * self.tile_m * dims + 2 * self.tile_n * (2 * dims + 8)
+        ds = 2 * self.tile_m * self.tile_n if self.adds_dq else 0
+        return 2 * self.tile_m * dims + 2 * self.tile_n * (2 * dims + 8) + ds
 
 
 #: (tile_n, blocks_per_sm) by (head_dim, head_dim_v), the first that is large enough, where a
@@ -57,8 +59,11 @@ SM80_OTHER_TILES: dict[
 ] = {
     ((64, 64), False, False): ((128, 64, 2, 32),) * 3,
     ((64, 64), True, False): ((128, 32, 2, 32),) * 3,
+    ((64, 64), False, True): ((64, 32, 3, 16), (64, 32, 3, 16), (64, 32, 2, 16)),
+    ((64, 64), True, True): ((64, 32, 3, 16), (64, 32, 3, 16), (64, 32, 2, 16)),
     ((128, 128), False, False): ((128, 32, 2, 32), (128, 32, 1, 32), (64, 32, 1, 16)),
     ((128, 128), True, False): ((64, 64, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
+    ((128, 128), False, True): ((64, 64, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
     **{
         ((256, 256), keys_stationary, general): (
             (128, 32, 1, 16),
@@ -72,14 +77,21 @@ SM80_OTHER_TILES: dict[
 
 
 def sm80_passes(
-    dtype: str, dims: tuple[int, int], general: bool, arch: str, *, repairs: bool = False
+    dtype: str,
+    dims: tuple[int, int],
+    general: bool,
+    arch: str,
+    *,
+    adds_dq: bool = False,
+    repairs: bool = False,
 ) -> Iterator[Variant]:
-    """The passes of backward_sm80.cu: dq, then dk and dv, by one pass where registers suffice."""
+    """The passes of backward_sm80.cu: dq, unless the pass for dk adds it up, then dk and dv, by one
+    pass where registers suffice."""
     shared = (228, 164, 100).index(SHARED_KIB.get(capability(arch), 100))
     roles = [(False, True, False), (True, True, True)]
     if sum(dims) > 256:
         roles = [(False, True, False), (True, True, False), (True, False, True)]
-    for keys_stationary, first, second in roles:
+    for keys_stationary, first, second in roles[1:] if adds_dq else roles:
         tile_n, blocks = SM80_TILES[dims][shared]
         # General scores are many instructions each, and so is what unrolling makes of them.
         tile_n = min(tile_n, 32) if general else tile_n
@@ -94,4 +106,32 @@ def sm80_passes(
             config = dataclasses.replace(
                 config, tile_m=tile_m, tile_n=tile_n, blocks_per_sm=blocks, warp_rows=warp_rows
             )
+        config = dataclasses.replace(config, adds_dq=adds_dq and first)
         yield Variant("gradients/backward_sm80.cu", "backward_sm80", config)
+
+
+def sm80_adds_dq(dims: tuple[int, int], general: bool) -> bool:
+    """Whether the pass for dk adds up dq, where any order will do: what it saves is a pass of three
+    products, and of scores that are many instructions each where they are general. (Of plain scores
+    at head_dim 128 it saves less than it takes, 201 TFLOP/s instead of 238.)"""
+    return dims in ((64, 64), (256, 256)) or (general and dims == (128, 128))
+
+
+SUMS_THREADS = 256  # of a block of gradients/sums_sm80.cu, each of eight elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm80SumsConfig(Config):
+    """gradients/sums_sm80.cu."""
+
+    dtype: str
+
+    @property
+    def threads(self) -> int:
+        """Eight warps."""
+        return SUMS_THREADS
+
+
+def sums_variant(entry: str, dtype: str) -> Variant:
+    """A kernel of gradients/sums_sm80.cu."""
+    return Variant("gradients/sums_sm80.cu", entry, Sm80SumsConfig(dtype))

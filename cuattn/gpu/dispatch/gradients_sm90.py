@@ -235,13 +235,11 @@ class Sm90Backward:
         """Every variant that `serves` can choose."""
         if arch != "sm_90a":
             return
-        found: dict[Variant, None] = {}  # kernels around the passes may serve several head_dims
         for dtype, dims, varlen, fused in itertools.product(
             ("float16", "bfloat16"), SM90_QUERIES_TILES, (False, True), (False, True)
         ):
             for tile_n in SM90_FUSED_KEYS.get(dims[0], ()) if fused else (128,):
-                found |= dict.fromkeys(_variants(dtype, dims, varlen, fused, tile_n))
-        yield from found
+                yield from _variants(dtype, dims, varlen, fused, tile_n)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
 

@@ -41,9 +41,8 @@ class TierList(Generic[AnyTier]):
         self.current = self._current.get
 
     def variants(self, arch: str) -> Iterator[Variant]:
-        """Every variant that a tier can choose."""
-        for tier in self.all:
-            yield from tier.variants(arch)
+        """Every variant that a tier can choose, once."""
+        yield from dict.fromkeys(v for tier in self.all for v in tier.variants(arch))
 
     @contextlib.contextmanager
     def only(self, names: Sequence[str]) -> Iterator[None]:
