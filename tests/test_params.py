@@ -61,7 +61,7 @@ def test_every_struct_is_compared():
     for variant in dispatch.variants("sm_90a"):
         signature = re.search(rf"\b{variant.entry}\(([^)]*)\) {{", compiler.resolve(variant.source))
         words = re.findall(r"\b([A-Z]\w*) \w+[,)]", signature[1] + ")")
-        # Params: ForwardParams, perhaps with DropoutParams or CacheParams behind it. Arrays: of two.
+        # Params: ForwardParams, perhaps with DropoutParams or CacheParams behind it.
         known = {"Params": "ForwardParams", "Arrays": "QuantizeParams"}
         taken.update(known.get(word, word) for word in words)
     taken.add("CacheParams")
