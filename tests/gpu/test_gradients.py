@@ -306,7 +306,7 @@ def assert_alike(a, b, *, bits: bool) -> None:
         assert bool((a == b).all())
     else:
         a, b = (x.astype(np.float32).get() for x in (a, b))
-        assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(a)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(a)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -471,8 +471,9 @@ def test_gradients_with_dropout(dtype, number, rng):
             grad_alibi="alibi_slopes" in options, **options,
         )  # fmt: skip
         judge(asked, dout, call, z=z, **of_formula)
-        for a, b in zip(grads[:3], asked[:3], strict=True):
-            assert bool((a == b).all())
+        for name in ("dq", "dk", "dv"):  # dq of 16 bits may be summed in any order
+            a, b = (getattr(given, name) for given in (grads, asked))
+            assert_alike(a, b, bits=name != "dq" or call.q.dtype.itemsize > 2)
 
 
 # ------------------------------------------------------------------------------------------- jvp
