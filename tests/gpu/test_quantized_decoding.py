@@ -13,6 +13,7 @@ from cuattn._quantized import FORMATS
 from cuattn.gpu import dispatch
 from cuattn.gpu.dispatch import decoding_codes_sm90
 from cuattn.gpu.dispatch.decoding import CODE_FORMATS
+from cuattn.reference.quantization import rotated
 from tests import formulas
 
 cupy = pytest.importorskip("cupy")
@@ -154,6 +155,16 @@ def scales_in_queries(q, k):
     return np.concatenate([queries, q], axis=-1), np.concatenate([keys, added], axis=-1)
 
 
+def rotated_queries(q, k):
+    """Queries that are rotated and rounded to their dtype, and the keys as their codes have them."""
+    codes = k.codes
+    plain = cuattn.QuantizedArray(
+        codes.data, codes.scale, dtype=codes.dtype, minimum=codes.minimum, offset=codes.offset
+    )
+    queries = rotated(q.astype(np.float32)).astype(q.dtype)
+    return queries, cuattn.dequantize(plain, np.float32)
+
+
 @PAIRS
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_code_at_every_channel(tiers, formats, dim):
@@ -236,7 +247,8 @@ def test_scales(rng, tiers, kind, format, dtype):
         options = {}
     v = Cache(rng, LENS, 2, 128, format, **options)
     q = rng.standard_normal((len(LENS), 2, 8, 128)).astype(dtype)
-    others = [scales_in_queries(q, k)] if kind == "channel" else []
+    others = {"channel": [scales_in_queries], "rotated": [rotated_queries]}.get(kind, [])
+    others = [other(q, k) for other in others]
     for paged in (False, True):
         result = decode(q, k, v, LENS, paged)
         check(result, q, k.values, v.values, LENS, others, causal=True)
