@@ -156,7 +156,7 @@ def scales_in_queries(q, k):
 
 
 def rotated_queries(q, k):
-    """Queries that are rotated and rounded to their dtype, and the keys as their codes have them."""
+    """Queries that are rotated and then rounded, and the keys as their codes have them."""
     codes = k.codes
     plain = cuattn.QuantizedArray(
         codes.data, codes.scale, dtype=codes.dtype, minimum=codes.minimum, offset=codes.offset
