@@ -79,7 +79,8 @@ def bench_random_forward(benchmark, ceilings, number):
         "matmul_tflops": ceilings["bfloat16"] * 1e-12,
     }
     shown = ", ".join(f"{n} {v:.0f}" for n, v in benchmark.extra_info["tflops"].items())
-    print(f"\n{number}: {best and best / seconds['cuattn']:.3f} {shape} {causal=}: {shown} TFLOP/s")
+    ratio = best and best / seconds["cuattn"]
+    print(f"\nseed {SEED}, {number}: {ratio:.3f} {shape} {causal=}: {shown} TFLOP/s")
 
 
 @pytest.mark.parametrize("number", range(COUNT))
@@ -137,4 +138,4 @@ def bench_random_decode(benchmark, ceilings, number):
     }
     shown = ", ".join(f"{n} {v:.1f}" for n, v in benchmark.extra_info["microseconds"].items())
     relative = "" if best is None else f"{best / seconds['cuattn']:.3f} "
-    print(f"\n{number}: {relative}{of_copy:.0%} of copy {shape}: {shown} us")
+    print(f"\nseed {SEED}, {number}: {relative}{of_copy:.0%} of copy {shape}: {shown} us")

@@ -85,14 +85,15 @@ def random_shapes(
             compared = [(x, r["of_best"]) for x, r in points if r.get("of_best")]
             axis.plot(*zip(*compared, strict=True), "o", color=COLOURS["cuattn"], alpha=0.8)
             axis.axhline(1, **_CEILING)
-            axis.set(title=title, xlabel=label, xscale="log", yscale="log")
+            drawn_by = f"seed {points[0][1]['seed']}, commit {points[0][1]['commit'][:7]}"
+            axis.set_title(f"{title} ({drawn_by})", fontsize=10)
+            axis.set(xlabel=label, xscale="log", yscale="log")
             ticks = (0.5, 0.7, 1, 1.4, 2)
             axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.set_yticks([], minor=True)
         axes[0][0].set_ylabel("times the best peer's speed")
         drawn.supxlabel(
-            f"shapes drawn at random (seed {forward[0]['seed']}), {forward[0]['machine']['gpu']}; "
-            "peers: FA-2, FA-3, cuDNN",
+            f"shapes drawn at random, {forward[0]['machine']['gpu']}; peers: FA-2, FA-3, cuDNN",
             fontsize=9,
         )
 
