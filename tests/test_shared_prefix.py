@@ -148,7 +148,7 @@ def test_every_choice_is_listed_and_covers(
 
 def sm90_params(launch):
     """The fields of Sm90Params as they are launched, with addresses of 0."""
-    names = ("q", "k", "v", "bias", "mask", "k_pair", "v_pair")
+    names = ("q", "k", "v", "bias", "mask", "k_pair", "v_pair", "q_rope", "k_rope")
     maps = {f"{array}_map": b"" for array in names}
     return SM90_PARAMS.unpack(launch.arguments[1].pack(collections.defaultdict(int, maps)))
 
