@@ -7,7 +7,7 @@ import math
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import CONTIGUOUS_PAGE_SHIFT
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
-from cuattn.gpu.dispatch.launch import Call, Layout
+from cuattn.gpu.dispatch.launch import Call, Layout, shapes
 from cuattn.gpu.params import SM90_PARAMS, divisor
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -134,9 +134,7 @@ def _pages(
 ) -> TensorMap:
     """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence."""
     spec = call.spec
-    pages, slots = spec.batch, spec.seqlen_k
-    if spec.keys == "paged":
-        pages, slots = call.num_pages, spec.page_size
+    pages, slots = shapes(spec, call.num_pages)[1][:2]
     page, slot, head = strides[:3]
     return TensorMap(
         spec.dtype,

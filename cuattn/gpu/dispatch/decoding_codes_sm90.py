@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cuattn._quantized import FORMATS, code_columns, format_number
+from cuattn._quantized import code_columns, format_number
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
     CODE_FORMATS,
     CODE_TILE_KEYS,
+    INT4,
     as_decoding,
     bits_of_two,
     code_groups,
@@ -22,12 +23,11 @@ from cuattn.gpu.dispatch.decoding import (
 )
 from cuattn.gpu.dispatch.decoding_sm80 import CODE_ROWS
 from cuattn.gpu.dispatch.decoding_sm90 import CLUSTER_HEAD_DIMS
-from cuattn.gpu.dispatch.launch import Call, Launch, capability
+from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
 from cuattn.gpu.dispatch.routing import rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-INT4 = FORMATS["int4"].number
 SMALL_PAGE_KEYS = 16  # of the smallest pages
 SCALE_BYTES = {INT4: 4}  # of a token and head, by format, where they are not 2
 
@@ -134,9 +134,7 @@ def _map(call: Call, strides: tuple[int, ...], format: str, box_keys: int) -> Te
     """Codes (sequence or page, key, head, bytes) as the kernel reads them, `box_keys` keys of a
     head at a time: (bytes of a row, key, 1, head, sequence or page)."""
     spec = call.spec
-    outer, keys = spec.batch, spec.seqlen_k
-    if spec.keys == "paged":
-        outer, keys = call.num_pages, spec.page_size
+    outer, keys = shapes(spec, call.num_pages)[1][:2]
     page, key, head, _ = strides
     columns = code_columns(format, spec.head_dim)
     return TensorMap(

@@ -21,7 +21,7 @@ from cuattn.gpu.dispatch.decoding import (
     bits_of_two,
     code_groups,
 )
-from cuattn.gpu.dispatch.launch import Call, Launch, capability
+from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
 from cuattn.gpu.dispatch.routing import key_bytes
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -222,9 +222,7 @@ def _tiles(
     row of codes in place of columns; or, of rows that it reads panel by panel, (column, key, head,
     sequence or page)."""
     spec = call.spec
-    outer, keys = spec.batch, spec.seqlen_k
-    if spec.keys == "paged":
-        outer, keys = call.num_pages, spec.page_size
+    outer, keys = shapes(spec, call.num_pages)[1][:2]
     page, key, head, column = strides
     if not whole_rows:
         return TensorMap(
