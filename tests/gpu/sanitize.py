@@ -23,6 +23,7 @@ import numpy as np
 
 import cuattn
 from cuattn.gpu import compiler, decoding, dispatch
+from cuattn.gpu.dispatch import decoding_codes_sm90
 from tests import appending
 from tests.scores import check_decode, check_paged, check_varlen
 
@@ -59,7 +60,7 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
 def gradients(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Every gradient and derivative of ragged tiles, padded head_dims, every option, and lengths
     that are not what they must be."""
-    for head_dim, head_dim_v in [(64, 64), (40, 72), (33, 1), (192, 256)]:
+    for head_dim, head_dim_v in [(64, 64), (40, 72), (33, 1), (128, 128), (192, 128), (192, 256)]:
         q, k, v = arrays(
             rng, dtype, (1, 70, 2, head_dim), (1, 150, 1, head_dim), (1, 150, 1, head_dim_v)
         )
@@ -67,6 +68,8 @@ def gradients(rng: np.random.Generator, dtype: np.dtype) -> None:
         (bias,) = arrays(rng, dtype, (2, 1, 150))
         mask = cupy.asarray(rng.random((1, 1, 70, 150)) < 0.5)
         options = [
+            {},
+            {"deterministic": True, "causal": True},
             {"causal": True, "sinks": sinks},
             {"window": (30, 5), "softcap": 5.0, "alibi_slopes": slopes, "dropout": 0.5},
             {"bias": bias, "mask": mask, "causal": True},
@@ -75,7 +78,8 @@ def gradients(rng: np.random.Generator, dtype: np.dtype) -> None:
             wanted = {"grad_bias": "bias" in more, "grad_alibi": "alibi_slopes" in more}
             out, pullback = cuattn.flash_attention_vjp(q, k, v, **wanted, **more)
             pullback(out)
-            cuattn.flash_attention_jvp(q, k, v, q, k, v, **more)
+            if "deterministic" not in more:
+                cuattn.flash_attention_jvp(q, k, v, q, k, v, **more)
         q, k, v = q[0], k[0, :70], v[0, :70]
         for lengths in [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]:
             cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
@@ -123,6 +127,42 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
     for head_dim, heads in ((64, 4), (128, 16)):
         q, k, v = arrays(rng, dtype, (1, 1, heads, head_dim), *[(1, 4608, 1, head_dim)] * 2)
         cuattn.flash_decode(q, k, v, cupy.full(1, 4608 - (heads == 4), np.int32))
+
+
+def codes(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Tokens written as codes and read again, kernel by kernel: by few rows and by prompts; and
+    codes of latents."""
+    decoding_codes_sm90.LEAST_PAIRS = {True: 0, False: 0}  # however few sequences there are
+    tiers = ("decode_codes_sm90", "decode_sm90", "decode_sm80", "decode_simt")
+    formats = ("int8", "float8_e4m3", "int4", "k8v4")
+    for format, (page_size, dim) in itertools.product(formats, ((16, 128), (64, 64))):
+        cache = cuattn.PagedKVCache(
+            640 // page_size, page_size, 2, dim, dtype=dtype, quantization=format, xp=cupy
+        )
+        ids = [cache.add_sequence() for _ in range(3)]
+        cache.extend(ids, [1, 70, 300])
+        cache.write(0, ids, *arrays(rng, dtype, (371, 2, dim), (371, 2, dim)))
+        of_cache = (*cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
+        for first, tokens in itertools.product(range(len(tiers)), (1, 3)):
+            (q,) = arrays(rng, dtype, (3, tokens, 8, dim))
+            with dispatch.use_tiers(*tiers[first:]):
+                cuattn.paged_attention(q, *of_cache, return_lse=True)
+                cuattn.paged_attention(q, *of_cache, num_splits=3, window=(100, 3))
+        (q,) = arrays(rng, dtype, (3, 70, 8, dim))
+        cuattn.paged_attention(q, *of_cache)
+        if dim == 64:
+            cuattn.dequantize(cuattn.quantize(q, "int8" if format == "k8v4" else format))
+    lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
+    tiers = tuple(tier.name for tier in dispatch.MLA.all)
+    for format, (heads, tokens) in itertools.product(formats[:2], ((128, 1), (16, 3))):
+        latents, rope = arrays(rng, dtype, (20, 64, 1, 512), (20, 64, 1, 64))
+        latents = cuattn.quantize(latents, format)
+        table = cupy.asarray(rng.permutation(20).astype(np.int32).reshape(4, -1))
+        q, q_rope = arrays(rng, dtype, (4, tokens, heads, 512), (4, tokens, heads, 64))
+        chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
+        for first, more in itertools.product(range(len(tiers)), ({}, {"indices": chosen})):
+            with dispatch.use_tiers(*tiers[first:]):
+                cuattn.mla_decode(q, q_rope, latents, rope, table, lens, scale=0.07, **more)
 
 
 def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
@@ -217,7 +257,9 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.sampling.softmax(logits)
         cuattn.sampling.top_k(logits, 5)
         cuattn.sampling.top_k(logits, 129)
-        for options in ({}, {"temperature": 0.0}, *filters, {"min_p": 0.1}):
+        for options in (
+            {}, {"temperature": 0.0}, *filters, {"min_p": 0.1}, {"typical_p": 0.9}, {"top_k": 300}
+        ):  # fmt: skip
             cuattn.sampling.sample(logits, **options)
         if not penalized:  # which is the same for any number of rows
             continue
@@ -368,6 +410,7 @@ def main() -> None:
         (kvcache, ["float16", "float32", "float64"]),
         (scores, ["float16", "float64"]),
         (append, ["float16", "float64"]),
+        (codes, ["float16"]),
     )
     for call, names in of_any_tier:
         for name in names if call.__name__ in named or not named else []:
