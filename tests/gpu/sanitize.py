@@ -13,7 +13,6 @@ docs/notes/forward_sm90.md has those that are no races.
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from collections.abc import Callable
 
@@ -322,6 +321,20 @@ def speculation(rng: np.random.Generator) -> None:
 
 # What of the kernels' text racecheck gets in another form, as for_racecheck says.
 ONE_LANE = "if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);"
+EACH_LANE = """asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+    ::"r"(ptx::shared_address(&barrier)) : "memory");"""
+#: Of mbarriers, which count 32 for each arrival.
+BY_32 = {
+    '"r"(arrivals));': '"r"(32 * arrivals));',
+    '"mbarrier.arrive.shared::cta.b64 _, [%0];"': '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
+    '"cp.async.mbarrier.arrive.noinc': (
+        '"mbarrier.arrive.shared::cta.b64 _, [%0], 31; cp.async.mbarrier.arrive.noinc'
+    ),
+    '"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"': (
+        '"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1; "'
+        '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"'
+    ),
+}
 REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
 NAMED_BARRIER = "ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);"
 BEFORE_SLICES = "// The barrier of the warps that share a ring."
@@ -356,17 +369,18 @@ def for_racecheck(text: str) -> str:
 
     - Every lane arrives at an mbarrier, where otherwise one arrives for its warp after
       ``__syncwarp`` (``arrive_warp`` of rawkernels/tile/pipeline.cuh). The tool follows the lane
-      that arrives, and takes what the others have read or written before for unordered.
+      that arrives, and takes what the others have read or written before for unordered. All
+      mbarriers count 32 times as much, so that any other arrival is one of 32.
     - The warps of decode_sm80.cu that share a slice of keys meet at an mbarrier and not at a named
       barrier, which the tool takes for the whole block's.
     - A filter warp of forward_sm90.cu writes its flag of replaced values only where it changes. A
       consumer that skips a tile's last block may read it while it is written for that block; to
       this consumer either value is right.
     """
-    of_warps = r"(mbarrier_init\([^;]*?(?:empty|filtered|dropout_mask)[^;]*?),\s*([^;,]+)\);"
     if ONE_LANE in text:
-        text = text.replace(ONE_LANE, "ptx::mbarrier_arrive(barrier);")
-        text = re.sub(of_warps, r"\1, 32 * (\2));", text)
+        for whole, of_lanes in BY_32.items():
+            text = text.replace(whole, of_lanes)
+        text = text.replace(ONE_LANE, EACH_LANE)
         changes = "if (threadIdx.x % 32 == 0 && (replaced || block == tile.block_end - 1))"
         text = text.replace(REPLACED, f"{changes} smem.replaced")
     if NAMED_BARRIER in text:
