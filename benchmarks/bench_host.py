@@ -111,22 +111,34 @@ def bench_seen_shapes(benchmark):
 
 
 def _writes() -> Callable[[int], None]:
-    """``run(n)`` that writes a new token of 8 sequences in n layers, the first of which pays for
-    the step."""
-    layers, heads, dim = 256, 4, 128
+    """``run(n)`` that writes n layers of new tokens of 8 sequences; a step has 32 layers, and an
+    ``extend`` before them, which they pay for."""
+    layers, heads, dim, most = 32, 4, 128, 4096
     cache = cuattn.PagedKVCache(
-        16, 128, heads, dim, num_layers=layers, dtype=ml_dtypes.bfloat16, xp=cupy
+        8 * most // 16,
+        16,
+        heads,
+        dim,
+        num_layers=layers,
+        dtype=ml_dtypes.bfloat16,
+        max_seqlen=most,
+        xp=cupy,
     )
     new = cupy.zeros((8, heads, dim), ml_dtypes.bfloat16)
+    ids = [cache.add_sequence() for _ in range(8)]
+    written = 0
 
     def run(launches: int) -> None:
-        for first in range(0, launches, layers):
-            ids = [cache.add_sequence() for _ in range(8)]
-            cache.extend(ids, 1)
-            for layer in range(min(layers, launches - first)):
-                cache.write(layer, ids, new, new)
-            for sequence in ids:
-                cache.remove(sequence)
+        nonlocal written
+        for _ in range(launches):
+            layer = written % layers
+            if layer == 0:
+                if cache.num_tokens(ids[0]) == most:
+                    for sequence in ids:
+                        cache.truncate(sequence, 0)
+                cache.extend(ids, 1)
+            cache.write(layer, ids, new, new)
+            written += 1
 
     return run
 

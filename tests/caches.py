@@ -248,7 +248,8 @@ def bookkeeping(cache):
     """All that a cache knows, and its pages bit for bit: what a call that fails leaves alone."""
     manager = cache._manager
     # Beside state: which ids were asked for last.
-    state = {k: v for k, v in vars(manager).items() if k not in ("_last_ids", "_last_rows")}
+    asked = ("_last_ids", "_last_rows", "_last_key")
+    state = {k: v for k, v in vars(manager).items() if k not in asked}
     tree, nodes = [], [((), manager.index.root)]
     while nodes:
         path, node = nodes.pop()

@@ -14,10 +14,10 @@ from cuattn._quantized import QuantizedArray
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.arguments import Scales, cache_write_arguments, quantized_write_arguments
 from cuattn.gpu.memory import capturing, pointer, temporaries, use_device
-from cuattn.gpu.plan import Plan
+from cuattn.gpu.plan import Filled, Plan
 from cuattn.gpu.quantization import format_of, operand, scale_addresses
 
-MOST_PLANS = 256  # that a batch remembers
+MOST_PLANS = 256  # whose launches a batch remembers
 
 __all__ = ["Batch", "append", "capturing", "copy_pages", "read_pages", "write", "write_pages"]
 
@@ -41,7 +41,8 @@ class Batch:
         arrays = (self.page_table, self.seq_lens, self.cu_new)
         self.pointers = tuple(array.data.ptr for array in arrays)
         self.uniform = 0  # new tokens of each sequence, where all have as many
-        self.plans: dict[tuple, Plan] = {}  # of writes, by what else they depend on
+        self.writes: dict[tuple, Filled] = {}  # launches, by what else they depend on
+        self._updates: dict[int, _Update] = {}  # by how many numbers come with the launch
 
     def update(
         self,
@@ -49,34 +50,63 @@ class Batch:
         columns: np.ndarray,
         pages: np.ndarray,
         seq_lens: np.ndarray,
-        cu_new: np.ndarray,
+        new: np.ndarray,
     ) -> None:
-        """Set some entries of the page table, and all lengths: one copy, one kernel."""
+        """Set some entries of the page table, and all lengths: one kernel, with which the numbers
+        come, or after one copy where they are many."""
         _refuse_capture("the page table")
         batch, width = self.page_table.shape
         header = 2 * batch + 1
-        numbers = np.empty(header + 2 * pages.size, np.int32)
-        numbers[:batch] = seq_lens
-        numbers[batch:header] = cu_new
-        numbers[header::2] = positions * width + columns
-        numbers[header + 1 :: 2] = pages
+        count = header + 2 * pages.size
+        variant = dispatch.cache_update(count)
+        given = variant.config.numbers
         with use_device(self.page_table):
-            kernel = compiler.kernel(dispatch.CACHE_UPDATE, self.page_table.device.id)
-            threads = dispatch.CACHE_UPDATE.config.threads
-            kernel(
-                (-(-(header + pages.size) // threads),),
-                (threads,),
-                (
-                    cupy.asarray(numbers),
-                    self.page_table,
-                    self.seq_lens,
-                    self.cu_new,
-                    np.int32(batch),
-                    np.int32(pages.size),
-                ),
-            )
-        same = batch > 0 and bool((np.diff(cu_new) == cu_new[1]).all())
-        self.uniform = int(cu_new[1]) if same else 0
+            update = self._updates.get(given)
+            if update is None:
+                update = self._updates[given] = _Update(variant, self)
+            numbers = update.numbers if given else np.empty(count, np.int32)
+            numbers[:batch] = seq_lens
+            numbers[batch] = 0
+            np.cumsum(new, out=numbers[batch + 1 : header])
+            if pages.size:
+                numbers[header:count:2] = positions * width + columns
+                numbers[header + 1 : count : 2] = pages
+            update.launch(numbers, count - header >> 1)
+        counts = new.tolist()
+        self.uniform = counts[0] if counts and counts.count(counts[0]) == batch else 0
+
+
+class _Update:
+    """Launches kvcache/update.cu for a batch.
+
+    Attributes
+    ----------
+    numbers : int32 array
+        Those that come with the launch.
+    """
+
+    def __init__(self, variant: dispatch.Variant, batch: Batch) -> None:
+        page_table = batch.page_table
+        self._kernel = compiler.kernel(variant, page_table.device.id)
+        self._threads = variant.config.threads
+        self._header = 2 * page_table.shape[0] + 1
+        # Addresses of the six arguments, then the last five, then the first.
+        self._words = np.zeros(11 + max(1, variant.config.numbers // 2), np.uint64)
+        self._address = self._words.ctypes.data
+        self._words[:6] = self._address + 8 * np.array([11, 6, 7, 8, 9, 10], np.uint64)
+        self._words[6:10] = *batch.pointers, page_table.shape[0]
+        self._first = self._words[11:]
+        self._given = variant.config.numbers > 0
+        self.numbers = self._first.view(np.int32)
+
+    def launch(self, numbers: np.ndarray, changes: int) -> None:
+        """Set what `numbers` say, among it `changes` entries."""
+        copied = None if self._given else cupy.asarray(numbers)
+        if copied is not None:
+            self._first[0] = copied.data.ptr
+        self._words[10] = changes
+        blocks = -(-(self._header + changes) // self._threads)
+        self._kernel((blocks, 1, 1), (self._threads, 1, 1), self._address)
 
 
 def _refuse_capture(what: str) -> None:
@@ -147,21 +177,21 @@ def write(
             },
         )
         return
-    pointers = (k.data.ptr, v.data.ptr, k_pages.data.ptr, v_pages.data.ptr)
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
+    k_address, v_address = k.data.ptr, v.data.ptr
+    k_pages_address, v_pages_address = k_pages.data.ptr, v_pages.data.ptr
+    aligned = (k_address | v_address | k_pages_address | v_pages_address) % 16 == 0
     pairs = 0 if cos is None else cos.shape[1]
-    shape, strides, strides_v = k.shape, k.strides, v.strides
-    like = shape, strides, strides_v, batch.uniform, pairs, interleaved, aligned
+    like = k.shape, k.strides, v.strides, batch.uniform, pairs, interleaved, aligned
     with use_device(k):
-        plan = batch.plans.get(like)
-        if plan is None:
-            if len(batch.plans) >= MOST_PLANS:
-                batch.plans.clear()
-            plan = batch.plans[like] = _plan(
+        launch = batch.writes.get(like)
+        if launch is None:
+            if len(batch.writes) >= MOST_PLANS:
+                batch.writes.clear()
+            plan = _plan(
                 k.device.id,
                 k.dtype,
-                (*shape, v.shape[2]),
-                (strides, strides_v, k_pages.strides, v_pages.strides),
+                (*k.shape, v.shape[2]),
+                (k.strides, v.strides, k_pages.strides, v_pages.strides),
                 batch.page_table.shape,
                 batch.uniform,
                 k_pages.shape[1],
@@ -170,22 +200,18 @@ def write(
                 interleaved,
                 aligned,
             )
-        page_table, seq_lens, cu_new = batch.pointers
-        plan.launch(
-            {
-                "k": pointers[0],
-                "v": pointers[1],
-                "k_pages": pointers[2],
-                "v_pages": pointers[3],
-                "page_table": page_table,
-                "seq_lens": seq_lens,
-                "cu_new": cu_new,
-                "cos": pointer(cos),
-                "sin": pointer(sin),
-                "slots": 0,
-                "left_padding": 0,
-            }
-        )
+            page_table, seq_lens, cu_new = batch.pointers
+            launch = batch.writes[like] = plan.filled(
+                {
+                    "page_table": page_table,
+                    "seq_lens": seq_lens,
+                    "cu_new": cu_new,
+                    "slots": 0,
+                    "left_padding": 0,
+                },
+                ("k", "v", "k_pages", "v_pages", "cos", "sin"),
+            )
+        launch(k_address, v_address, k_pages_address, v_pages_address, pointer(cos), pointer(sin))
 
 
 def append(

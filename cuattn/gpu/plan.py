@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,10 @@ class Slot:
         self.words = memoryview(used).cast("Q")
         for i, offset in enumerate(structs):
             self.words[i] = self.address + offset
+
+
+#: Launches a plan's kernel with arguments that stay the same but for these numbers.
+Filled = Callable[..., None]
 
 
 class Plan:
@@ -129,6 +134,36 @@ class Plan:
         self._slots.append(slot)
         if (launches := recorded.get()) is not None:
             launches.append((self, addresses))
+
+    def filled(self, addresses: dict[str, Any], later: tuple[str, ...]) -> Filled:
+        """A launch with arguments of its own, most of which stay the same: of a kernel that has no
+        tensor maps and no state.
+
+        Parameters
+        ----------
+        addresses : dict
+            As of :meth:`launch`, those that stay.
+        later : tuple of str
+            Names of the others, which each launch gives in this order.
+
+        Returns
+        -------
+        callable
+            Launches on the current device and stream; by one thread at a time.
+        """
+        assert not self.maps and not self.has_state and self._beside is None
+        slot = self.new_slot()
+        self.fill(slot, dict.fromkeys(later, 0) | addresses)
+        words, address, issue = slot.words, slot.address, self.issue
+        place_of = {name: place for place, name in self.words}
+        places = [place_of[name] for name in later]
+
+        def launch(*numbers: int) -> None:
+            for place, number in zip(places, numbers, strict=True):
+                words[place] = number
+            issue(address)
+
+        return launch
 
     def workspace(self) -> Any:
         """Memory for the kernel's own use in one launch; None if it needs none."""

@@ -252,8 +252,8 @@ class PagedKVCache:
         )
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that has the lock
-        # What `write` checked last: rows, and what arrays of this type have to be like.
-        self._checked: tuple[Any, Any] = None, None
+        # What `write` checked last: new tokens, and what arrays of this type have to be like.
+        self._checked: tuple[Any, ...] | None = None
         self._quick_type = None if self._store.xp is np else self._store.xp.ndarray
 
     # ------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class PagedKVCache:
         growth = self._manager.plan_extend(rows, counts, tokens)
         if growth.source.size:
             self._store.copy_pages(growth.source, self._manager.targets(growth))
-        self._manager.extend(growth)
+        self._manager.extend(growth, n if type(n) is int else None)
 
     @_exclusive
     def write(
@@ -366,23 +366,24 @@ class PagedKVCache:
         .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
         """
         name = "PagedKVCache.write"
-        layer = self._layer(name, layer)
+        if type(layer) is not int or not 0 <= layer < self.num_layers:
+            layer = self._layer(name, layer)
         rows = self._manager.rows("write", ids)
         keys: Any = k
         values: Any = v
-        # The layers of a step are alike: what holds for the first is not checked for the others.
+        # The layers of a step are alike, and so are most steps: what holds for one write is not
+        # checked for the others.
         like = None
         if rope is None and interleaved is False and type(k) is type(v) is self._quick_type:
             like = (
-                *(self._manager.version, keys.data.device_id, values.data.device_id),
+                *(self._manager.step_key(rows), keys.data.device_id, values.data.device_id),
                 *(keys.shape, keys.strides, keys.dtype.num),
                 *(values.shape, values.strides, values.dtype.num),
             )
-        if like is None or like != self._checked[1] or rows is not self._checked[0]:
+        if like is None or like != self._checked:
             interleaved = check_bool(name, "interleaved", interleaved)
             keys, values, rope = self._new_tokens(name, rows, k, v, rope)
-            as_given = keys is k and values is v
-            self._checked = (rows, like) if as_given else (None, None)
+            self._checked = like if keys is k and values is v else None
         capturing = self._store.device.capturing()
         if not capturing:
             self._manager.check_rewritable(rows, layer)

@@ -96,6 +96,7 @@ class PageManager:
         # the layers that have not been written. This is quicker than a look at each sequence.
         self._step_rows: np.ndarray | None = None
         self._step_left: set[int] = set()
+        self._step_count: int | None = None  # new tokens of each of them, where that is known
         # Each row's pages in the prefix index; where others hold the same tokens, theirs. Those may
         # be evicted, and then the row's own are found.
         self.paths: dict[int, list[Node]] = {}
@@ -104,6 +105,7 @@ class PageManager:
         self.next_id = 0
         self._last_ids: list[int] | None = None  # that rows were asked for, until one is removed
         self._last_rows = np.zeros(0, np.intp)
+        self._last_key = object()  # equal to no other rows'
         self._spare_rows = list(range(7, -1, -1))
 
         self.version = 0  # rises with every change of a length or of the table
@@ -131,6 +133,7 @@ class PageManager:
             raise ValueError(f"PagedKVCache.{function}: ids has a sequence more than once")
         self._last_ids = None  # while the two do not belong together
         self._last_rows = np.array(rows, np.intp)
+        self._last_key = object()
         self._last_ids = ids
         return self._last_rows
 
@@ -141,6 +144,13 @@ class PageManager:
             if row is not None:
                 return row
         raise KeyError(f"PagedKVCache.{function}: {id!r} is not the id of a sequence in the cache")
+
+    def step_key(self, rows: np.ndarray) -> tuple[object, int]:
+        """What tells the new tokens of the sequences that rows were last asked for: the same again
+        only where each of as many sequences has as many."""
+        if rows is self._step_rows and self._step_count is not None:
+            return rows.size, self._step_count
+        return self._last_key, self.version
 
     # ------------------------------------------------------------------------------------------
     # sequences
@@ -217,8 +227,8 @@ class PageManager:
         self._evict(growth.num_pages)
         return self._next_free(growth.source.size)
 
-    def extend(self, growth: Growth) -> None:
-        """Make room for new tokens, as planned."""
+    def extend(self, growth: Growth, each: int | None = None) -> None:
+        """Make room for new tokens, as planned; `each` for every sequence, where that is known."""
         rows, counts, grown, learned = growth.rows, growth.counts, growth.grown, growth.learned
         if growth.num_pages:
             self._widen(int((self.held[rows] + grown).max()))
@@ -254,6 +264,7 @@ class PageManager:
             follows = self.known[rows] >= start
             self.known[rows[follows]] = np.maximum(self.known[rows], growth.stop)[follows]
         self._step_left = set(range(len(self.layers_written)))
+        self._step_count = each
         self._step_rows = rows
 
     def check_room(self, function: str, tokens: np.ndarray, length: int) -> None:
@@ -553,6 +564,8 @@ class PageManager:
         if before is None or seen < self._forgotten:
             before = np.full(rows.size, -1, np.intp)
             seen = self.num_changes
+        if before is rows and seen == self.num_changes:
+            return rows[:0], rows[:0]
         moved = rows[:0] if before is rows else np.flatnonzero(before != rows)
         held = self.held[rows[moved]]
         positions = [np.repeat(moved, held)]

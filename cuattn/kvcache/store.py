@@ -183,8 +183,6 @@ class PageStore:
         if table.version != manager.version or not (
             table.rows is rows or (table.rows is not None and (table.rows == rows).all())
         ):
-            cu_new = np.zeros(rows.size + 1, np.int64)
-            np.cumsum(manager.new[rows], out=cu_new[1:])
             positions, columns = manager.changed_entries(rows, table.rows, table.seen)
             table.rows = None  # as long as the entries are being set
             table.batch.update(
@@ -192,7 +190,7 @@ class PageStore:
                 columns,
                 manager.table[rows[positions], columns],
                 manager.length[rows],
-                cu_new,
+                manager.new[rows],
             )
             table.rows, table.version, table.seen = rows, manager.version, manager.num_changes
         if key[0] is not None and capturing:

@@ -34,16 +34,15 @@ class Batch:
         columns: np.ndarray,
         pages: np.ndarray,
         seq_lens: np.ndarray,
-        cu_new: np.ndarray,
+        new: np.ndarray,
     ) -> None:
-        """Set some entries of the page table, and all lengths."""
+        """Set some entries of the page table, all lengths, and how many tokens are new."""
         self.page_table[positions, columns] = pages
         self.seq_lens[:] = seq_lens
-        self.cu_new[:] = cu_new
-        counts = cu_new[1:] - cu_new[:-1]
-        self.new_sequence = np.repeat(np.arange(counts.size), counts)
-        first = self.seq_lens - cu_new[1:]  # as if all new tokens were of this sequence
-        self.new_position = np.arange(cu_new[-1]) + first[self.new_sequence]
+        np.cumsum(new, out=self.cu_new[1:])
+        self.new_sequence = np.repeat(np.arange(new.size), new)
+        first = self.seq_lens - self.cu_new[1:]  # as if all new tokens were of this sequence
+        self.new_position = np.arange(self.cu_new[-1]) + first[self.new_sequence]
         self._slots: tuple[np.ndarray, np.ndarray] | None = None
 
     def slots(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:

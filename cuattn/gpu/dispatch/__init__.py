@@ -27,7 +27,7 @@ from cuattn.gpu.dispatch.gradients import (
 )
 from cuattn.gpu.dispatch.jvp import JVP, JvpCall, choose_jvp
 from cuattn.gpu.dispatch.kvcache import (
-    CACHE_UPDATE,
+    cache_update,
     cache_variants,
     cache_write,
     quantized_cache_write,
@@ -82,7 +82,6 @@ from cuattn.gpu.dispatch.tiers import TierList, nobody_serves, restricted
 __all__ = [
     "ATTENTION",
     "BACKWARD",
-    "CACHE_UPDATE",
     "JVP",
     "MAX_DIM",
     "MAX_RANKED",
@@ -100,6 +99,7 @@ __all__ = [
     "Sm90ForwardConfig",
     "Strides",
     "Tier",
+    "cache_update",
     "cache_write",
     "capability",
     "cascade_pays",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
@@ -68,9 +69,15 @@ def quantized_cache_write(dtype: str, lanes: int, formats: tuple[str, str]) -> V
     return Variant("kvcache/write_quantized.cu", "write_quantized", config)
 
 
+#: How many numbers of an update come with the launch: arguments have 4096 bytes in all.
+GIVEN_NUMBERS = (96, 960)
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheUpdateConfig(Config):
     """kvcache/update.cu."""
+
+    numbers: int  # that come with the launch; 0: they are in memory
 
     @property
     def threads(self) -> int:
@@ -78,7 +85,11 @@ class CacheUpdateConfig(Config):
         return 256
 
 
-CACHE_UPDATE = Variant("kvcache/update.cu", "update", CacheUpdateConfig())
+@functools.lru_cache(maxsize=4096)
+def cache_update(numbers: int) -> Variant:
+    """Choose a variant of kvcache/update.cu for so many numbers."""
+    given = next((most for most in GIVEN_NUMBERS if numbers <= most), 0)
+    return Variant("kvcache/update.cu", "update", CacheUpdateConfig(given))
 
 
 def cache_variants() -> Iterator[Variant]:
@@ -90,4 +101,5 @@ def cache_variants() -> Iterator[Variant]:
         for lanes in lanes_of(name):
             for formats in (("", ""), *(FORMAT_PAIRS if has_formats(name, lanes) else ())):
                 yield quantized_cache_write(name, lanes, formats)
-    yield CACHE_UPDATE
+    for numbers in (*GIVEN_NUMBERS, GIVEN_NUMBERS[-1] + 1):
+        yield cache_update(numbers)
