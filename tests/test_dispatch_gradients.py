@@ -77,6 +77,11 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
     if spec.dtype.itemsize == 2 and whole and dispatch.capability(arch) >= 80:
         assert entries.count("backward_sm80") in (2, 3)
         assert "backward_simt" not in entries
+    elif "backward_fused_simt" in entries:
+        assert not grads[0]
+        assert not grads[1]
+        assert entries.count("clear_dq_simt") == 1
+        assert "backward_simt" not in entries
     else:
         assert entries.count("backward_simt") == 2
     for entry, wanted in zip(("bias_simt", "alibi_simt", "sinks_simt"), grads, strict=True):
@@ -135,6 +140,29 @@ def test_every_number_of_a_wide_row_is_computed_once(head_dims, deterministic):
     adds_dq = head_dims in ((64, 64), (256, 256)) and not deterministic
     assert of_queries.repairs is adds_dq
     assert sum(c.adds_dq for c in of_keys) == adds_dq
+
+
+def test_float32_and_float64_take_one_pass_where_shared_memory_is_large():
+    """Not for what it does not compute, nor where dq must be the same bits in every run."""
+
+    def entries(arch="sm_90a", dtype=np.float32, head_dim=64, deterministic=False, **options):
+        shapes, dtypes = [(2, 100, 4, head_dim)] * 3, [np.dtype(dtype)] * 3
+        spec = attention_spec("flash_attention", *shapes, *dtypes, **options)
+        call = Call.contiguous(spec, arch)
+        asked = BackwardCall(call, call.strides.out, deterministic=deterministic)
+        return {launch.variant.entry for launch in dispatch.choose_backward(asked).launches}
+
+    fused = {"delta_simt", "clear_dq_simt", "backward_fused_simt"}
+    assert entries() == entries(causal=True) == entries(dtype=np.float64) == fused
+    assert entries(head_dim=100) == fused
+    for passes in (
+        entries(deterministic=True),
+        entries(softcap=3.0),
+        entries(dropout=0.1),
+        entries(arch="sm_80"),
+        entries(arch="sm_120"),
+    ):
+        assert passes == {"delta_simt", "backward_simt"}
 
 
 def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long():

@@ -61,14 +61,13 @@ __device__ __forceinline__ void multiply_scores(Acc (&s)[kRows][kCols],
 // that are summed at a time, as registers hold beside O; kKeys: columns of P that are read at a
 // time.
 template <bool kNonfinite, int kNumbers = 32, int kKeys = kVec, int kRows, int kVecs, int kTileM,
-          int kPitch, int kDepth, int kColumns>
+          int kPitch, int kDepth, int kPitchV>
 __device__ __forceinline__ void multiply_values(Acc (&o)[kRows][kVecs][kVec],
                                                 const Acc (&p)[kTileM][kPitch],
-                                                const Acc (&v)[kDepth][kColumns],
-                                                int first_column) {
+                                                const Acc (&v)[kDepth][kPitchV], int first_column) {
   constexpr int kThreadRows = kTileM / kRows;
   constexpr int kVecsAtOnce = least(kVecs, kNumbers / (kRows * kVec));
-  static_assert(kTileM % kRows == 0 && kColumns == kVecs * kThreadCols * kVec &&
+  static_assert(kTileM % kRows == 0 && kPitchV >= kVecs * kThreadCols * kVec &&
                     kVecs % kVecsAtOnce == 0 && kDepth % kChain == 0,
                 "threads and chains cover O evenly");
   struct alignas(kKeys * sizeof(Acc)) Keys {

@@ -1,8 +1,9 @@
 // What the passes of the backward kernels need of each row, and gradients that are sums over rows:
-// three small kernels.
+// small kernels.
 //
 //   delta_simt        delta = sum(dout * out) - dlse, of lse's shape: a warp a row. 0 in rows that
 //                     belong to no sequence, whatever lies there.
+//   clear_dq_simt     dq = 0, for gradients/backward_fused_simt.cu: a thread an element.
 //   sinks_simt        dsinks = -sum(exp(sink - lse) * delta) over a head's rows: a block a head.
 //   alibi_simt        dalibi, from what the blocks of the dq pass found: a block for each slope.
 //
@@ -63,6 +64,15 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
       (static_cast<long long>(batch) * params.heads_q + head) * params.seqlen_q + query;
   if (backward.dlse != nullptr) sum -= static_cast<const Acc*>(backward.dlse)[at];
   static_cast<Acc*>(backward.delta)[at] = query < end_of_rows(params) ? sum : 0;
+}
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    clear_dq_simt(const __grid_constant__ ForwardParams params,
+                  const __grid_constant__ BackwardParams backward) {
+  const long long batch = params.cu_seqlens_q != nullptr ? 1 : params.batch;
+  const long long i = static_cast<long long>(blockIdx.x) * Config::threads + threadIdx.x;
+  if (i < batch * params.seqlen_q * params.heads_q * params.head_dim)
+    static_cast<T*>(backward.dq)[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(Config::threads)

@@ -129,6 +129,15 @@ def test_common_calls(dtype, causal, head_dims, rng):
     check(Call(q, k, v, {"causal": causal}, rng))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 5)}])
+@pytest.mark.parametrize("head_dim", [40, 100, 200])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_plain_scores_without_tensor_cores(dtype, head_dim, options, rng):
+    q = normal(rng, (2, 150, 4, head_dim), DTYPES[dtype])
+    k, v = (normal(rng, (2, 170, 2, d), DTYPES[dtype]) for d in (head_dim, head_dim - 7))
+    check_aligned(Call(q, k, v, dict(options), rng))
+
+
 def draw_aligned(rng: np.random.Generator, dtype: np.dtype, **options: Any) -> Call:
     """A call whose rows are whole chunks of 16 bytes, as tensor core kernels want them."""
     batch, heads_kv, group = (int(rng.integers(1, high)) for high in (3, 3, 5))
@@ -347,6 +356,21 @@ def test_the_last_queries_may_hold_anything(tier, dtype, rng):
         repaired = tier == "sm90" or (tier == "sm80" and name == "dq")
         assert_alike(c[:, :end], s[:, :end], bits=not repaired)
         assert np.isnan(s[:, 92:].get()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_key_may_hold_anything(tier, dtype, rng):
+    """A key that is NaN leaves alone the queries that do not see it."""
+    dtype = DTYPES[dtype]
+    q, k, v, dout = (cupy.asarray(normal(rng, (1, 100, 1, 64), dtype)) for _ in "qkvo")
+    window = (20, 0)
+    clean = cuattn.flash_attention_vjp(q, k, v, window=window)[1](dout)
+    k[:, -1] = np.nan
+    spoilt = cuattn.flash_attention_vjp(q, k, v, window=window)[1](dout)
+    for name, end in (("dq", 99), ("dk", 79), ("dv", 79)):
+        c, s = (getattr(gradients, name) for gradients in (clean, spoilt))
+        assert_alike(c[:, :end], s[:, :end], bits=False)
+        assert np.isnan(s[:, 99:].get()).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

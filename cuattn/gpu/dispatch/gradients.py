@@ -24,7 +24,7 @@ from cuattn.gpu.dispatch.gradients_sm80 import (
     sums_variant,
 )
 from cuattn.gpu.dispatch.gradients_sm90 import Sm90Backward
-from cuattn.gpu.dispatch.launch import Launch, capability
+from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.structs import Arguments
 
@@ -56,6 +56,28 @@ SIMT_TILES = {
 SIMT_BIAS_TILE = (32, 32, 8, 3)  # no results but in shared memory, whatever head_dim
 
 
+@dataclasses.dataclass(frozen=True)
+class SimtFusedConfig(SimtGradientConfig):
+    """gradients/backward_fused_simt.cu."""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k, v, q and dout, whose rows have a vector more, and of P and dS."""
+        itemsize = 8 if self.dtype == "float64" else 4
+        pitch = self.head_dim + 16 // itemsize
+        scores = self.tile_m * (self.tile_n + (2 if itemsize == 8 else 16))
+        return 2 * itemsize * ((self.tile_m + self.tile_n) * pitch + scores)
+
+
+#: (tile_m, tile_n, thread_rows, blocks_per_sm) of gradients/backward_fused_simt.cu, by dtype and
+#: padded head_dim: tiles that a multiprocessor with 228 KiB of shared memory holds.
+SIMT_FUSED_TILES = {
+    ("float32", 64): (64, 64, 8, 2),
+    ("float32", 128): (64, 64, 16, 1),
+    ("float64", 64): (64, 64, 16, 1),
+}
+
+
 def simt_config(dtype: str, head_dim: int, *, keys_stationary: bool) -> SimtGradientConfig:
     """The simt pass for rows of a padded head_dim."""
     *tile, blocks = SIMT_TILES[8 if dtype == "float64" else 4][head_dim]
@@ -74,19 +96,28 @@ def _pass_variant(dtype: str, head_dim: int, *, keys_stationary: bool) -> Varian
     return Variant("gradients/backward_simt.cu", "backward_simt", config)
 
 
+def _fused_variant(dtype: str, head_dim: int, arch: str) -> Variant | None:
+    """The kernel that computes all gradients of plain scores in one pass, if there is one."""
+    tile = SIMT_FUSED_TILES.get((dtype, head_dim))
+    if tile is None or SHARED_KIB.get(capability(arch)) != 228:
+        return None
+    config = SimtFusedConfig(dtype, True, head_dim, *tile)
+    return Variant("gradients/backward_fused_simt.cu", "backward_fused_simt", config)
+
+
 def _bias_variant(dtype: str) -> Variant:
     config = SimtGradientConfig(dtype, False, 0, *SIMT_BIAS_TILE)
     return Variant("gradients/bias_simt.cu", "bias_simt", config)
 
 
 def _launches(
-    call: BackwardCall, dq: Variant, *dkv: Variant, adds_dq: bool = False
+    call: BackwardCall, dq: Variant | None, *dkv: Variant, adds_dq: bool = False
 ) -> BackwardLaunches:
     """The launches of a call, whose passes are `dq` and `dkv`. Where the latter add up dq, it has
-    sums, and `dq` repairs it where they are not finite."""
+    sums, and `dq` repairs it where they are not finite; without `dq` they add it up in place."""
     spec, forward = call.forward.spec, call.forward
     dtype, ragged = spec.dtype.name, spec.rows == "ragged"
-    tile_q, tile_k = (variant.config.tile_m for variant in (dq, dkv[0]))  # type: ignore[attr-defined]
+    tile_q, tile_k = (variant.config.tile_m for variant in (dq or dkv[0], dkv[0]))  # type: ignore[attr-defined]
     grid_q = rows_grid(ragged, spec.batch, spec.seqlen_q, tile_q, spec.heads_q)
     grid_k = rows_grid(ragged, spec.batch, spec.seqlen_k, tile_k, spec.heads_kv)
     slots = grid_q[0] // spec.heads_q
@@ -115,7 +146,11 @@ def _launches(
     if call.grad_sinks:
         launches.append(Launch(statistics_variant("sinks_simt", dtype), (spec.heads_q,), given))
     workspaces: tuple[tuple[str, int], ...] = ()
-    if adds_dq:
+    if dq is None:
+        clear = statistics_variant("clear_dq_simt", dtype)
+        launches.append(Launch(clear, (-(-rows * spec.head_dim // 256),), given))
+        launches += [Launch(variant, grid_k, given) for variant in dkv]
+    elif adds_dq:
         elements = rows * spec.head_dim
         clear, finish = (
             Launch(sums_variant(entry, dtype), (-(-elements // (8 * SUMS_THREADS)),), given)
@@ -193,6 +228,11 @@ class SimtBackward:
         """The launches for a call."""
         spec = call.forward.spec
         dims = padded_dim(spec.head_dim), padded_dim(max(spec.head_dim, spec.head_dim_v))
+        plain = not call.forward.has_score and spec.dropout == 0.0
+        if plain and spec.seqlen_k and not (call.deterministic or call.grad_alibi):
+            fused = _fused_variant(spec.dtype.name, dims[1], call.forward.arch)
+            if fused is not None:
+                return _launches(call, None, fused)
         return _launches(
             call,
             *(
@@ -204,12 +244,15 @@ class SimtBackward:
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         for dtype in FLOAT_DTYPES.values():
-            for entry in ("delta_simt", "sinks_simt", "alibi_simt"):
+            for entry in ("delta_simt", "clear_dq_simt", "sinks_simt", "alibi_simt"):
                 yield statistics_variant(entry, dtype)
             yield _bias_variant(dtype)
             for head_dim in SIMT_TILES[4]:
                 for keys_stationary in (False, True):
                     yield _pass_variant(dtype, head_dim, keys_stationary=keys_stationary)
+                fused = _fused_variant(dtype, head_dim, arch)
+                if fused is not None:
+                    yield fused
 
 
 #: The kernels of the backward pass, the fastest first.
