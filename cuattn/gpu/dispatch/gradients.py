@@ -147,8 +147,8 @@ def _launches(
         launches.append(Launch(statistics_variant("sinks_simt", dtype), (spec.heads_q,), given))
     workspaces: tuple[tuple[str, int], ...] = ()
     if dq is None:
-        clear = statistics_variant("clear_dq_simt", dtype)
-        launches.append(Launch(clear, (-(-rows * spec.head_dim // 256),), given))
+        zeros = statistics_variant("clear_dq_simt", dtype)
+        launches.append(Launch(zeros, (-(-rows * spec.head_dim // 256),), given))
         launches += [Launch(variant, grid_k, given) for variant in dkv]
     elif adds_dq:
         elements = rows * spec.head_dim
