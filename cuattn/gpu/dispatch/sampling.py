@@ -147,7 +147,7 @@ def sample_filtered(dtype: str, rows: int, arch: str, *, ranked: bool = False) -
     cluster = _cluster(rows, arch)
     if capability(arch) == 90 and FEW_ROWS < rows < 2 * WHOLE_ROWS:
         cluster = 2
-    return Launch(_filtered_variant(dtype, cluster, ranked=ranked), (rows * cluster,))
+    return Launch(_filtered_variant(dtype, cluster, arch, ranked=ranked), (rows * cluster,))
 
 
 def segment(vocab: int, cluster: int) -> int:
@@ -216,7 +216,7 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
         for cluster in (1, 2, CLUSTER) if capability(arch) == 90 else _clusters(arch):
             yield _unfiltered_variant(dtype, cluster, arch)
             for ranked in (False, True):
-                yield _filtered_variant(dtype, cluster, ranked=ranked)
+                yield _filtered_variant(dtype, cluster, arch, ranked=ranked)
         yield from _softmax_variants(dtype, arch)
         yield penalize(dtype, 1, 1, 0, 0)[0].variant
     for resident in (False, True) if hopper else (False,):
@@ -262,10 +262,11 @@ def _softmax_variants(dtype: str, arch: str) -> tuple[Variant, ...]:
     )
 
 
-def _filtered_variant(dtype: str, cluster: int, *, ranked: bool) -> Variant:
+def _filtered_variant(dtype: str, cluster: int, arch: str, *, ranked: bool) -> Variant:
     # 25 bins take as much memory as the tokens that wait (Waiting of nucleus_gumbel.cuh) where a
     # tile has up to four groups of four; with eight groups none wait.
-    few = 3 if ranked else 4  # ranking tokens needs more registers
+    # Four blocks have 512 rows on an H200 at a time. Older GPUs' shared memory has room for three.
+    few = 3 if ranked and capability(arch) < 90 else 4
     shape = {1: (few, 2, 256, 25), 2: (1, 2, 512, 25), CLUSTER: (2, 4, 256, 24)}[cluster]
     config = FilteredConfig(dtype, cluster, *shape, ranked)
     return Variant("sampling/sample_filtered.cu", "sample_filtered", config)
