@@ -68,7 +68,7 @@ class ProgramDecoder : public Decoding {
       case Operand::Kind::kImmediate:
         return constant(immediate(operand, bytes), bytes);
       case Operand::Kind::kSymbol:
-        return constant(symbol(operand), bytes);
+        return constant(symbol(operand), bytes, find_variable(operand).space == Space::kShared);
       case Operand::Kind::kSpecial:
         if (bytes != 4) throw std::runtime_error("'" + operand.text + "' is not of this width");
         return {special(operand.text)};
@@ -187,15 +187,16 @@ class ProgramDecoder : public Decoding {
     return bits;
   }
 
-  Row constant(uint64_t bits, int bytes) {
+  Row constant(uint64_t bits, int bytes, bool shared = false) {
     if (bytes < 8) bits &= (uint64_t{1} << 8 * bytes) - 1;
-    const auto [found, added] = constant_places_.try_emplace({bits, bytes}, 0);
+    const auto [found, added] = constant_places_.try_emplace({bits, shared ? -bytes : bytes}, 0);
     if (added) {
       const size_t place = constants_.size();
       constants_.resize(align(place + static_cast<size_t>(kLanes) * bytes, 64));
       if (constants_.size() > kMaxConstants) throw std::runtime_error("too many constants");
       for (int lane = 0; lane < kLanes; ++lane)
         std::memcpy(&constants_[place + lane * bytes], &bits, std::min(bytes, 8));
+      if (shared) program_.shared_addresses.emplace_back(place, bytes);
       found->second = static_cast<uint32_t>(place) | kConstantBit;
     }
     return {found->second};

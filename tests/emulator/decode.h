@@ -38,6 +38,7 @@ struct Program {
   Allocation allocation;
   std::vector<std::pair<std::string, uint32_t>> specials;  // special registers and their rows
   AlignedBytes constants;
+  std::vector<std::pair<size_t, int>> shared_addresses;     // among the constants: place, bytes
   AlignedBytes parameters;                                  // as ld.param reads them
   std::vector<std::pair<size_t, size_t>> parameter_places;  // offset and size of each
   uint32_t static_shared_end = kSharedBase;

@@ -74,6 +74,7 @@ class Runner {
     most_resident_ =
         std::max(1u, multiprocessors * std::max(1u, kThreadsOfMultiprocessor / threads));
     resident_limit_ = std::min(std::max(1u, options.resident), most_resident_);
+    for (uint32_t rank = 0; rank < count(launch_.cluster); ++rank) name_shared_memory(rank);
   }
 
   void run() {
@@ -93,6 +94,23 @@ class Runner {
   }
 
  private:
+  // The constants of a block: in a cluster, addresses of shared memory name it as its own by rank,
+  // as on a GPU, where those bits have to be kept out of the descriptors of wgmma.
+  void name_shared_memory(uint32_t rank) {
+    AlignedBytes constants(program_.constants.size());
+    std::memcpy(constants.data(), program_.constants.data(), constants.size());
+    if (count(launch_.cluster) > 1) {
+      const uint32_t name = (rank + 1) << kRankShift;
+      for (const auto& [place, bytes] : program_.shared_addresses) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          uint32_t& address = reinterpret_cast<uint32_t&>(constants.data()[place + lane * bytes]);
+          address |= name;
+        }
+      }
+    }
+    constants_of_rank_.push_back(std::move(constants));
+  }
+
   void add_cluster() {
     auto resident = std::make_unique<ResidentCluster>();
     const Dimensions place = coordinates(next_cluster_++, clusters_);
@@ -135,7 +153,7 @@ class Runner {
     auto warp = std::make_unique<Warp>();
     AlignedBytes storage = new_storage(allocation.bytes + sizeof(uint32_t) * allocation.predicates +
                                        size_t{kLanes} * program_.local_bytes);
-    warp->base = {storage.data(), program_.constants.data()};
+    warp->base = {storage.data(), constants_of_rank_[block.rank].data()};
     warp->predicates = reinterpret_cast<uint32_t*>(storage.data() + allocation.bytes);
     warp->predicates[kTruePredicate] = kAllLanes;
     warp->local = reinterpret_cast<uint8_t*>(warp->predicates + allocation.predicates);
@@ -308,6 +326,7 @@ class Runner {
   std::vector<std::unique_ptr<ResidentCluster>> resident_;
   std::vector<Warp*> turns_;
   std::vector<AlignedBytes> unused_storage_;
+  std::vector<AlignedBytes> constants_of_rank_;
   std::vector<std::vector<uint8_t>> unused_shared_;
 };
 

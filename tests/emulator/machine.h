@@ -36,8 +36,9 @@ using Handler = void (*)(Warp&, const Instr&);
 // ---------------------------------------------------------------------------------------------
 // Addresses. Global, constant and parameter addresses are the host's own. A shared address has 32
 // bits: the offset in the block's shared memory in the lower 24, and above them 0 for the own block
-// or else the rank in the cluster plus one (mapa makes those). A generic address of shared memory
-// is kSharedWindow + the shared address; one of local memory is kLocalWindow + the offset.
+// or else the rank in the cluster plus one, which mapa makes and, in a launch of clusters, the name
+// of a variable. A generic address of shared memory is kSharedWindow + the shared address; one of
+// local memory is kLocalWindow + the offset.
 
 constexpr uint64_t kSharedWindow = 0x1000'0000'0000'0000u;
 constexpr uint64_t kLocalWindow = 0x2000'0000'0000'0000u;
