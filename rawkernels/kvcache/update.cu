@@ -20,10 +20,11 @@ template <>
 struct NumbersOf<false> {
   using Type = Copied;
 };
+using Numbers = NumbersOf<(Config::numbers > 0)>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::threads)
-    update(const __grid_constant__ NumbersOf<(Config::numbers > 0)>::Type numbers, int* page_table,
-           int* seq_lens, int* cu_new, int batch, int changes) {
+    update(const __grid_constant__ Numbers numbers, int* page_table, int* seq_lens, int* cu_new,
+           int batch, int changes) {
   const int header = 2 * batch + 1;
   for (int i = blockIdx.x * Config::threads + threadIdx.x; i < header + changes;
        i += gridDim.x * Config::threads) {
