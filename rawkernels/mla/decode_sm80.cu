@@ -3,17 +3,15 @@
 //
 //   q_latent, out (batch, seqlen_q, heads, latent) or (total, heads, latent), q_rope with rope_dim
 //   in place of latent; pages of latents and of rotated parts, of any size, or chosen tokens;
-//   float16 or bfloat16, latents also codes of 8 bits (Config::latent_format); latent a multiple of
-//   8 up to kLatent, of 16 where it is codes, rope_dim up to 64, everything 16-byte aligned.
-//   DecodeParams and MlaParams have the rest. The operands are swapped: keys fill
+//   float16 or bfloat16, latent a multiple of 8 up to kLatent, rope_dim up to 64, everything
+//   16-byte aligned. DecodeParams and MlaParams have the rest. The operands are swapped: keys fill
 //   the 16 rows of an mma and query rows its 8 columns.
 //     Sᵀ (keys × rows) = K Qᵀ: a warp has 16 keys and a quarter of the columns; the quarters are
 //     summed in shared memory by threads that have a row's softmax.
 //     Oᵀ (latent × rows) += Vᵀ Pᵀ: a warp has 64 columns, V is the same tile as K.
 //   O of 16 rows would take a warp 256 registers; so it takes each of eight 32. Tiles of keys
-//   arrive by cp.async in a ring of stages. Codes become 16-bit numbers in a tile of their own.
+//   arrive by cp.async in a ring of stages.
 #include "decoding/last_merge.cuh"
-#include "mla/codes.cuh"
 #include "mla/params.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -36,8 +34,6 @@ constexpr int kScoreStride = kKeys + 4;  // of rows: without bank conflicts
 constexpr int kPStride = kKeys + 8;
 constexpr int kRowLanes = Config::threads / kRows;  // that have a row's softmax
 constexpr int kStoreColumns = 128;                  // of O that are written at a time
-constexpr bool kCodes = Config::latent_format != tile::kPlain;
-constexpr int kScales = kLatent / mla::kScaleColumns;  // of a token, at most
 static_assert(kRows == 16 && kKeys == 32 && kWarps == 8 && kLatent == 64 * kWarps,
               "two blocks of keys, four quarters of columns and 64 columns of O are 8 warps' work");
 
@@ -46,54 +42,9 @@ using QTile = tile::Swizzled<8, kRows * 128>;
 using Schedule = decoding::Schedule<kRows, kKeys>;
 using Writer = decoding::Writer<T, kRows, kLatent, true, 1>;
 
-// A tile of keys as the products read it, and one whose latents are codes.
-struct KeyTile {
-  alignas(1024) unsigned char k[kPanels][kKeys * 128];
-};
-struct CodeTile {
-  alignas(16) unsigned char codes[kKeys][kLatent];
-  alignas(16) T rope[kKeys][64];
-  float scales[kKeys][kScales];
-};
-
-// Stages, of codes: what the products read is expanded from one of them by all threads.
-template <int kFormat>
-struct Ring {
-  KeyTile expanded;
-  CodeTile stages[kStages];
-
-  __device__ __forceinline__ KeyTile& keys(int) { return expanded; }
-
-  // Odd rows take panels in another order, so that no two rows' codes meet in a bank.
-  __device__ __forceinline__ void expand(int stage) {
-    const CodeTile& from = stages[stage];
-    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-#pragma unroll
-    for (int i = 0; i < kLatentPanels; ++i) {
-      const int panel = i ^ row % 2;
-      const float scale =
-          from.scales[row][panel * 64 / mla::kScaleColumns] * tile::Codes<kFormat>::kUnit;
-      const uint2 codes = *reinterpret_cast<const uint2*>(&from.codes[row][panel * 64 + chunk * 8]);
-      *reinterpret_cast<uint4*>(expanded.k[panel] + Tile::at(row, chunk)) =
-          mla::expanded<T, kFormat>(codes, scale);
-    }
-    *reinterpret_cast<uint4*>(expanded.k[kLatentPanels] + Tile::at(row, chunk)) =
-        *reinterpret_cast<const uint4*>(&from.rope[row][chunk * 8]);
-    __syncthreads();
-  }
-};
-// Of what is read as it lies.
-template <>
-struct Ring<tile::kPlain> {
-  KeyTile stages[kStages];
-
-  __device__ __forceinline__ KeyTile& keys(int stage) { return stages[stage]; }
-  __device__ __forceinline__ void expand(int) {}
-};
-
 struct Smem {
   alignas(1024) unsigned char q[kPanels][kRows * 128];
-  Ring<Config::latent_format> ring;
+  alignas(1024) unsigned char k[kStages][kPanels][kKeys * 128];
   union {
     alignas(16) float scores[kQuarters][kRows][kScoreStride];
     alignas(16) float o[kRows][kStoreColumns];
@@ -137,7 +88,6 @@ struct Loader {
   int begin, end, next;          // keys of the split, and the next tile's first
   long long latent_at, rope_at;  // of the next tile's key of this thread
   bool has;                      // … which exists
-  mla::StoredScale scale;        // … of `chunk`'s columns, where they have one
 
   __device__ __forceinline__ void start(const decoding::Split& split) {
     tokens = mla::tokens_of(params, mla, split.seq.index);
@@ -155,41 +105,22 @@ struct Loader {
     const int slot = has ? table.slot(token) : 0;
     latent_at = page * params.k_stride.page + slot * params.k_stride.seq;
     rope_at = page * mla.rope_stride.page + slot * mla.rope_stride.seq;
-    if (!kCodes) return;
-    scale.load(params, page, slot, chunk, has);
-  }
-  __device__ __forceinline__ void copy(KeyTile& tile) const {
-    const unsigned to = ptx::shared_address(tile.k);
-    const T* const latent = static_cast<const T*>(params.k) + latent_at;
-    const T* const rope = static_cast<const T*>(mla.rope) + rope_at;
-    const int rope_dim = params.head_dim - params.head_dim_v;
-#pragma unroll
-    for (int panel = 0; panel < kLatentPanels; ++panel) {
-      const int column = panel * 64 + chunk * 8;
-      ptx::cp_async_16(to + Tile::at(row, panel * 8 + chunk), latent + column,
-                       has && column < params.head_dim_v);
-    }
-    ptx::cp_async_16(to + Tile::at(row, kLatentPanels * 8 + chunk), rope + chunk * 8,
-                     has && chunk * 8 < rope_dim);
-  }
-  __device__ __forceinline__ void copy(CodeTile& tile) const {
-    const unsigned char* const latent = static_cast<const unsigned char*>(params.k) + latent_at;
-    const T* const rope = static_cast<const T*>(mla.rope) + rope_at;
-    const int rope_dim = params.head_dim - params.head_dim_v;
-#pragma unroll
-    for (int i = 0; i < kLatent / 128; ++i) {
-      const int column = i * 128 + chunk * 16;
-      ptx::cp_async_16(ptx::shared_address(&tile.codes[row][column]), latent + column,
-                       has && column < params.head_dim_v);
-    }
-    ptx::cp_async_16(ptx::shared_address(&tile.rope[row][chunk * 8]), rope + chunk * 8,
-                     has && chunk * 8 < rope_dim);
-    if (chunk < kScales) tile.scales[row][chunk] = scale.value(params);
   }
   // The next tile, if there is one; a group of copies in any case.
   __device__ __forceinline__ void load(int stage) {
     if (next < end) {
-      copy(smem.ring.stages[stage]);
+      const unsigned to = ptx::shared_address(smem.k[stage]);
+      const T* const latent = static_cast<const T*>(params.k) + latent_at;
+      const T* const rope = static_cast<const T*>(mla.rope) + rope_at;
+      const int rope_dim = params.head_dim - params.head_dim_v;
+#pragma unroll
+      for (int panel = 0; panel < kLatentPanels; ++panel) {
+        const int column = panel * 64 + chunk * 8;
+        ptx::cp_async_16(to + Tile::at(row, panel * 8 + chunk), latent + column,
+                         has && column < params.head_dim_v);
+      }
+      ptx::cp_async_16(to + Tile::at(row, kLatentPanels * 8 + chunk), rope + chunk * 8,
+                       has && chunk * 8 < rope_dim);
       if (chunk == 0) smem.exists[stage][row] = has;
       next += kKeys;
       find();
@@ -220,7 +151,7 @@ struct Slice {
   // This warp's part of Sᵀ, to shared memory.
   __device__ __forceinline__ void multiply_keys(int stage) {
     float s[2][4] = {};
-    const unsigned k = ptx::shared_address(smem.ring.keys(stage).k) + Tile::lane_row_major() +
+    const unsigned k = ptx::shared_address(smem.k[stage]) + Tile::lane_row_major() +
                        key_block * 16 * Tile::kRowBytes;
     const unsigned q = ptx::shared_address(smem.q) + QTile::lane_column_major();
 #pragma unroll
@@ -282,7 +213,7 @@ struct Slice {
           }
         }
     }
-    const unsigned v = ptx::shared_address(smem.ring.keys(stage).k) + Tile::lane_column_major();
+    const unsigned v = ptx::shared_address(smem.k[stage]) + Tile::lane_column_major();
 #pragma unroll
     for (int j = 0; j < kKeys / 16; ++j) {
       unsigned b[2][2];
@@ -362,7 +293,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::cp_async_wait<kStages - 2>();
       __syncthreads();  // the tile is there, and the one before has been used
       loader.load(stage == 0 ? kStages - 1 : stage - 1);
-      smem.ring.expand(stage);
       slice.multiply_keys(stage);
       __syncthreads();
       const bool moves = slice.update_softmax(stage, first);

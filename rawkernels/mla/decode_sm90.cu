@@ -335,30 +335,8 @@ struct Consumer {
         put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), column, r);
       }
     }
-    if (threadIdx.x == 0 && work->place.index + 1 == work->place.count) put_task();
-  }
-
-  __device__ __forceinline__ void put_task() const {
-    const decoding::Split& split = work->split;
-    const decoding::SplitPlace& place = work->place;
-    CombineTask task;
-    // In a replay of a CUDA graph the tile's task may be there from the replay before.
-    task.call_id = place.count > 1 ? mla.call_id : 0;
-    task.count = place.count;
-    task.first_slot = place.slot(0);
-    task.second_slot = place.slot(1);
-    task.slot_stride = place.slot(2) - place.slot(1);
-    task.sequence = split.seq.index;
-    task.begin_q = split.seq.begin_q;
-    task.row_tile = split.row_tile;
-    task.rows = min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
-    task.head = split.head;
-    // Tiles of ragged sequences, of which only the device knows the lengths: a sequence owns those
-    // from here on.
-    const int tile = split.seq.begin_q * params.group / kRows +
-                     split.seq.index * (params.cu_seqlens_q == nullptr ? mla.row_tiles : 1) +
-                     split.row_tile;
-    mla.tasks[tile * params.heads_kv + split.head] = task;
+    if (threadIdx.x == 0 && work->place.index + 1 == work->place.count)
+      put_task<kRows>(params, mla, split, work->place);
   }
 
   __device__ __forceinline__ void put_result(const OutputRow& result, int column, int r) const {

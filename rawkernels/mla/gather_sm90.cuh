@@ -5,9 +5,10 @@
 // far apart, are waited for there.
 #pragma once
 
-#include "mla/lookup_sm90.cuh"
+#include "mla/lookup.cuh"
 #include "mla/produce_sm90.cuh"
 #include "ptx/prefetch.cuh"
+#include "ptx/registers.cuh"
 
 namespace mla {
 
@@ -23,7 +24,7 @@ struct Gatherer {
   const DecodeParams& params;
   const MlaParams& mla;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  KeyLookup keys = {params, mla, warp * kWarpKeys + lane % kWarpKeys, smem.keys[warp]};
+  KeyLookup<kBlockKeys> keys = {params, mla, warp * kWarpKeys + lane % kWarpKeys, smem.keys[warp]};
   // Where a key's row is in the pages, in 16 bytes: half the registers of an address.
   struct Row {
     unsigned latent, rope;
@@ -68,23 +69,30 @@ struct Gatherer {
   __device__ __forceinline__ void copy() const {
     constexpr int kBegin = kHalf * first_panels(kBuffer);
     constexpr int kEnd = kHalf == 0 ? first_panels(kBuffer) : kPanels;
-    const int rope_dim = params.head_dim - params.head_dim_v;
+    const int thread = ptx::thread_index();  // no address is kept for the next block
+    const int chunk = thread % 8, first_row = thread % 32 / 8;
+    const int rope_columns = params.head_dim - params.head_dim_v - chunk * 8;
+    const unsigned to = ptx::shared_address(smem.k[kBuffer][0]) +
+                        Panel::at(thread / 32 % 4 * kWarpKeys + first_row, chunk);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const int row = group * 4 + lane / 8;
+      const int row = group * 4 + first_row;
+      // Rows r and r + 4 differ in where their chunks lie, rows r and r + 8 do not.
+      const unsigned its_to = (to ^ group % 2 * 64) + group * 4 * Panel::kRowBytes;
       const unsigned its_latent = __shfl_sync(~0u, here.latent, row);
       const bool copied = its_latent != kNowhere;
-      const T* const latent = static_cast<const T*>(params.k) + (its_latent + lane % 8) * 8ull;
-      const T* const rope =
-          static_cast<const T*>(mla.rope) + (__shfl_sync(~0u, here.rope, row) + lane % 8) * 8ull;
+      const T* const latent = static_cast<const T*>(params.k) + (its_latent + chunk) * 8ull;
 #pragma unroll
       for (int i = kBegin; i < kEnd; ++i) {
         const int panel = panel_in_order(kBuffer, i);
-        const bool rotated = panel == kRopePanel;
-        const int columns = rotated ? rope_dim - lane % 8 * 8 : params.head_dim_v - panel * 64;
-        const unsigned to = ptx::shared_address(smem.k[kBuffer][panel]) +
-                            Panel::at(warp * kWarpKeys + row, lane % 8);
-        ptx::cp_async_16(to, rotated ? rope : latent + panel * 64, copied && columns > 0);
+        if (panel == kRopePanel) continue;
+        ptx::cp_async_16(its_to + panel * kPanelBytes, latent + panel * 64,
+                         copied && panel * 64 < params.head_dim_v);
+      }
+      if (kHalf == (kBuffer == 0)) {  // which half the rotated panel is in
+        const T* const rope =
+            static_cast<const T*>(mla.rope) + (__shfl_sync(~0u, here.rope, row) + chunk) * 8ull;
+        ptx::cp_async_16(its_to + kRopePanel * kPanelBytes, rope, copied && rope_columns > 0);
       }
     }
     // Lane 0 arrives itself, too: what it has written is seen with what has been copied.

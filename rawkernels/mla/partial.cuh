@@ -14,6 +14,31 @@ struct PartialTile {
   float2 max_sum[kRows];
 };
 
+// Leaves what merges a tile's partial results, by the split that is its last.
+template <int kRows>
+__device__ __forceinline__ void put_task(const DecodeParams& params, const MlaParams& mla,
+                                         const decoding::Split& split,
+                                         const decoding::SplitPlace& place) {
+  CombineTask task;
+  // In a replay of a CUDA graph the tile's task may be there from the replay before.
+  task.call_id = place.count > 1 ? mla.call_id : 0;
+  task.count = place.count;
+  task.first_slot = place.slot(0);
+  task.second_slot = place.slot(1);
+  task.slot_stride = place.slot(2) - place.slot(1);
+  task.sequence = split.seq.index;
+  task.begin_q = split.seq.begin_q;
+  task.row_tile = split.row_tile;
+  task.rows = min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
+  task.head = split.head;
+  // Tiles of ragged sequences, of which only the device knows the lengths: a sequence owns those
+  // from here on.
+  const int tile = split.seq.begin_q * params.group / kRows +
+                   split.seq.index * (params.cu_seqlens_q == nullptr ? mla.row_tiles : 1) +
+                   split.row_tile;
+  mla.tasks[tile * params.heads_kv + split.head] = task;
+}
+
 // A row of the result: where it begins in `out`, where its lse is, what O is multiplied by, and
 // lse.
 struct OutputRow {

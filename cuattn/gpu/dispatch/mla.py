@@ -186,7 +186,7 @@ class Sm90MlaConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Q, two blocks of keys, then what is small: more of it where latents are codes."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + (3072 if self.latent_format else 2048)
+        return 3 * self.rows * (LATENT + ROPE) * 2 + (4096 if self.latent_format else 2048)
 
     @property
     def part_bytes(self) -> int:
@@ -210,9 +210,14 @@ class CombineConfig(Config):
         return 256
 
 
-def _combine_variant(dtype: str, columns: int) -> Variant:
-    config = CombineConfig(dtype, 64, LATENT, columns, shared_rows=columns < LATENT)
+def _combine_variant(dtype: str, rows: int, columns: int) -> Variant:
+    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows=columns < LATENT)
     return Variant("mla/combine.cu", "mla_combine", config)
+
+
+def _combine_variants(dtype: str, rows: int) -> Iterator[Variant]:
+    for columns in (LATENT // 4, LATENT):
+        yield _combine_variant(dtype, rows, columns)
 
 
 class Sm90Mla:
@@ -221,8 +226,7 @@ class Sm90Mla:
     name = "mla_sm90"
 
     def serves(self, call: MlaCall) -> MlaLaunches | None:
-        """The launches for a call, or None. The grid is (tiles of heads, groups of blocks), and of
-        the second (tiles of rows, their rows, pieces of O's columns)."""
+        """The launches for a call, or None."""
         spec = call.spec
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or not call.vectors:
             return None
@@ -236,29 +240,13 @@ class Sm90Mla:
             latent = _panels(call, call.latent, spec.head_dim_v)
             rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
         variant = _sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
-        spec = call.as_call().spec
-        head_tiles = _head_tiles(spec, variant.config.rows)
-        launch = _partitioned(call, variant, head_tiles)
-        rows = spec.heads_q // head_tiles * spec.seqlen_q
-        if spec.rows == "ragged":
-            tiles = rows // variant.config.rows + spec.batch
-        else:
-            tiles = spec.batch * -(-rows // variant.config.rows)
-        tile_rows = min(rows, variant.config.rows)
-        few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
-        columns = LATENT // 4 if few else LATENT
-        combine = Launch(
-            _combine_variant(spec.dtype.name, columns),
-            (tiles * head_tiles, tile_rows if few else -(-tile_rows // 8), LATENT // columns),
-            launch.arguments,
-        )
+        launches = _merged(call, variant)
         main = dataclasses.replace(
-            launch,
-            arguments=(*launch.arguments, MLA_MAPS.arguments()),
+            launches.main,
+            arguments=(*launches.main.arguments, MLA_MAPS.arguments()),
             tensor_maps={"latent": latent, "rope": rope},
-            workspace_bytes=0,
         )
-        return MlaLaunches(main, combine, launch.workspace_bytes, tiles * head_tiles * TASK_BYTES)
+        return dataclasses.replace(launches, main=main)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -267,12 +255,11 @@ class Sm90Mla:
                 yield _sm90_variant(dtype, "", gather=False)
                 for format in LATENT_FORMATS:
                     yield _sm90_variant(dtype, format, gather=True)
-                for columns in (LATENT // 4, LATENT):
-                    yield _combine_variant(dtype, columns)
+                yield from _combine_variants(dtype, 64)
 
 
 def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
-    registers = (208, 88) if gather else (216, 72)  # of consumers, of producers: nothing spills
+    registers = (200, 104) if format else (208, 88) if gather else (216, 72)
     config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
@@ -309,7 +296,6 @@ class Sm80MlaConfig(Config):
     rows: int
     tile_keys: int
     stages: int
-    latent_format: int  # as in Sm90MlaConfig
     blocks_per_sm: int = 1
 
     @property
@@ -319,14 +305,9 @@ class Sm80MlaConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Q, the ring, the warps' parts of the scores, then what is small. Codes have a tile
-        beside the ring, which they are expanded to."""
+        """Q, the ring, the warps' parts of the scores, then what is small."""
         row = (LATENT + ROPE) * 2
-        stage = self.tile_keys * row
-        if self.latent_format:
-            stage = self.tile_keys * (LATENT + ROPE * 2 + LATENT // SCALE_COLUMNS * 4)
-        ring = self.stages * stage + (self.tile_keys * row if self.latent_format else 0)
-        ring = -(-ring // 1024) * 1024
+        ring = -(-self.stages * self.tile_keys * row // 1024) * 1024
         scores = 4 * self.rows * (self.tile_keys + 4) * 4
         return self.rows * row + ring + scores + 2048
 
@@ -334,6 +315,78 @@ class Sm80MlaConfig(Config):
     def part_bytes(self) -> int:
         """Scratch of a partial result."""
         return part_bytes(self.rows, LATENT, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodesMlaConfig(Config):
+    """mla/decode_codes.cu."""
+
+    dtype: str
+    latent: int
+    rows: int
+    tile_keys: int
+    stages: int  # of a group's ring
+    groups: int  # of four warps
+    latent_format: int  # as in Sm90MlaConfig
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Groups of four warps."""
+        return 128 * self.groups
+
+    @property
+    def smem_bytes(self) -> int:
+        """The groups' rings, or O in their place; queries, probabilities, then what is small."""
+        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
+        queries = self.rows * (LATENT + ROPE) * 2
+        probabilities = LATENT // SCALE_COLUMNS * self.rows * self.tile_keys * 2
+        return self.groups * (self.stages * stage + probabilities + 1024) + queries + 2048
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result: O, maxima and sums."""
+        return self.rows * (LATENT + 2) * 4
+
+
+class CodesMla:
+    """Calls over codes where a multiprocessor has shared memory for them: on Hopper those of few
+    rows."""
+
+    name = "mla_codes"
+
+    def serves(self, call: MlaCall) -> MlaLaunches | None:
+        """The launch for a call, or None."""
+        spec = call.spec
+        variant = _codes_variant(spec.dtype.name, spec.k_format, call.arch)
+        if variant is None or call.scales is None or not call.vectors or not call.expandable:
+            return None
+        if spec.head_dim_v % 16 or call.rope_dim % 8 or spec.scale <= 0:
+            return None
+        if capability(call.arch) == 90 and spec.head_dim_v % 64 == 0:
+            one = call.as_call().spec
+            if one.heads_q * one.seqlen_q > variant.config.rows:  # mla_sm90's
+                return None
+        return _merged(call, variant)
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        for dtype in ("float16", "bfloat16"):
+            variants = [_codes_variant(dtype, format, arch) for format in LATENT_FORMATS[1:]]
+            if None not in variants:
+                yield from variants
+                yield from _combine_variants(dtype, variants[0].config.rows)
+
+
+def _codes_variant(dtype: str, format: str, arch: str) -> Variant | None:
+    shared = SHARED_KIB.get(capability(arch), 0)
+    if dtype not in ("float16", "bfloat16") or shared < 160:
+        return None
+    stages, groups = (2, 2) if shared > 164 else (3, 1)
+    config = CodesMlaConfig(
+        dtype, LATENT, 16, 64, stages, groups, latent_format=format_number(format)
+    )
+    return Variant("mla/decode_codes.cu", "mla_decode_codes", config)
 
 
 class Sm80Mla:
@@ -346,10 +399,9 @@ class Sm80Mla:
         spec = call.spec
         if capability(call.arch) not in SHARED_KIB or spec.dtype.itemsize != 2:
             return None
-        chunk = 16 // spec.k_itemsize  # columns of a latent that are copied at once
-        if not call.vectors or spec.head_dim_v % chunk or call.rope_dim % 8 or not call.expandable:
+        if not call.vectors or spec.head_dim_v % 8 or call.rope_dim % 8 or spec.quantized:
             return None
-        variant = _sm80_variant(spec.dtype.name, spec.k_format, call.arch)
+        variant = _sm80_variant(spec.dtype.name, call.arch)
         head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
         return MlaLaunches(_partitioned(call, variant, head_tiles))
 
@@ -357,22 +409,12 @@ class Sm80Mla:
         """Every variant that `serves` can choose."""
         if capability(arch) in SHARED_KIB:
             for dtype in ("float16", "bfloat16"):
-                for format in LATENT_FORMATS:
-                    yield _sm80_variant(dtype, format, arch)
+                yield _sm80_variant(dtype, arch)
 
 
-def _sm80_variant(dtype: str, format: str, arch: str) -> Variant:
+def _sm80_variant(dtype: str, arch: str) -> Variant:
     stages = 5 if SHARED_KIB[capability(arch)] > 164 else 3
-    if format:
-        stages = 7 if SHARED_KIB[capability(arch)] > 164 else 4
-    config = Sm80MlaConfig(
-        dtype,
-        LATENT,
-        rows=16,
-        tile_keys=32,
-        stages=stages,
-        latent_format=format_number(format),
-    )
+    config = Sm80MlaConfig(dtype, LATENT, rows=16, tile_keys=32, stages=stages)
     return Variant("mla/decode_sm80.cu", "mla_decode_sm80", config)
 
 
@@ -425,6 +467,30 @@ def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
 
+def _merged(call: MlaCall, variant: Variant) -> MlaLaunches:
+    """The launch of a kernel that leaves partial results to a second one. The grid is (tiles of
+    heads, groups of blocks), and of the second (tiles of rows, their rows, pieces of O's
+    columns)."""
+    spec = call.as_call().spec
+    head_tiles = _head_tiles(spec, variant.config.rows)
+    launch = _partitioned(call, variant, head_tiles)
+    rows = spec.heads_q // head_tiles * spec.seqlen_q
+    if spec.rows == "ragged":
+        tiles = rows // variant.config.rows + spec.batch
+    else:
+        tiles = spec.batch * -(-rows // variant.config.rows)
+    tile_rows = min(rows, variant.config.rows)
+    few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
+    columns = LATENT // 4 if few else LATENT
+    combine = Launch(
+        _combine_variant(spec.dtype.name, variant.config.rows, columns),
+        (tiles * head_tiles, tile_rows if few else -(-tile_rows // 8), LATENT // columns),
+        launch.arguments,
+    )
+    main = dataclasses.replace(launch, workspace_bytes=0)
+    return MlaLaunches(main, combine, launch.workspace_bytes, tiles * head_tiles * TASK_BYTES)
+
+
 def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
     """Strides of the rotated parts as the kernel's sequences have them."""
     if call.top_k is None:
@@ -433,12 +499,35 @@ def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
 
 
 #: The kernels, the fastest first.
-MLA: TierList[MlaTier] = TierList(Sm90Mla(), Sm80Mla(), SimtMla())
+MLA: TierList[MlaTier] = TierList(CodesMla(), Sm90Mla(), Sm80Mla(), SimtMla())
 
 
 def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA.all) -> MlaLaunches:
     """Choose the kernel of a call: the first of `tiers` that serves it."""
     return first_serving(tiers, call, call.spec, call.arch)
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeConfig(Config):
+    """mla/take_tokens.cu."""
+
+    vec_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Eight warps, a token each."""
+        return 256
+
+
+def take_variant(vec_bytes: int) -> Variant:
+    """The variant of mla/take_tokens.cu that copies so many bytes at a time."""
+    return Variant("mla/take_tokens.cu", "mla_take_tokens", TakeConfig(vec_bytes))
+
+
+def take_variants() -> Iterator[Variant]:
+    """Every variant of it: by 16 bytes, or an element at a time."""
+    for vec_bytes in (16, *sorted({dtype.itemsize for dtype in FLOAT_DTYPES})):
+        yield take_variant(vec_bytes)
 
 
 #: head_dim and head_dim_v, padded, of prompts whose rotated parts are arrays of their own; what is

@@ -2,7 +2,8 @@
 // use.
 #pragma once
 
-#include "mla/layout_sm90.cuh"
+#include "decoding/schedule.cuh"
+#include "mla/params.cuh"
 
 namespace mla {
 
@@ -21,7 +22,8 @@ struct SplitKeys {
 
 // Each call of next() takes three blocks a step further: the token of one, which a list of tokens
 // may have; the page of the one before, for which its token is needed; and the one before that is
-// found. So nothing waits for a load of the same call.
+// found. So nothing waits for a load of the same call. Blocks begin kStep keys apart.
+template <int kStep>
 struct KeyLookup {
   const DecodeParams& params;
   const MlaParams& mla;
@@ -61,7 +63,7 @@ struct KeyLookup {
     token = key;
     if (mla.indices != nullptr)
       token = key < split.last ? mla.indices[split.index * mla.index_stride + key] : -1;
-    key += kBlockKeys;
+    key += kStep;
   }
   __device__ __forceinline__ void ask_page() {
     has_page = token >= split.begin && token < split.end;
