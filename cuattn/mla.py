@@ -471,16 +471,9 @@ def mla_prefill(
         return k
 
     page_size, num_pages = latent_pages.shape[1], latent_pages.shape[0]
-    rows = xp.arange(q_nope.shape[0])
-    sequence = xp.minimum(xp.searchsorted(cu[1:], rows, side="right"), len(cu) - 2)
-    counts = cu[1:] - cu[:-1]
-    lens = xp.clip(seq_lens, 0, page_table.shape[1] * page_size)
-    before = xp.maximum(lens - counts, 0)
-    positions = before[sequence] + rows - cu[sequence]
-    positions = xp.clip(positions, 0, max(page_table.shape[1] * page_size - 1, 0))
-    pages = xp.clip(page_table[sequence, positions // page_size], 0, num_pages - 1)
-    slots = positions % page_size
-    new = project(latent_pages[pages, slots], rope_pages[pages, slots])
+    new = project(
+        *_new_tokens(xp, latent_pages, rope_pages, page_table, seq_lens, cu, q_nope.shape[0])
+    )
     q: Any = None  # with both parts, where it takes that
     own = None if xp is np else _prompt(name, xp, q_nope, q_rope, *new, cu, scale)
     if own is None:
@@ -488,6 +481,9 @@ def mla_prefill(
         k = with_rotated(*new[:2])
         own = flash_attention_varlen(q, k, new[2], cu, causal=True, scale=scale, return_lse=True)
     parts = [own]
+    before: Any = None
+    if max_prefix != 0:
+        before = _tokens_before(xp, page_table.shape[1] * page_size, seq_lens, cu)
     if max_prefix is None:
         max_prefix = int(before.max(initial=0)) if xp is np else page_table.shape[1] * page_size
     columns = max(1, chunk // (page_size * page_table.shape[0]))  # pages of a sequence at a time
@@ -574,6 +570,39 @@ def flashmla_pages(rows: Any) -> tuple[QuantizedArray, Any]:
         dtype="float8_e4m3",
     )
     return latents, rows[..., rope_at:].view(BFLOAT16)
+
+
+def _tokens_before(xp: Any, capacity: int, seq_lens: Any, cu_seqlens: Any) -> Any:
+    """How many tokens each sequence has before its queries."""
+    return xp.maximum(xp.clip(seq_lens, 0, capacity) - (cu_seqlens[1:] - cu_seqlens[:-1]), 0)
+
+
+def _new_tokens(
+    xp: Any,
+    latent_pages: Any,
+    rope_pages: Any,
+    page_table: Any,
+    seq_lens: Any,
+    cu_seqlens: Any,
+    total: int,
+) -> tuple[Any, Any]:
+    """The latents and rotated parts of the tokens that the queries are, one after the other."""
+    plain = not isinstance(latent_pages, QuantizedArray)
+    if xp is not np and plain and page_table.size and latent_pages.size:
+        indices = [as_indices(xp, x) for x in (page_table, seq_lens, cu_seqlens)]
+        take = backend(xp, "mla").take_tokens
+        return take(latent_pages, *indices, total), take(rope_pages, *indices, total)
+    page_size, num_pages = latent_pages.shape[1], latent_pages.shape[0]
+    capacity = page_table.shape[1] * page_size
+    rows = xp.arange(total)
+    sequence = xp.searchsorted(cu_seqlens[1:], rows, side="right")
+    sequence = xp.minimum(sequence, len(cu_seqlens) - 2)
+    before = _tokens_before(xp, capacity, seq_lens, cu_seqlens)
+    positions = before[sequence] + rows - cu_seqlens[sequence]
+    positions = xp.clip(positions, 0, max(capacity - 1, 0))
+    pages = xp.clip(page_table[sequence, positions // page_size], 0, num_pages - 1)
+    slots = positions % page_size
+    return latent_pages[pages, slots], rope_pages[pages, slots]
 
 
 def _prompt(

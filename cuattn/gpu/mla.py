@@ -19,6 +19,7 @@ from cuattn.gpu.memory import (
     target,
     use_device,
 )
+from cuattn.gpu.params import TAKE_PARAMS
 from cuattn.gpu.plan import Plan
 from cuattn.gpu.quantization import operand, scale_addresses
 from cuattn.gpu.structs import launch_id
@@ -178,6 +179,71 @@ def _prompt_plan(
     )
     launch = dispatch.prompt(call, rope_dim, q_rope, k_rope)
     return None if launch is None else Plan(launch, device)
+
+
+def take_tokens(
+    pages: cupy.ndarray,
+    page_table: cupy.ndarray,
+    seq_lens: cupy.ndarray,
+    cu_seqlens: cupy.ndarray,
+    total: int,
+) -> cupy.ndarray:
+    """The rows that pages (num_pages, page_size, 1, width) have of each sequence's last tokens, as
+    many as cu_seqlens says: (total, width). Indices are contiguous int32, but for the rows of
+    page_table."""
+    with use_device(pages):
+        pages = contiguous_last_axis(pages)
+        out = cupy.empty((total, pages.shape[-1]), pages.dtype)
+        if out.size:
+            plan = _take_plan(
+                pages.data.device_id,
+                pages.shape,
+                pages.strides,
+                pages.itemsize,
+                (pages.data.ptr | out.data.ptr) % 16 == 0,
+                page_table.shape,
+                page_table.strides[0] // page_table.itemsize,
+                total,
+            )
+            arrays = {
+                "pages": pages,
+                "out": out,
+                "page_table": page_table,
+                "seq_lens": seq_lens,
+                "cu_seqlens_q": cu_seqlens,
+            }
+            plan.launch({name: array.data.ptr for name, array in arrays.items()})
+        return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _take_plan(
+    device: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    aligned: bool,
+    table: tuple[int, ...],
+    table_stride: int,
+    total: int,
+) -> Plan:
+    """The plan of `take_tokens`, with the strides of the pages in bytes."""
+    num_pages, page_size, _, width = shape
+    whole = aligned and all(n % 16 == 0 for n in (*strides[:2], width * itemsize))
+    variant = dispatch.mla.take_variant(16 if whole else itemsize)
+    arguments = TAKE_PARAMS.arguments(
+        page_stride=strides[0],
+        slot_stride=strides[1],
+        table_stride=table_stride,
+        total=total,
+        batch=table[0],
+        capacity=table[1] * page_size,
+        page_shift=page_size.bit_length() - 1,
+        num_pages=num_pages,
+        vecs=width * itemsize // variant.config.vec_bytes,
+    )
+    warps = variant.config.threads // 32
+    return Plan(dispatch.Launch(variant, (-(-total // warps),), (arguments,)), device)
 
 
 def multiply_heads(x: cupy.ndarray, weights: cupy.ndarray) -> cupy.ndarray:

@@ -104,6 +104,15 @@ SCORE_PARAMS = Struct(
     ("int", "bias_is_float32 score_rows score_cols"),
 )
 
+TAKE_PARAMS = Struct(
+    "TakeParams",
+    ("const void*", "pages"),
+    ("void*", "out"),
+    ("const int*", "page_table seq_lens cu_seqlens_q"),
+    ("long long", "page_stride slot_stride table_stride"),
+    ("int", "total batch capacity page_shift num_pages vecs"),
+)
+
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
 
 MLA_MAPS = Struct("Maps", ("ptx::TensorMap", "latent rope"))
@@ -275,6 +284,7 @@ STRUCTS = {
     DECODE_MAPS: "decoding/decode_sm90.cu",
     MLA_PARAMS: "mla/combine.cu",
     MLA_MAPS: "mla/decode_sm90.cu",
+    TAKE_PARAMS: "mla/take_tokens.cu",
     MERGE_PARAMS: "decoding/merge.cu",
     CACHE_WRITE_PARAMS: "kvcache/write.cu",
     QUANTIZED_WRITE_PARAMS: "kvcache/write_quantized.cu",

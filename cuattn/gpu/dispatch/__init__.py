@@ -44,7 +44,7 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
-from cuattn.gpu.dispatch.mla import MLA, prompt, prompt_variants
+from cuattn.gpu.dispatch.mla import MLA, prompt, prompt_variants, take_variants
 from cuattn.gpu.dispatch.order_sm90 import products_of_tiles, sm90_section
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.quantization import (
@@ -203,6 +203,7 @@ def variants(arch: str) -> Iterator[Variant]:
     for tiers in (ATTENTION, BACKWARD, JVP, MLA):
         yield from tiers.variants(arch)
     yield from prompt_variants(arch)
+    yield from take_variants()
     yield from merge_variants()
     yield from cache_variants()
     yield from position_variants()
