@@ -1,12 +1,12 @@
-// Attention backward in plain CUDA C++ in one pass: dk and dv, and dq by atomic additions, of
-// scores that are only scaled and masked by position; float32 and float64.
+// Attention backward in plain CUDA C++ in one pass: dk and dv, and dq by atomic additions, of calls
+// without dropout; float32 and float64.
 //
 //   Arrays as in gradients/backward_simt.cu. dq holds zeros when this kernel begins.
 //
 //   A block owns kTileM keys of one head, whose K and V stay in shared memory, and walks over the
 //   queries that see them, kTileN at a time, of all heads that share them. For a tile:
 //
-//     P = exp(scale * K Q^T - lse), dS = scale * P * (V dout^T - delta)
+//     P = exp(score(K Q^T) - lse), dS = score' * P * (V dout^T - delta)
 //     dv += P dout, dk += dS Q, dq += dS^T K
 //
 //   That is five products where two passes have seven. Only dq depends on the order in which
@@ -16,6 +16,7 @@
 //   the next products. A thread has kRows keys and every sixteenth query, or vector of features.
 #include "gradients/tile_simt.cuh"
 
+constexpr bool kGeneral = Config::general;  // scores are more than scaled
 constexpr int kHeadDim = Config::head_dim;  // padded: of q and k, or of v, if that is more
 constexpr int kVecs = kHeadDim / (kThreadCols * kVec);
 constexpr int kTilePitch = kHeadDim + kVec;  // 8 consecutive rows lie in different banks
@@ -89,6 +90,37 @@ __device__ __forceinline__ void add_dq(Acc* dq, long long row_stride, const Tile
       for (int f = 0; f < kVec; ++f)
         if (first + e < queries && column + f < columns)
           atomicAdd(dq + (first + e) * row_stride + column + f, x[e][f]);
+  }
+}
+
+// Turns this thread's products, which lie in P's place, into probabilities, and leaves the scores'
+// derivatives in the place of dS. From shared memory, where a loop can index them: a copy of this
+// code for each score would not fit in registers.
+__device__ __forceinline__ void apply_score_mod(Tiles& tiles, const Smem& shared,
+                                                const ForwardParams& params,
+                                                const tile::Visibility& visibility, int first_key,
+                                                int first_query) {
+  const int row = threadIdx.x / kThreadCols, col = threadIdx.x % kThreadCols;
+  const tile::Sequence& seq = shared.work.seq;
+  const int head = shared.work.head;
+  const ScoreMod<T, false, false> score_mod = {score_inputs(params).of_head<T>(seq.index, head)};
+  const Acc slope = score_mod.slope(seq.index, head);
+#pragma unroll(kHeadDim * sizeof(Acc) > 512 ? 1 : 2)
+  for (int n = 0; n < kRows * kCols; ++n) {
+    const int i = row + n / kCols * kThreadRows, j = col + n % kCols * kThreadCols;
+    const int key = first_key + i, query = first_query + j;
+    const tile::ScoreRow<Acc> score_row = {seq.index, head, query,
+                                           query + seq.seqlen_k - seq.seqlen_q, slope};
+    Acc score = tiles.p[i][j], derivative = 1;
+    score_mod.terms([&](const auto& term) {
+      derivative *= term.derivative(score, score_row, key);
+      score = term(score, score_row, key);
+    });
+    const Acc lse = shared.statistics.lse[j];
+    const bool counts =
+        visibility.keys(query).contains(key, 1) && lse != tile::negative_infinity<Acc>();
+    tiles.p[i][j] = counts ? exp(score - lse) : 0;
+    tiles.ds[i][j] = derivative;
   }
 }
 
@@ -171,12 +203,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const int key = row + i * kThreadRows;
+          if (kGeneral) {
+            tiles.p[key][query] = s[i][j];
+            continue;
+          }
           // A row that sees no key has lse -inf, and -inf - -inf would be NaN.
           bool counts = lse != tile::negative_infinity<Acc>();
           if (!whole) counts = counts && seen.contains(first_key + key, 1);
           tiles.p[key][query] = counts ? exp(fma(s[i][j], scale, -lse)) : 0;
         }
       }
+      if (kGeneral) apply_score_mod(tiles, shared, params, visibility, first_key, column);
       Acc dp[kRows][kCols] = {};
       multiply_scores(dp, tiles.v, tiles.dout, params.head_dim_v);
 #pragma unroll
@@ -187,7 +224,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per
         for (int i = 0; i < kRows; ++i) {
           const int key = row + i * kThreadRows;
           const Acc p = tiles.p[key][query];  // this thread's own
-          tiles.ds[key][query] = p == 0 ? 0 : p * (dp[i][j] - delta) * scale;
+          const Acc derivative = kGeneral ? tiles.ds[key][query] : scale;
+          tiles.ds[key][query] = p == 0 ? 0 : p * (dp[i][j] - delta) * derivative;
         }
       }
       __syncthreads();  // P and dS are complete

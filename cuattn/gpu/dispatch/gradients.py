@@ -60,6 +60,8 @@ SIMT_BIAS_TILE = (32, 32, 8, 3)  # no results but in shared memory, whatever hea
 class SimtFusedConfig(SimtGradientConfig):
     """gradients/backward_fused_simt.cu."""
 
+    general: bool = False  # scores are more than scaled
+
     @property
     def smem_bytes(self) -> int:
         """Tiles of k, v, q and dout, whose rows have a vector more, and of P and dS."""
@@ -74,7 +76,9 @@ class SimtFusedConfig(SimtGradientConfig):
 SIMT_FUSED_TILES = {
     ("float32", 64): (64, 64, 8, 2),
     ("float32", 128): (64, 64, 16, 1),
+    ("float32", 256): (64, 32, 16, 1),
     ("float64", 64): (64, 64, 16, 1),
+    ("float64", 128): (48, 32, 16, 1),
 }
 
 
@@ -96,12 +100,14 @@ def _pass_variant(dtype: str, head_dim: int, *, keys_stationary: bool) -> Varian
     return Variant("gradients/backward_simt.cu", "backward_simt", config)
 
 
-def _fused_variant(dtype: str, head_dim: int, arch: str) -> Variant | None:
-    """The kernel that computes all gradients of plain scores in one pass, if there is one."""
+def _fused_variant(dtype: str, head_dim: int, general: bool, arch: str) -> Variant | None:
+    """The kernel that computes all gradients in one pass, if there is one."""
     tile = SIMT_FUSED_TILES.get((dtype, head_dim))
+    if general and (dtype, head_dim) == ("float64", 128):
+        return None  # registers do not suffice
     if tile is None or SHARED_KIB.get(capability(arch)) != 228:
         return None
-    config = SimtFusedConfig(dtype, True, head_dim, *tile)
+    config = SimtFusedConfig(dtype, True, head_dim, *tile, general)
     return Variant("gradients/backward_fused_simt.cu", "backward_fused_simt", config)
 
 
@@ -228,9 +234,10 @@ class SimtBackward:
         """The launches for a call."""
         spec = call.forward.spec
         dims = padded_dim(spec.head_dim), padded_dim(max(spec.head_dim, spec.head_dim_v))
-        plain = not call.forward.has_score and spec.dropout == 0.0
-        if plain and spec.seqlen_k and not (call.deterministic or call.grad_alibi):
-            fused = _fused_variant(spec.dtype.name, dims[1], call.forward.arch)
+        two_passes = call.deterministic or call.grad_alibi or spec.dropout != 0.0
+        if spec.seqlen_k and not two_passes:
+            general, arch = call.forward.has_score, call.forward.arch
+            fused = _fused_variant(spec.dtype.name, dims[1], general, arch)
             if fused is not None:
                 return _launches(call, None, fused)
         return _launches(
@@ -250,9 +257,10 @@ class SimtBackward:
             for head_dim in SIMT_TILES[4]:
                 for keys_stationary in (False, True):
                     yield _pass_variant(dtype, head_dim, keys_stationary=keys_stationary)
-                fused = _fused_variant(dtype, head_dim, arch)
-                if fused is not None:
-                    yield fused
+                for general in (False, True):
+                    fused = _fused_variant(dtype, head_dim, general, arch)
+                    if fused is not None:
+                        yield fused
 
 
 #: The kernels of the backward pass, the fastest first.
