@@ -118,26 +118,32 @@ def test_variants_fit_the_gpu(arch):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_every_number_of_a_wide_row_is_computed_once(head_dims, deterministic):
+def test_every_number_of_a_wide_row_is_computed_once(head_dims, arch, deterministic):
     """dq, dk and dv are each the result of one pass, whatever registers allow."""
     dtypes = [np.dtype(np.float16)] * 3
     q, k, v = ((2, 100, 4, d) for d in (head_dims[0], *head_dims))
     spec = attention_spec("flash_attention", q, k, v, *dtypes)
-    call = Call.contiguous(spec, "sm_90a")
+    call = Call.contiguous(spec, arch)
     asked = BackwardCall(call, call.strides.out, deterministic=deterministic)
     chosen = dispatch.gradients.Sm80Backward().serves(asked)
     assert chosen is not None
+    entries = [launch.variant.entry for launch in chosen.launches]
     configs = [
         launch.variant.config
         for launch in chosen.launches
         if launch.variant.entry == "backward_sm80"
     ]
+    fused = arch == "sm_90a" and head_dims != (192, 128) and not deterministic
+    assert entries.count("backward_fused_sm80") == fused
+    if fused:
+        assert all(config.repairs for config in configs)
     of_keys = [c for c in configs if c.keys_stationary]
     assert sum(c.first for c in of_keys) == sum(c.second for c in of_keys) == 1
     (of_queries,) = (c for c in configs if not c.keys_stationary)
-    adds_dq = head_dims in ((64, 64), (256, 256)) and not deterministic
-    assert of_queries.repairs is adds_dq
+    adds_dq = head_dims in ((64, 64), (256, 256)) and not deterministic and not fused
+    assert of_queries.repairs is (adds_dq or fused)
     assert sum(c.adds_dq for c in of_keys) == adds_dq
 
 

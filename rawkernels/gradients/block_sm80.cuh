@@ -18,7 +18,7 @@ constexpr bool kKeysStationary = Config::keys_stationary;
 constexpr bool kFirst = Config::first, kSecond = Config::second;  // dq or dk; dv
 constexpr bool kGeneral = Config::general;  // scores are more than scaled, or there is dropout
 
-constexpr int kRows = kTileM / (kThreads / 32), kBlocks = kRows / 16;  // of a warp
+constexpr int kRows = Config::warp_rows, kBlocks = kRows / 16;  // of a warp
 static_assert(kRows % 16 == 0 && kBlocks > 0, "a warp's rows must be whole m16 blocks");
 static_assert(kTileN % 16 == 0, "whole k16 steps of the last products");
 static_assert(kKeysStationary || (kFirst && !kSecond),

@@ -20,6 +20,7 @@ from cuattn.gpu.dispatch.gradients_sm80 import (
     SM80_TILES,
     SUMS_THREADS,
     sm80_adds_dq,
+    sm80_fused,
     sm80_passes,
     sums_variant,
 )
@@ -117,10 +118,15 @@ def _bias_variant(dtype: str) -> Variant:
 
 
 def _launches(
-    call: BackwardCall, dq: Variant | None, *dkv: Variant, adds_dq: bool = False
+    call: BackwardCall,
+    dq: Variant | None,
+    *dkv: Variant,
+    adds_dq: bool = False,
+    repairs: tuple[Variant, ...] = (),
 ) -> BackwardLaunches:
     """The launches of a call, whose passes are `dq` and `dkv`. Where the latter add up dq, it has
-    sums, and `dq` repairs it where they are not finite; without `dq` they add it up in place."""
+    sums, and `dq` and `repairs` compute everything anew where some are not finite; without `dq`
+    they add it up in place."""
     spec, forward = call.forward.spec, call.forward
     dtype, ragged = spec.dtype.name, spec.rows == "ragged"
     tile_q, tile_k = (variant.config.tile_m for variant in (dq or dkv[0], dkv[0]))  # type: ignore[attr-defined]
@@ -162,9 +168,9 @@ def _launches(
             Launch(sums_variant(entry, dtype), (-(-elements // (8 * SUMS_THREADS)),), given)
             for entry in ("clear_sums_sm80", "finish_sums_sm80")
         )
-        repair = Launch(dq, (forward.multiprocessors,), all_given)
+        after = [Launch(v, (forward.multiprocessors,), all_given) for v in (dq, *repairs)]
         launches += [clear, *(Launch(variant, grid_k, all_given) for variant in dkv)]
-        launches += [finish, repair]
+        launches += [finish, *after]
         workspaces = (("dq_sums", 4 * elements), ("nonfinite", 4))
     else:
         launches.append(Launch(dq, grid_q, all_given))
@@ -202,6 +208,10 @@ class Sm80Backward:
         general = call.forward.has_score or spec.dropout != 0.0 or spec.scale <= 0.0
         padded = next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
         arguments = spec.dtype.name, padded, general, call.forward.arch
+        fused = None if general else sm80_fused(spec.dtype.name, padded, call.forward.arch)
+        if fused is not None and spec.seqlen_k and not (call.deterministic or call.grad_alibi):
+            repair, *repairs = sm80_passes(*arguments, repairs=True)
+            return _launches(call, repair, fused, adds_dq=True, repairs=tuple(repairs))
         adds_dq = sm80_adds_dq(padded, general) and not call.deterministic
         if not adds_dq or call.grad_alibi or not spec.seqlen_k:
             return _launches(call, *sm80_passes(*arguments))
@@ -216,6 +226,9 @@ class Sm80Backward:
             for general in (False, True):
                 arguments = dtype, dims, general, arch
                 yield from sm80_passes(*arguments)
+                fused = None if general else sm80_fused(dtype, dims, arch)
+                if fused is not None:
+                    yield fused
                 if sm80_adds_dq(dims, general):
                     yield from sm80_passes(*arguments, adds_dq=True)
                     yield next(sm80_passes(*arguments, repairs=True))

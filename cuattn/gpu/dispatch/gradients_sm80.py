@@ -110,6 +110,36 @@ def sm80_passes(
         yield Variant("gradients/backward_sm80.cu", "backward_sm80", config)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sm80FusedConfig(Sm80BackwardConfig):
+    """gradients/backward_fused_sm80.cu."""
+
+    @property
+    def threads(self) -> int:
+        """Eight warps."""
+        return 256
+
+    @property
+    def smem_bytes(self) -> int:
+        """As of the pass for dk, and tiles of P and of dS twice."""
+        return super().smem_bytes + 4 * self.tile_m * self.tile_n
+
+
+#: (tile_m, tile_n), keys and queries, of gradients/backward_fused_sm80.cu by padded head_dims.
+SM80_FUSED_TILES = {(64, 64): (128, 128), (128, 128): (128, 64), (256, 256): (64, 64)}
+
+
+def sm80_fused(dtype: str, dims: tuple[int, int], arch: str) -> Variant | None:
+    """The kernel that computes all gradients of plain scores in one pass, if there is one."""
+    if dims not in SM80_FUSED_TILES or SHARED_KIB.get(capability(arch)) != 228:
+        return None
+    tile_m, tile_n = SM80_FUSED_TILES[dims]
+    config = Sm80FusedConfig(
+        dtype, True, True, True, False, *dims, tile_n, 1, False, tile_m, 32, adds_dq=True
+    )
+    return Variant("gradients/backward_fused_sm80.cu", "backward_fused_sm80", config)
+
+
 def sm80_adds_dq(dims: tuple[int, int], general: bool) -> bool:
     """Whether the pass for dk adds up dq, where any order will do: what it saves is a pass of three
     products, and of scores that are many instructions each where they are general. (Of plain scores
