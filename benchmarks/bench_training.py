@@ -59,12 +59,10 @@ def bench_training(benchmark, dtype, size):
     weights = {name: w.get() for name, w in model.weights.items()}
     rate = 4e-3 * (96 / features) ** 0.5  # wider models want smaller steps
 
-    adam = chars.AdamW(model.weights)
+    ours = chars.Trainer(model, batch, context)
 
     def step(number: int) -> Any:
-        loss, pullback = model.loss(*batches[number % STEPS], seed=number + 1)
-        adam.update(pullback(), chars.rate(number % STEPS, STEPS, rate))
-        return loss
+        return ours.step(*batches[number % STEPS], chars.rate(number % STEPS, STEPS, rate))
 
     contestants, losses = [], {"cuattn": _losses(step)}
     contestants.append(timing.Contestant("cuattn", _repeated(step), by_wall_of_device))

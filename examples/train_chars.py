@@ -4,6 +4,7 @@ gradient of attention is cuattn's, the rest is NumPy, or CuPy on a GPU.
     python examples/train_chars.py                      # two minutes on two CPU cores
     python examples/train_chars.py --text my_book.txt   # learns from another text
     python examples/train_chars.py --plot loss.png      # where the loss curve goes
+    python examples/train_chars.py --dtype bfloat16     # on a GPU, where a step is one CUDA graph
 
 A layer is a function that returns its result and a pullback, which takes the result's gradient back
 to the layer's inputs and weights: as :func:`cuattn.flash_attention_vjp` does. The model is a
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+import string
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 # OpenBLAS's threads spin between products, which are small here, beside the threads of attention.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -56,16 +59,14 @@ def main() -> None:
     count = sum(w.size for w in model.weights.values())
     device = "the CPU" if xp is np else "a GPU"
     print(f"{len(text)} characters, {len(alphabet)} different; {count} weights, on {device}")
-    adam = AdamW(model.weights)
+    trainer = Trainer(model, arguments.batch, arguments.context)
     losses, start = [], time.perf_counter()
     progress = tqdm(range(arguments.steps), unit="step", disable=None)
     for step in progress:
         inputs, targets = batch_of(rng, train, arguments.batch, arguments.context)
-        loss, pullback = model.loss(inputs, targets, seed=step + 1)
-        adam.update(pullback(), rate(step, arguments.steps, arguments.rate))
-        losses.append(loss)
+        losses.append(trainer.step(inputs, targets, rate(step, arguments.steps, arguments.rate)))
         if step % 10 == 0:
-            progress.set_postfix(loss=f"{float(loss):.3f}")
+            progress.set_postfix(loss=f"{float(losses[-1]):.3f}")
     losses = [float(loss) for loss in losses]
     seconds = time.perf_counter() - start
     print(
@@ -127,59 +128,121 @@ def array_module(device: str) -> ModuleType:
 # ----------------------------------------------------------------- layers: a result and a pullback
 
 
-def linear(x: Array, w: Array, dtype: Any) -> tuple[Array, Callable]:
-    """``x @ w`` of x (..., features), multiplied in `dtype`."""
-    # One product of matrices is faster than a stack of them.
-    rows = x.reshape(-1, x.shape[-1]).astype(dtype, copy=False)
-    matrix = w.astype(dtype, copy=False)
+class Formula:
+    """An expression of arrays, element by element, that is Python and CUDA C++ alike: NumPy
+    evaluates it operation by operation; on a GPU it is one kernel, which reads and writes memory
+    once. Arrays of 16 bits count as float32.
+
+    >>> Formula("x * x + y")(x=..., y=..., dtype=np.float32)
+    """
+
+    FUNCTIONS: ClassVar = {"fmaxf": np.maximum, "powf": np.power, "sqrtf": np.sqrt}
+
+    def __init__(self, expression: str) -> None:
+        self.expression, self.code = expression, compile(expression, "a formula", "eval")
+        self.kernels: dict = {}  # by which values are arrays
+
+    def __call__(self, *, dtype: Any = None, out: Array = None, **values: Any) -> Array:
+        """A new array of `dtype`, the first value's by default; or `out`."""
+        first = next(iter(values.values()))
+        dtype = first.dtype if dtype is None else dtype
+        if isinstance(first, np.ndarray):
+            exact = {name: np.float32(v) if is_narrow(v) else v for name, v in values.items()}
+            result = eval(self.code, self.FUNCTIONS | exact).astype(dtype, copy=False)
+            if out is None:
+                return result
+            out[...] = result
+            return out
+        arrays = tuple(hasattr(value, "shape") for value in values.values())
+        if arrays not in self.kernels:
+            self.kernels[arrays] = self.compiled(dict(zip(values, arrays, strict=True)))
+        if out is None:
+            shapes = [v.shape for v in values.values() if hasattr(v, "shape")]
+            out = type(first)(np.broadcast_shapes(*shapes), dtype)
+        return self.kernels[arrays](*values.values(), out)
+
+    def compiled(self, is_array: dict[str, bool]) -> Callable:
+        """The kernel of values that are arrays of any type, or numbers."""
+        import cupy
+
+        parameters, floats = [], ""
+        for letter, (name, array) in zip(string.ascii_uppercase, is_array.items(), strict=False):
+            parameters.append(f"{letter if array else 'float32'} {name}_")
+            floats += f"const float {name} = static_cast<float>({name}_); "
+        code = f"{floats}out = static_cast<Z>({self.expression});"
+        name = re.sub(r"\W+", "_", f"formula {self.expression}")  # as profilers show it
+        return cupy.ElementwiseKernel(", ".join(parameters), "Z out", code, name)
+
+
+def is_narrow(value: Any) -> bool:
+    """Whether a value is an array of 16 bits."""
+    return getattr(value, "dtype", np.dtype(np.float32)).itemsize == 2
+
+
+added = Formula("x + y")
+inverse_rms = Formula("1 / sqrtf(norm * norm / width + epsilon)")
+scaled = Formula("x * inverse * w")
+normed_gradient = Formula("inverse * (dout * w - x * along) + skip")
+squared_relu_of = Formula("x * fmaxf(x, 0)")
+squared_relu_gradient = Formula("2 * fmaxf(x, 0) * dout")
+
+
+def product(a: Array, b: Array) -> Array:
+    """``a @ b`` of two matrices of one dtype."""
+    if isinstance(a, np.ndarray):
+        return a @ b
+    import cublas_matmul
+
+    return cublas_matmul.matmul(a, b)
+
+
+def linear(x: Array, w: Array) -> tuple[Array, Callable]:
+    """``x @ w`` of x (rows, features), both of the dtype in which products are computed."""
 
     def pullback(dout: Array) -> tuple[Array, Array]:
-        drows = dout.reshape(-1, dout.shape[-1]).astype(dtype, copy=False)
-        dx, dw = drows @ matrix.T, rows.T @ drows
-        return dx.reshape(x.shape).astype(x.dtype, copy=False), dw.astype(w.dtype, copy=False)
+        dout = dout.astype(w.dtype, copy=False)
+        return product(dout, w.T), product(x.T, dout)
 
-    out = (rows @ matrix).reshape(*x.shape[:-1], -1)
-    return out.astype(x.dtype, copy=False), pullback
+    return product(x, w), pullback
 
 
-def rms_norm(x: Array, w: Array) -> tuple[Array, Callable]:
-    """``w * x / sqrt(mean(x**2))`` of x (..., features)."""
-    inverse = 1 / ((x * x).mean(axis=-1, keepdims=True) + 1e-5) ** 0.5
-    normed = x * inverse
+def rms_norm(xp: ModuleType, x: Array, w: Array, dtype: Any) -> tuple[Array, Callable]:
+    """``w * x / sqrt(mean(x**2))`` of x (rows, features), in `dtype`."""
+    width = x.shape[1]
+    norm = xp.linalg.norm(x, axis=1, keepdims=True)
+    inverse = inverse_rms(norm=norm, width=width, epsilon=1e-5)
 
-    def pullback(dout: Array) -> tuple[Array, Array]:
-        dnormed = dout * w
-        along = (dnormed * normed).mean(axis=-1, keepdims=True)
-        dw = (dout * normed).reshape(-1, x.shape[-1]).sum(axis=0)
-        return inverse * (dnormed - normed * along), dw
+    def pullback(dout: Array, skip: Array) -> tuple[Array, Array]:
+        """`skip`: x's gradient by way of what bypasses the norm, which is added."""
+        unscaled = scaled(x=x, inverse=inverse, w=dout)
+        along = scaled(x=product(unscaled, w[:, None]), inverse=inverse, w=1 / width)
+        dx = normed_gradient(x=x, inverse=inverse, w=w, dout=dout, along=along, skip=skip)
+        return dx, product(xp.ones((1, len(x)), x.dtype), unscaled)[0]
 
-    return normed * w, pullback
+    return scaled(x=x, inverse=inverse, w=w, dtype=dtype), pullback
 
 
 def attention(
-    qkv: Array, heads: int, slopes: Array, dtype: Any, **options: Any
+    xp: ModuleType, qkv: Array, batch: int, heads: int, slopes: Array, **options: Any
 ) -> tuple[Array, Callable]:
-    """Causal self-attention of qkv (batch, tokens, 3 * features), computed in `dtype`."""
-    batch, tokens, width = qkv.shape
-    given = qkv.astype(dtype, copy=False)
-    q, k, v = given.reshape(batch, tokens, 3, heads, width // 3 // heads).transpose(2, 0, 1, 3, 4)
+    """Causal self-attention of qkv (batch * tokens, 3 * features)."""
+    q, k, v = qkv.reshape(batch, len(qkv) // batch, 3, heads, -1).transpose(2, 0, 1, 3, 4)
     out, attention_pullback = cuattn.flash_attention_vjp(
         q, k, v, causal=True, alibi_slopes=slopes, **options
     )
 
     def pullback(dout: Array) -> Array:
-        grads = attention_pullback(dout.reshape(out.shape).astype(dtype, copy=False))
-        dqkv = type(qkv)(shape=(batch, tokens, 3, *out.shape[2:]), dtype=qkv.dtype)
+        grads = attention_pullback(dout.reshape(out.shape))
+        dqkv = xp.empty((*out.shape[:2], 3, *out.shape[2:]), qkv.dtype)
         dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2] = grads.dq, grads.dk, grads.dv
         return dqkv.reshape(qkv.shape)
 
-    return out.reshape(batch, tokens, -1).astype(qkv.dtype, copy=False), pullback
+    return out.reshape(len(qkv), -1), pullback
 
 
 def squared_relu(x: Array) -> tuple[Array, Callable]:
     """``max(x, 0) ** 2``."""
-    positive = x * (x > 0)
-    return positive * positive, lambda dout: 2 * positive * dout
+    return squared_relu_of(x=x), lambda dout: squared_relu_gradient(x=x, dout=dout)
 
 
 def cross_entropy(xp: ModuleType, logits: Array, targets: Array) -> tuple[Array, Callable]:
@@ -240,80 +303,145 @@ class Model:
         self.slopes = xp.asarray(slopes.astype(np.float32))
 
     def __call__(self, tokens: Array, seed: int = 0) -> tuple[Array, Callable]:
-        """Logits (batch, tokens, alphabet) of tokens (batch, tokens), and the pullback to all
+        """Logits (batch * tokens, alphabet) of tokens (batch, tokens), and the pullback to all
         weights. `seed` is that of the dropout, which there is none of without one."""
-        w, pullbacks = self.weights, []
+        xp, dtype, batch, w, pullbacks = self.xp, self.dtype, len(tokens), self.weights, []
+        narrow = {n: m.astype(dtype, copy=False) for n, m in w.items() if m.ndim == 2}
+        tokens = tokens.reshape(-1)
         x = w["embedding"][tokens]
         for i in range(self.layers):
             dropout = {"dropout": self.dropout, "seed": seed * self.layers + i} if seed else {}
-            h, norm1 = rms_norm(x, w[f"norm1.{i}"])
-            qkv, project = linear(h, w[f"qkv.{i}"], self.dtype)
-            mixed, attend = attention(qkv, self.heads, self.slopes, self.dtype, **dropout)
-            update, out = linear(mixed, w[f"out.{i}"], self.dtype)
-            x = x + update
-            h, norm2 = rms_norm(x, w[f"norm2.{i}"])
-            hidden, up = linear(h, w[f"up.{i}"], self.dtype)
+            h, norm1 = rms_norm(xp, x, w[f"norm1.{i}"], dtype)
+            qkv, project = linear(h, narrow[f"qkv.{i}"])
+            mixed, attend = attention(xp, qkv, batch, self.heads, self.slopes, **dropout)
+            update, out = linear(mixed, narrow[f"out.{i}"])
+            x = added(x=x, y=update)
+            h, norm2 = rms_norm(xp, x, w[f"norm2.{i}"], dtype)
+            hidden, up = linear(h, narrow[f"up.{i}"])
             active, activate = squared_relu(hidden)
-            update, down = linear(active, w[f"down.{i}"], self.dtype)
-            x = x + update
+            update, down = linear(active, narrow[f"down.{i}"])
+            x = added(x=x, y=update)
             pullbacks.append((norm1, project, attend, out, norm2, up, activate, down))
-        h, norm = rms_norm(x, w["norm"])
-        logits, head = linear(h, w["head"], self.dtype)
+        h, norm = rms_norm(xp, x, w["norm"], dtype)
+        logits, head = linear(h, narrow["head"])
 
         def pullback(dlogits: Array) -> Weights:
             grads: Weights = {}
             dh, grads["head"] = head(dlogits)
-            dx, grads["norm"] = norm(dh)
+            dx, grads["norm"] = norm(dh, xp.zeros(1, dh.dtype))
             for i in reversed(range(self.layers)):
                 norm1, project, attend, out, norm2, up, activate, down = pullbacks[i]
-                dactive, grads[f"down.{i}"] = down(dx)
+                dactive, grads[f"down.{i}"] = down(dx.astype(dtype, copy=False))
                 dh, grads[f"up.{i}"] = up(activate(dactive))
-                dmore, grads[f"norm2.{i}"] = norm2(dh)
-                dx = dx + dmore
-                dmixed, grads[f"out.{i}"] = out(dx)
+                dx, grads[f"norm2.{i}"] = norm2(dh, dx)
+                dmixed, grads[f"out.{i}"] = out(dx.astype(dtype, copy=False))
                 dh, grads[f"qkv.{i}"] = project(attend(dmixed))
-                dmore, grads[f"norm1.{i}"] = norm1(dh)
-                dx = dx + dmore
+                dx, grads[f"norm1.{i}"] = norm1(dh, dx)
             # Rows of an embedding are added up by a product, which has one order, on any device.
-            chosen = tokens.reshape(-1) == self.xp.arange(len(w["embedding"]))[:, None]
-            grads["embedding"] = chosen.astype(np.float32) @ dx.reshape(-1, dx.shape[-1])
+            chosen = tokens == xp.arange(len(w["embedding"]))[:, None]
+            grads["embedding"] = product(chosen.astype(dx.dtype), dx)
             return grads
 
-        return logits, pullback
+        return logits.astype(x.dtype, copy=False).reshape(batch, -1, logits.shape[1]), pullback
 
     def loss(self, inputs: Array, targets: Array, seed: int = 0) -> tuple[Array, Callable]:
         """Mean loss of predicting `targets` (batch, tokens), and the pullback to all weights."""
         logits, model_pullback = self(inputs, seed)
         flat = logits.reshape(-1, logits.shape[-1])
         loss, loss_pullback = cross_entropy(self.xp, flat, targets.reshape(-1))
-        return loss, lambda: model_pullback(loss_pullback().reshape(logits.shape))
+        return loss, lambda: model_pullback(loss_pullback())
 
 
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019) of matrices, and gradients
-    clipped to a norm of 1."""
+    clipped to a norm of 1. All weights are moved into one array, of which `weights` has views from
+    then on: so a step is the same few operations for any number of weights."""
 
-    def __init__(self, weights: Weights, betas: tuple = (0.9, 0.98), decay: float = 0.1) -> None:
-        self.weights, self.betas, self.decay, self.step = weights, betas, decay, 0
-        self.means = {name: 0 * w for name, w in weights.items()}
-        self.squares = {name: 0 * w for name, w in weights.items()}
+    MEAN = Formula("beta * mean + (1 - beta) * clip * grad")
+    SQUARE = Formula("beta * square + (1 - beta) * clip * clip * grad * grad")
+    BIAS = Formula("1 - powf(beta, step)")
+    MOVED = Formula(
+        "w * (1 - rate * decay) - rate / first * mean / (sqrtf(square / second) + epsilon)"
+    )
 
-    def update(self, grads: Weights, rate: float) -> None:
+    def __init__(
+        self, xp: ModuleType, weights: Weights, betas: tuple = (0.9, 0.98), decay: float = 0.1
+    ) -> None:
+        self.xp, self.betas = xp, betas
+        self.step = xp.zeros((), np.float32)
+        self.values = xp.concatenate([w.reshape(-1) for w in weights.values()])
+        self.grads, self.means, self.squares, self.decay = (
+            xp.zeros_like(self.values) for _ in range(4)
+        )
+        self.slices, begin = {}, 0
+        for name, w in weights.items():
+            self.slices[name] = mine = slice(begin, begin + w.size)
+            weights[name] = self.values[mine].reshape(w.shape)
+            self.decay[mine] = decay if w.ndim == 2 else 0
+            begin += w.size
+
+    def update(self, grads: Weights, rate: float | Array) -> None:
         """Move the weights, in place."""
+        for name, mine in self.slices.items():
+            self.grads[mine] = grads[name].reshape(-1)
         self.step += 1
-        norm = sum((g * g).sum() for g in grads.values()) ** 0.5
-        clip = 1 / (norm * (norm > 1) + (norm <= 1))
-        first, second = (1 - beta**self.step for beta in self.betas)
-        for name, w in self.weights.items():
-            grad = grads[name] * clip
-            for average, new, beta in zip(
-                (self.means[name], self.squares[name]), (grad, grad * grad), self.betas, strict=True
-            ):
-                average *= beta
-                average += (1 - beta) * new
-            if w.ndim == 2:
-                w *= 1 - rate * self.decay
-            w -= rate / first * self.means[name] / ((self.squares[name] / second) ** 0.5 + 1e-8)
+        clip = 1 / self.xp.maximum(self.xp.linalg.norm(self.grads), 1)
+        average = {"grad": self.grads, "clip": clip}
+        for old, formula, name, beta in (
+            (self.means, self.MEAN, "mean", self.betas[0]),
+            (self.squares, self.SQUARE, "square", self.betas[1]),
+        ):
+            formula(**{name: old}, **average, beta=beta, out=old)
+        first, second = (self.BIAS(step=self.step, beta=beta) for beta in self.betas)
+        self.MOVED(
+            w=self.values, mean=self.means, square=self.squares, decay=self.decay,
+            rate=rate, first=first, second=second, epsilon=1e-8, out=self.values,
+        )  # fmt: skip
+
+
+class Trainer:
+    """Steps of training. On a GPU the whole step, gradients and AdamW included, becomes a CUDA
+    graph: cuattn's calls keep nothing between them and never wait, so that they may be captured
+    like any kernel. A replay costs the host a launch. (Not with dropout, whose seed is new in each
+    step.)"""
+
+    def __init__(self, model: Model, batch: int, context: int) -> None:
+        xp = model.xp
+        self.model, self.adam, self.graph = model, AdamW(xp, model.weights), None
+        self.inputs, self.targets = (xp.zeros((batch, context), np.int32) for _ in range(2))
+        self.rate, self.loss = (xp.zeros((), np.float32) for _ in range(2))
+        self.seed = 0
+
+    def step(self, inputs: Array, targets: Array, rate: float) -> Array:
+        """Move the weights by one batch, (batch, context) both; the loss before."""
+        self.inputs[...], self.targets[...], self.rate[...] = inputs, targets, rate
+        self.seed += 1
+        if self.graph is not None:
+            self.graph.launch()
+        elif self.model.xp is np or self.model.dropout or self.seed == 1:
+            self.run()  # the first step compiles the kernels
+        else:
+            self.capture()
+            self.graph.launch()
+        return self.loss.copy()
+
+    def run(self) -> None:
+        """One step of what :meth:`step` has prepared."""
+        loss, pullback = self.model.loss(self.inputs, self.targets, seed=self.seed)
+        self.adam.update(pullback(), self.rate)
+        self.loss[...] = loss
+
+    def capture(self) -> None:
+        """Record what `run` launches."""
+        import cupy
+
+        # What the graph uses between its kernels must be nobody else's.
+        self.memory = cupy.cuda.MemoryPool()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream, cupy.cuda.using_allocator(self.memory.malloc):
+            stream.begin_capture()
+            self.run()
+            self.graph = stream.end_capture()
 
 
 def rate(step: int, steps: int, highest: float) -> float:

@@ -25,7 +25,7 @@ def test_training_is_the_same(rng, dtype):
     model = train_chars.Model(np, rng, alphabet, 16, layers, 2, dtype=dtype)
     weights = {name: w.copy() for name, w in model.weights.items()}
     trainer = Trainer(Twin(weights, model.slopes, layers, "cpu"), autocast=dtype == "bfloat16")
-    adam = train_chars.AdamW(model.weights)
+    adam = train_chars.AdamW(np, model.weights)
     for step in range(steps):
         inputs, targets = train_chars.batch_of(rng, tokens, 3, 20)
         rate = train_chars.rate(step, steps, 4e-3)

@@ -45,7 +45,7 @@ def test_gradients_of_the_model(rng, dropout):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_products_in_16_bit_change_little(rng, dtype):
-    """Weights, results and gradients stay float32."""
+    """The loss stays float32, and so do sums along the layers."""
     exact = train_chars.Model(np, rng, 7, 16, 2, 2)
     rounded = train_chars.Model(np, rng, 7, 16, 2, 2, dtype=dtype)
     rounded.weights = exact.weights
@@ -57,13 +57,13 @@ def test_products_in_16_bit_change_little(rng, dtype):
     assert 0 < abs(near - loss) < 0.02 * loss
     for name, grad in rounded_pullback().items():
         expected = pullback()[name]
-        assert grad.dtype == np.float32
+        grad = grad.astype(np.float32)
         assert np.linalg.norm(grad - expected) < 0.1 * np.linalg.norm(expected), name
 
 
 def test_adamw_goes_downhill():
     weights = {"matrix": np.full((2, 2), 3.0), "vector": np.full(2, 3.0)}
-    adam = train_chars.AdamW(weights, decay=0.0)
+    adam = train_chars.AdamW(np, weights, decay=0.0)
     for _ in range(200):
         adam.update({name: 2 * w for name, w in weights.items()}, 0.05)
     assert all(np.abs(w).max() < 0.05 for w in weights.values())
@@ -102,3 +102,37 @@ def test_a_few_steps(tmp_path):
     assert last < first - 0.5
     assert (tmp_path / "train_chars.png").read_bytes().startswith(b"\x89PNG")
     assert "what it writes" in run.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_on_a_gpu_are_those_of_numpy(dtype):
+    """The first two steps compile and are captured, the others are replays."""
+    cupy = pytest.importorskip("cupy")
+    losses = []
+    for xp in (np, cupy):
+        rng = np.random.default_rng(0)
+        model = train_chars.Model(xp, rng, 11, 32, 2, 2, dtype=dtype)
+        trainer = train_chars.Trainer(model, 3, 40)
+        tokens = xp.asarray(rng.integers(0, 11, 400).astype(np.int32))
+        steps = [train_chars.batch_of(rng, tokens, 3, 40) for _ in range(8)]
+        losses.append([float(trainer.step(*batch, 4e-3)) for batch in steps])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_products_of_cublas(rng, dtype):
+    cupy = pytest.importorskip("cupy")
+    import cublas_matmul
+
+    kind = np.dtype(train_chars.ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for rows, inner, columns in ((5, 7, 3), (1, 64, 8), (40, 1, 24), (16, 100, 1)):
+        a, b = rng.standard_normal((rows, inner)), rng.standard_normal((inner, columns))
+        expected = a @ b
+        a, b = (cupy.asarray(x.astype(kind)) for x in (a, b))
+        for left in (a, cupy.ascontiguousarray(a.T).T):
+            for right in (b, cupy.ascontiguousarray(b.T).T):
+                product = cublas_matmul.matmul(left, right).get().astype(np.float64)
+                error = np.linalg.norm(product - expected)
+                assert error < 0.02 * np.linalg.norm(expected)
