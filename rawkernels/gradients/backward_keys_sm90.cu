@@ -215,7 +215,6 @@ struct Loader {
       const Tile& tile = smem.queue.tiles[at.index];
       if (tile.blocks < 0) return;
       load(tile);
-      ptx::mbarrier_arrive(smem.queue.loaded);
       ptx::mbarrier_arrive(smem.queue.empty[at.index]);
       at.advance();
     }
@@ -223,9 +222,11 @@ struct Loader {
 
   __device__ __forceinline__ void load(const Tile& tile) {
     const int group = sm90.group;
-    if (tile.blocks == 0) return;
+    if (tile.blocks == 0) return ptx::mbarrier_arrive(smem.queue.loaded);
+    const int until_next = max(group * tile.blocks - kBlocksAhead, 0);
     Walk walk(tile);
     for (int n = 0; n < group * tile.blocks; ++n) {
+      if (n == until_next) ptx::mbarrier_arrive(smem.queue.loaded);
       const int head = tile.head_kv * group + walk.head, row = walk.row();
       const long long at =
           statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);

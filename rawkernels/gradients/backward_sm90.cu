@@ -48,7 +48,7 @@ struct Consumer {
 
   int first_key;             // of this consumer
   tile::Range see_all_keys;  // the rows that need no mask
-  tile::PipelineState<kTiles> at;
+  tile::PipelineCounter<kTiles> at;
   tile::PipelineState<1> keys;
   tile::PipelineState<kStages> stage;
   tile::PipelineState<kStagesDs> ds_stage;
@@ -57,11 +57,11 @@ struct Consumer {
   unsigned p[kQueries / 4], ds[kQueries / 4];  // P^T and dS^T of a block as pairs of 16 bits
 
   // Of the tile no more is in registers than every block needs.
-  __device__ __forceinline__ const Tile& tile() const { return smem.queue.tiles[at.index]; }
+  __device__ __forceinline__ const Tile& tile() const { return smem.queue.tiles[at.state().index]; }
 
   __device__ __forceinline__ void run() {
     while (true) {
-      ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
+      ptx::mbarrier_wait(smem.queue.full[at.state().index], at.state().parity);
       const int blocks = uniform(tile().blocks);
       if (blocks < 0) return;
       first_key = uniform(tile().first_key) + 64 * consumer;
@@ -70,7 +70,7 @@ struct Consumer {
       see_all_keys = {uniform(see_all_keys.begin), uniform(see_all_keys.end)};
       compute(sm90.group * blocks);
       write();
-      tile::arrive_warp(smem.queue.empty[at.index]);
+      tile::arrive_warp(smem.queue.empty[at.state().index]);
       at.advance();
     }
   }
@@ -90,25 +90,26 @@ struct Consumer {
       if (kPipelined) walk.advance();
       const bool in_turn = kOneRing ? dq_stage.index == consumer : n % 2 == consumer;
       if (Config::computes_dq && (!kAlternate || in_turn))
-        step<true>(walk.row());
+        step<true>(walk.row(), n == count - 1);
       else
-        step<false>(walk.row());
+        step<false>(walk.row(), n == count - 1);
       if constexpr (kOneRing) dq_stage.advance();
       if (!kPipelined) walk.advance();
     }
     if constexpr (kPipelined) {
+      tile::arrive_warp(smem.empty_v);
       if (Config::computes_dq && (count - 1) % 2 == consumer)
         last_products<true>();
       else
         last_products<false>();
     }
-    tile::arrive_warp(smem.empty_kv);
+    tile::arrive_warp(smem.empty_k);
   }
 
   // One block of queries; where pipelined from its scores to its dS, beside the products that need
-  // those of the block before.
+  // those of the block before. After the `last` of a tile its values are read no more.
   template <bool kComputesDq>
-  __device__ __forceinline__ void step(int first_query) {
+  __device__ __forceinline__ void step(int first_query, bool last) {
     float s[kQueries / 2], dp[kQueries / 2], dq[32];
     const int now = stage.index;
     tile::PipelineState<kStages> next = stage;
@@ -144,6 +145,7 @@ struct Consumer {
       ptx::wgmma_fence();
       multiply_columns(dv, p, smem.dout[now]);
       ptx::wgmma_wait_group<1>();
+      if (last) tile::arrive_warp(smem.empty_v);
       ptx::wgmma_keep(dp);
 #pragma unroll
       for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
@@ -305,7 +307,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::prefetch_tensormap(sm90.dout);
     ptx::mbarrier_init(smem.full_k, 1);
     ptx::mbarrier_init(smem.full_v, 1);
-    ptx::mbarrier_init(smem.empty_kv, 4 * kConsumers);
+    ptx::mbarrier_init(smem.empty_k, 4 * kConsumers);
+    ptx::mbarrier_init(smem.empty_v, 4 * kConsumers);
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(smem.full_q[i], 1);
       ptx::mbarrier_init(smem.full_o[i], 1);

@@ -153,19 +153,14 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const ForwardParams& param
 
 // The blocks of queries of a tile, one after the other: what a role is at.
 struct Walk {
-  const int first, end;
-  int left, blocks, block, head = 0;  // `left` of this head's blocks; head: of those of the tile
+  const int first, blocks;
+  int left, head = 0;  // `left` of this head's blocks; head: of those of the tile
 
   __device__ __forceinline__ explicit Walk(const Tile& tile)
-      : first(tile.first_block),
-        end(tile.first_block + tile.blocks),
-        left(tile.blocks),
-        blocks(tile.blocks),
-        block(tile.first_block) {}
+      : first(tile.first_block), blocks(tile.blocks), left(tile.blocks) {}
 
-  __device__ __forceinline__ int row() const { return block * kQueries; }
+  __device__ __forceinline__ int row() const { return (first + blocks - left) * kQueries; }
   __device__ __forceinline__ void advance() {
-    if (++block == end) block = first;
     if (--left == 0) {
       left = blocks;
       ++head;
@@ -230,6 +225,9 @@ __device__ __forceinline__ void hide(float (&s)[kQueries / 2], const Tile& tile,
 }
 
 constexpr int kTiles = 2;  // of a queue
+// Blocks of queries that are still to be loaded when the next tile is looked for: an atomic
+// addition and the first copies take some 5,000 cycles, in which two are computed.
+constexpr int kBlocksAhead = 4;
 
 // By a whole warp.
 __device__ __forceinline__ int next_tile(int* counter) {
@@ -244,12 +242,13 @@ template <class Tile>
 struct TileQueue {
   Tile tiles[kTiles];
   ptx::Mbarrier full[kTiles], empty[kTiles];
-  ptx::Mbarrier loaded;  // the loading warp, once it has asked for all of a tile -> the finder
+  ptx::Mbarrier loaded;  // the loading warp, once it has asked for most of a tile -> the finder
 };
 
-// The warp that finds tiles: a block's first has its own number, and a counter gives the others, no
-// sooner than there is something to load: who takes tiles early leaves other blocks idle at the end
-// (13% at head_dim 128, causal, 8192 queries). After the last tile comes one of -1 blocks.
+// The warp that finds tiles: a block's first has its own number, and a counter gives the others,
+// not much sooner than there is something to load: who takes tiles early leaves other blocks idle
+// at the end (13% at head_dim 128, causal, 8192 queries). After the last tile comes one of -1
+// blocks.
 template <class Tile>
 __device__ __forceinline__ void find_tiles(TileQueue<Tile>& queue, const ForwardParams& params,
                                            const Sm90BackwardParams& sm90, int tiles,

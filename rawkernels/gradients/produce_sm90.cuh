@@ -30,7 +30,7 @@ struct Smem {
   alignas(128) float dq[kRings][kStagesDq][kPartFloats];
   alignas(128) float score_start[kStages][kQueries], dp_start[kStages][kQueries];
   // TMA's bytes -> all consumers; every consumer warp -> the loading warp.
-  ptx::Mbarrier full_k, full_v, empty_kv;
+  ptx::Mbarrier full_k, full_v, empty_k, empty_v;
   ptx::Mbarrier full_q[kStages], full_o[kStages], empty_q[kStages], empty_o[kStages];
   ptx::Mbarrier full_ds[kStagesDs], empty_ds[kStagesDs];  // every consumer warp -> all of them
   // A consumer's warps -> the warp that adds its part to dq_sums, and back.
@@ -44,9 +44,9 @@ static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
 static_assert(!kOneRing || kAlternate, "with one ring every block of queries has one part of dq");
 static_assert(kQueries == 64 && kPanels <= kConsumers, "a consumer computes one part of dq");
 
-// The warp that loads, one thread of it: keys and values of a tile, then block after block of
-// queries and dout with their statistics. Tiles are not copied, here and in add_dq: registers are
-// few.
+// The warp that loads, one thread of it: block after block of queries and dout with their
+// statistics, and after a tile's first block its values and keys, whose places become free later.
+// Tiles are not copied, here and in add_dq: registers are few.
 struct Loader {
   Smem& smem;
   const ForwardParams& params;
@@ -61,7 +61,6 @@ struct Loader {
       const Tile& tile = smem.queue.tiles[at.index];
       if (tile.blocks < 0) return;
       load(tile);
-      ptx::mbarrier_arrive(smem.queue.loaded);
       ptx::mbarrier_arrive(smem.queue.empty[at.index]);
       at.advance();
     }
@@ -69,23 +68,27 @@ struct Loader {
 
   __device__ __forceinline__ void load(const Tile& tile) {
     const int group = sm90.group;
-    if (tile.blocks <= 0) return;
+    if (tile.blocks == 0) return ptx::mbarrier_arrive(smem.queue.loaded);
+    const int until_next = max(group * tile.blocks - kBlocksAhead, 0);
     Walk walk(tile);
     for (int n = 0; n < group * tile.blocks; ++n) {
+      if (n == until_next) ptx::mbarrier_arrive(smem.queue.loaded);
       const int head = tile.head_kv * group + walk.head, row = walk.row();
       const long long at =
           statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);
       const int now = stage.index;
-      if (n == 0) load_keys(smem.k, sm90.k, smem.full_k, tile);
       ptx::mbarrier_wait(smem.empty_q[now], stage.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(smem.full_q[now], kPanels * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.score_start[now], sm90.score_start + at, kQueries * 4, smem.full_q[now]);
       load_rows<kPanelBytesQ>(smem.q[now], sm90.q, smem.full_q[now], tile.queries, row, head);
-      if (n == 0) load_keys(smem.v, sm90.v, smem.full_v, tile);
       ptx::mbarrier_wait(smem.empty_o[now], stage.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanels * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.dp_start[now], sm90.dp_start + at, kQueries * 4, smem.full_o[now]);
       load_rows<kPanelBytesQ>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries, row, head);
+      if (n == 0) {
+        load_keys(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
+        load_keys(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
+      }
       stage.advance();
       walk.advance();
     }
@@ -93,8 +96,9 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_keys(unsigned char* place, const ptx::TensorMap& map,
-                                            ptx::Mbarrier& full, const Tile& tile) {
-    ptx::mbarrier_wait(smem.empty_kv, keys.parity ^ 1);
+                                            ptx::Mbarrier& full, ptx::Mbarrier& empty,
+                                            const Tile& tile) {
+    ptx::mbarrier_wait(empty, keys.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
     load_rows<kPanelBytesK>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
   }

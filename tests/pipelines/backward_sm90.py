@@ -28,6 +28,7 @@ from tests.pipelines.explorer import (
 WARPS = 4  # of a warpgroup
 KEEPS = {"started": False, "turn": 0}
 BLOCK = "block"
+WHOLE_TILE = ["full_k", "full_v", "empty_k", "empty_v"]  # barriers of a tile's keys and values
 
 
 def variants() -> dict[str, Variant]:
@@ -92,9 +93,6 @@ def of_tiles(role: Callable, warps: int, *given: Any, keeps: bool = False) -> Ro
         if blocks == END:
             return
         yield from role(*given, *([own] if keeps else []), blocks)
-        if role is load_blocks:
-            yield Arrive("queue.loaded")
-            yield Advance("loaded")
         yield Read("tiles")
         yield Arrive("queue.empty", warps)
         yield Advance("queue")
@@ -102,17 +100,26 @@ def of_tiles(role: Callable, warps: int, *given: Any, keeps: bool = False) -> Ro
     return whole
 
 
-def load_blocks(empty_k: str, empty_v: str, blocks: int) -> Iterator[NamedTuple]:
+def load_blocks(keys_last: bool, ahead: int, blocks: int) -> Iterator[NamedTuple]:
+    """`ahead`: how many blocks are still to be loaded when the next tile is looked for."""
     for number in range(blocks):
-        if number == 0:
-            yield from load("full_k", "k", empty=empty_k)
+        if number == max(blocks - ahead, 0):
+            yield Arrive("queue.loaded")
+        if number == 0 and not keys_last:
+            yield from load("full_k", "k", empty="empty_k")
         yield from load("full_q", "score_start", "q", empty="empty_q")
-        if number == 0:
-            yield from load("full_v", "v", empty=empty_v)
+        if number == 0 and not keys_last:
+            yield from load("full_v", "v", empty="empty_v")
         yield from load("full_o", "dp_start", "dout", empty="empty_o")
+        if number == 0 and keys_last:
+            yield from load("full_v", "v", empty="empty_v")
+            yield from load("full_k", "k", empty="empty_k")
         yield Advance("stage")
     if blocks:
         yield Advance("keys")
+    else:
+        yield Arrive("queue.loaded")
+    yield Advance("loaded")
 
 
 def of_keys(
@@ -155,6 +162,10 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
             yield Arrive("full_ds", WARPS)
             yield Advance("ds")
 
+    def release_values() -> Iterator[NamedTuple]:
+        yield Read("v")
+        yield Arrive("empty_v", WARPS)
+
     def second_products(consumer: int, number: int) -> Iterator[NamedTuple]:
         """Of the block whose dS was stored last."""
         yield from read("q", "dout")
@@ -196,6 +207,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
                 yield from second_products(consumer, number - 1)
             else:
                 yield from first_products()
+            if not pipelined and number == first + blocks - 1:
+                yield from release_values()
             yield from store_ds(consumer)
             if pipelined and number > first:
                 yield from send_dq(consumer, number - 1)
@@ -203,10 +216,11 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
                 yield from second_products(consumer, number)
                 yield from send_dq(consumer, number)
         if pipelined:
+            yield from release_values()
             yield from second_products(consumer, blocks - 1)
             yield from send_dq(consumer, blocks - 1)
-        yield from read("k", "v")
-        yield Arrive("empty_kv", WARPS)
+        yield Read("k")
+        yield Arrive("empty_k", WARPS)
         yield Advance("keys")
 
     def add_dq(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
@@ -222,11 +236,11 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
                 own.started = True
                 yield Advance(f"dq.{ring}")
 
-    rings, barriers, memory = of_keys(constants, count, "full_k", "full_v", "empty_kv")
+    rings, barriers, memory = of_keys(constants, count, *WHOLE_TILE)
     rings["ds"] = constants["kStagesDs"]
     if computes_dq:
         barriers |= {f"{end}_ds": ("ds", count[f"{end}_ds"]) for end in ("full", "empty")}
-    loader = of_tiles(load_blocks, 1, "empty_kv", "empty_kv")
+    loader = of_tiles(load_blocks, 1, True, constants["kBlocksAhead"])
     processes: dict[str, Role] = {"finder": find_tiles, "loader": loader}
     for consumer in consumers:
         memory[f"ds.{consumer}"] = "ds"
@@ -290,11 +304,10 @@ def split(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
         yield from wait_second()
         yield from release_second()
 
-    once = [f"{end}_{x}" for end in ("full", "empty") for x in "kv"]
-    rings, barriers, memory = of_keys(constants, count, *once)
+    rings, barriers, memory = of_keys(constants, count, *WHOLE_TILE)
     barriers |= {f"{end}_p": ("stage", count[f"{end}_p"]) for end in ("full", "empty")}
     memory["p"] = "stage"
-    loader = of_tiles(load_blocks, 1, "empty_k", "empty_v")
+    loader = of_tiles(load_blocks, 1, False, constants["kBlocksAhead"])
     processes: dict[str, Role] = {"finder": find_tiles, "loader": loader}
     for role in range(2):
         processes[f"consumer {role}"] = of_tiles(consume, WARPS, role)

@@ -29,7 +29,7 @@ def test_every_sequence_ends(name):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
     "missing",
-    ["empty_q", "empty_o", "empty_ds", "empty_p", "empty_k", "empty_v", "empty_kv", "queue.empty"],
+    ["empty_q", "empty_o", "empty_ds", "empty_p", "empty_k", "empty_v", "queue.empty"],
 )
 def test_a_missing_arrival_stops_a_block(name, missing):
     model = pipeline(VARIANTS[name])
