@@ -1,10 +1,13 @@
 """Products of matrices by cuBLAS that may be captured in a CUDA graph.
 
 CuPy makes the same calls, but refuses to have them captured. The library and its handle are those
-that CuPy has loaded.
+that CuPy has loaded. A module of train_chars.py, which uses it on a GPU.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit(f"{__doc__}\nRun train_chars.py instead; --help lists its options.")
 
 import ctypes
 
