@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 import ml_dtypes
 import numpy as np
@@ -102,7 +103,8 @@ def test_rows_of_both_parts():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 def test_hopper_has_a_kernel_of_its_own(heads, dtype):
-    launches = choose_mla(described(heads=heads, dtype=dtype if dtype == "float16" else BFLOAT16))
+    call = described(heads=heads, dtype=dtype if dtype == "float16" else BFLOAT16, window=(9, 0))
+    launches = choose_mla(dataclasses.replace(call, num_splits=3))  # several launches alike
     assert launches.main.variant.source == "mla/decode_sm90.cu"
     assert launches.combine.variant.source == "mla/combine.cu"
     tiles = -(-heads // 64)
@@ -113,6 +115,47 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert launches.task_bytes == 48 * 3 * tiles
     assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
+
+
+@pytest.mark.parametrize(
+    ("changes", "clusters", "tiles"),
+    [
+        ({"batch": 1}, 15, 1),
+        ({"batch": 1, "heads": 16, "max_pages": 64}, 15, 1),
+        ({"batch": 1, "heads": 3, "window": (9, 0)}, 15, 1),
+        ({"batch": 2, "heads": 8, "seqlen_q": 2}, 7, 1),
+        ({"batch": 15}, 1, 1),
+    ],
+)
+def test_few_sequences_have_clusters_each(changes, clusters, tiles):
+    launches = choose_mla(described(**changes))
+    launch = launches.main
+    assert launch.variant.source == "mla/decode_few_sm90.cu"
+    assert launch.variant in set(dispatch.variants("sm_90a"))
+    assert launch.grid == (8 * clusters, tiles, changes["batch"])
+    part_bytes = launch.variant.config.part_bytes if clusters > 1 else 0
+    assert launch.workspace_bytes == math.prod(launch.grid) * part_bytes
+    assert (launches.combine, launches.part_bytes, launches.task_bytes) == (None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 17},
+        {"max_pages": 65},
+        {"heads": 128},
+        {"num_splits": 4},
+        {"num_splits": "fixed"},
+        {"batch": 16},
+        {"page_size": 4},
+        {"top_k": 10},
+        {"heads": 17, "format": "int8"},
+        {"arch": "sm_80"},
+    ],
+)
+def test_what_clusters_leave(changes):
+    launch = choose_mla(described(**({"batch": 1} | changes))).main
+    assert launch.variant.source != "mla/decode_few_sm90.cu"
 
 
 @pytest.mark.parametrize(

@@ -87,17 +87,8 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
   return whole;
 }
 
-// Four columns of a row of the result.
-__device__ __forceinline__ void put(const DecodeParams& params, const OutputRow& row, int column,
-                                    const float4& o) {
-  if (column == 0) put_lse(params, row);
-  if (column >= params.head_dim_v) return;
-  tile::Vec<T, 4> packed;
-  packed.x[0] = static_cast<T>(o.x * row.factor);
-  packed.x[1] = static_cast<T>(o.y * row.factor);
-  packed.x[2] = static_cast<T>(o.z * row.factor);
-  packed.x[3] = static_cast<T>(o.w * row.factor);
-  *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + row.at + column) = packed;
+__device__ __forceinline__ tile::Vec<float, 4> columns_of(const float4& o) {
+  return {o.x, o.y, o.z, o.w};
 }
 
 }  // namespace mla
@@ -125,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     const Sum whole = sum_share(parts, task, row, 0, 1);
     const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
 #pragma unroll
-    for (int j = 0; j < kVecs; ++j) put(params, result, (lane + 32 * j) * 4, whole.o[j]);
+    for (int j = 0; j < kVecs; ++j)
+      put_columns<T>(params, result, (lane + 32 * j) * 4, columns_of(whole.o[j]));
   } else {
     __shared__ Smem smem;
     const Sum share = sum_share(parts, task, row, warp, kWarps);
@@ -147,6 +139,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
            fmaf(factor, other.w, o.w)};
     }
     const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
-    put(params, result, blockIdx.z * kColumns + threadIdx.x * 4, o);
+    put_columns<T>(params, result, blockIdx.z * kColumns + threadIdx.x * 4, columns_of(o));
   }
 }

@@ -69,7 +69,11 @@ enum Barrier {
   kProbabilitiesEven = 1,  // consumer 0's are in shared memory, and its rows' maxima
   kProbabilitiesOdd,       // consumer 1's
   kBoth,                   // both consumers wait for each other
-  kOwn                     // and kOwn + 1: the warps of a consumer, 128 threads
+  kOwn,                    // and kOwn + 1: the warps of a consumer, 128 threads
+  // Of decode_few_sm90.cu.
+  kRequested = kOwn +
+      2,    // Q has been requested, ahead of keys, and barriers are there: all threads
+  kLoaders  // the producing warps wait for each other, 128 threads
 };
 
 }  // namespace mla

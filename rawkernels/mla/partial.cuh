@@ -75,4 +75,16 @@ __device__ __forceinline__ void put_lse(const DecodeParams& params, const Output
   if (params.lse != nullptr) static_cast<float*>(params.lse)[row.lse_at] = row.lse;
 }
 
+// Four columns of a row of the result.
+template <class T>
+__device__ __forceinline__ void put_columns(const DecodeParams& params, const OutputRow& row,
+                                            int column, const tile::Vec<float, 4>& o) {
+  if (column == 0) put_lse(params, row);
+  if (column >= params.head_dim_v) return;
+  tile::Vec<T, 4> packed;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) packed.x[e] = static_cast<T>(o.x[e] * row.factor);
+  *reinterpret_cast<tile::Vec<T, 4>*>(static_cast<T*>(params.out) + row.at + column) = packed;
+}
+
 }  // namespace mla

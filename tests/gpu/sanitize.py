@@ -285,7 +285,9 @@ def latents(rng: np.random.Generator) -> None:
     tiers = [tier.name for tier in dispatch.MLA.all]
     for first, tier in enumerate(tiers):
         with dispatch.use_tiers(*tiers[first:]):
-            for page_size, heads, tokens in ((64, 128, 1), (16, 16, 3), (2, 40, 1)):
+            for page_size, heads, tokens in (
+                (64, 128, 1), (16, 16, 3), (2, 40, 1), (32, 16, 1)
+            ):  # fmt: skip
                 pages, q = arrays(
                     rng, np.dtype(np.float16), (4 * 320 // page_size, page_size, 576),
                     (4, tokens, heads, 576),

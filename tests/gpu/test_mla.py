@@ -185,6 +185,26 @@ def test_every_split(rng, tier, num_splits, heads):
     cache.check(cache.queries(rng, 4, 1, heads), num_splits=num_splits)
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "lens"),
+    [
+        (16, 1, [0]),  # nobody has keys
+        (16, 1, [200]),  # some thread blocks of one cluster do
+        (3, 2, [64, 1]),
+        (11, 1, [129]),
+        (1, 1, [1100]),  # several clusters
+        (16, 1, [4096, 3, 4095]),  # one block of keys each, or two
+        (8, 2, [4000] * 10),  # several
+        (5, 3, [2000, 1]),
+    ],
+)
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_few_sequences(rng, heads, seqlen_q, lens, window):
+    """So few tiles of rows that each has clusters of thread blocks of its own."""
+    cache = Cache(rng, lens, BFLOAT16)
+    cache.check(cache.queries(rng, len(lens), seqlen_q, heads), window=window)
+
+
 def test_ragged_rows(rng, tier):
     counts = [1, 4, 0, 9]
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -252,9 +272,10 @@ def test_fixed_splits_do_not_depend_on_the_batch(rng, tier):
         )
 
 
-def test_a_graph_replays_after_lengths_changed(rng, tier):
-    cache = Cache(rng, [900, 64, 300], BFLOAT16)
-    q = cache.queries(rng, 3, 1, 128)
+@pytest.mark.parametrize("lens", [[900, 64, 300], [1100]])
+def test_a_graph_replays_after_lengths_changed(rng, tier, lens):
+    cache = Cache(rng, lens, BFLOAT16)
+    q = cache.queries(rng, len(lens), 1, 128)
     on_gpu = cupy.asarray(q)
     lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
 

@@ -140,9 +140,9 @@ class Warp:
         yield Arrive("empty_work", EACH)
         yield Advance("work")
 
-    def even_rounds(self, pairs: int) -> Iterator[NamedTuple]:
+    def even_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
         """The scores of its next block are issued before the odd block's values are."""
-        for pair in range(pairs + 1):
+        for pair in range(pairs + (not ends_even)):
             if pair < pairs:
                 yield from self.issue_scores(0)
             if pair > 0:
@@ -163,14 +163,16 @@ class Warp:
                 yield Arrive("empty_first.0", EACH)
                 yield Advance("k.0")
 
-    def odd_rounds(self, pairs: int) -> Iterator[NamedTuple]:
-        for _ in range(pairs):
+    def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
+        for pair in range(pairs):
             yield from self.other_block(0)
             yield from self.values(0)
             yield from self.probabilities(0)
             yield Arrive("empty_second.0", EACH)
             yield Advance("k.0")
             yield Advance("rotated.0", 2)
+            if ends_even and pair + 1 == pairs:
+                break
             yield from self.issue_scores(1)
             yield from self.read_keys(1)
             yield from self.soften(1)

@@ -22,7 +22,8 @@ SKELETONS = {
         "sampling/softmax",
     )
 }
-SKELETONS["mla/decode_sm90.cu"] = pathlib.Path(__file__).with_name("mla_decode_sm90.txt")
+for kernel in ("decode_sm90", "decode_few_sm90"):
+    SKELETONS[f"mla/{kernel}.cu"] = pathlib.Path(__file__).with_name(f"mla_{kernel}.txt")
 
 #: Functions that models repeat whole: how decoding shares out its work, and who merges what.
 WHOLE = frozenset(

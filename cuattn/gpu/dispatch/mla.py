@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -25,6 +26,12 @@ ROPE = 64  # … and what is rotated
 TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
 #: Formats of latents that kernels with tensor cores expand; "": as they are. Others go to `simt`.
 LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
+#: Thread blocks of a cluster of mla/decode_few_sm90.cu, and how many clusters run at a time on an
+#: H200's 132 multiprocessors.
+FEW_CLUSTER, FEW_CLUSTERS = 8, 15
+#: How many rows a tile has at most in a call that takes it, and how many keys a sequence: beyond,
+#: to merge takes longer than the second launch that it saves.
+FEW_ROWS, FEW_KEYS = 16, 4096
 #: Columns that share a scale there, or twice as many, or all: kScaleColumns of mla/codes.cuh.
 SCALE_COLUMNS = 128
 
@@ -195,6 +202,24 @@ class Sm90MlaConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class Sm90FewMlaConfig(Sm90MlaConfig):
+    """mla/decode_few_sm90.cu."""
+
+    cluster: int = 8  # thread blocks that merge through each other's shared memory
+
+    @property
+    def smem_bytes(self) -> int:
+        """As much, and maxima and sums of the cluster's blocks."""
+        return super().smem_bytes + self.cluster * self.rows * 8 + 1024
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a block's columns: O, and a maximum and a sum of each row, with as many bytes
+        of launch ids."""
+        return 16 * self.rows * (LATENT // self.cluster // 2 + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class CombineConfig(Config):
     """mla/combine.cu."""
 
@@ -239,6 +264,8 @@ class Sm90Mla:
         if not gather:
             latent = _panels(call, call.latent, spec.head_dim_v)
             rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
+        if not gather and (few := _few(call, {"latent": latent, "rope": rope})) is not None:
+            return few
         variant = _sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
         launches = _merged(call, variant)
         main = dataclasses.replace(
@@ -256,12 +283,44 @@ class Sm90Mla:
                 for format in LATENT_FORMATS:
                     yield _sm90_variant(dtype, format, gather=True)
                 yield from _combine_variants(dtype, 64)
+                yield _few_variant(dtype)
 
 
 def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
     registers = (200, 104) if format else (208, 88) if gather else (216, 72)
     config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
+
+
+def _few_variant(dtype: str) -> Variant:
+    config = Sm90FewMlaConfig(dtype, False, 0, 216, 72, cluster=FEW_CLUSTER)
+    return Variant("mla/decode_few_sm90.cu", "mla_decode_few_sm90", config)
+
+
+def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None:
+    """The launch of a call of so few tiles of rows that each can have a cluster of thread blocks,
+    or several; None for others. Its grid is (blocks of a tile's clusters, tiles of heads times
+    tiles of rows, batch)."""
+    spec = call.spec
+    if spec.rows == "ragged" or call.num_splits is not None:
+        return None
+    variant = _few_variant(spec.dtype.name)
+    head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
+    rows = spec.heads_q // head_tiles * spec.seqlen_q
+    tiles = head_tiles * -(-rows // variant.config.rows)
+    clusters = FEW_CLUSTERS * call.multiprocessors // 132 // (tiles * spec.batch)
+    if clusters == 0 or rows > FEW_ROWS or spec.seqlen_k > FEW_KEYS:
+        return None
+    launch = _partitioned(call, variant, head_tiles)
+    grid = (clusters * FEW_CLUSTER, tiles, spec.batch)
+    main = dataclasses.replace(
+        launch,
+        grid=grid,
+        arguments=(*launch.arguments, MLA_MAPS.arguments()),
+        tensor_maps=maps,
+        workspace_bytes=0 if clusters == 1 else math.prod(grid) * variant.config.part_bytes,
+    )
+    return MlaLaunches(main)
 
 
 def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:

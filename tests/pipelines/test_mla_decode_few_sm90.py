@@ -1,0 +1,58 @@
+"""A launch of mla/decode_few_sm90.cu ends, whatever each thread block has to read, and no memory is
+written while it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.pipelines import explorer
+from tests.pipelines.mla_decode_few_sm90 import pipeline, protocols
+
+(PROTOCOL,) = protocols()
+
+
+def test_every_launch_ends():
+    model = pipeline(PROTOCOL)
+    for counts in model.inputs:
+        explorer.run(model, [counts])
+
+
+@pytest.mark.parametrize("name", [name for name, _ in PROTOCOL.arrivals])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_count_that_changes_alone_is_found(name, change):
+    arrivals = tuple((n, c + change * (n == name)) for n, c in PROTOCOL.arrivals)
+    model = pipeline(dataclasses.replace(PROTOCOL, arrivals=arrivals))
+    with pytest.raises(explorer.Fault):
+        explorer.run(model, model.inputs[-1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "barrier"),
+    [
+        (explorer.Wait, "0:empty_first.0"),
+        (explorer.Wait, "0:empty_second.1"),
+        (explorer.Wait, "0:full_left.0"),
+        (explorer.Wait, "0:full_rotated.1"),
+        (explorer.Sync, "0:both"),
+        (explorer.Sync, "0:own"),
+        (explorer.Wait, "0:received"),
+        (explorer.Wait, "cluster"),
+        (explorer.Sync, "0:requested"),
+    ],
+)
+def test_every_barrier_is_needed(kind, barrier):
+    model = pipeline(PROTOCOL)
+
+    def left_out(role):
+        def other(own, counts):
+            for operation in role(own, counts):
+                if not (isinstance(operation, kind) and operation[0] == barrier):
+                    yield operation
+
+        return other
+
+    roles = {name: left_out(role) for name, role in model.processes.items()}
+    with pytest.raises(explorer.Fault):
+        explorer.run(dataclasses.replace(model, processes=roles), model.inputs[-1:])
