@@ -1,10 +1,11 @@
 """Shapes drawn at random, beside every peer that computes them: what is tuned to a table should
-serve the space around it.
+serve the space around it. Forward calls are self-attention, batches of queries over keys of another
+length, and ragged batches.
 
 ``CUATTN_SHAPES_SEED=7 pytest benchmarks/bench_shapes.py --benchmark-json=…``
 
 The seed is new in each run unless it is given, and is printed and recorded. ``CUATTN_SHAPES`` says
-how many calls of each kind are drawn (default 40, about four minutes).
+how many calls of each of the four kinds are drawn (default 40, about eight minutes).
 """
 
 from __future__ import annotations
@@ -27,13 +28,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 COUNT = int(os.environ.get("CUATTN_SHAPES", "40"))
 SEED = int(os.environ.get("CUATTN_SHAPES_SEED") or secrets.randbits(32))
 MOST_FLOPS = 5e12  # of a forward call
-MOST_BYTES = 8 << 30  # of a decoding call's keys and values
+MOST_BYTES = 8 << 30  # of a call's keys and values
 LEAST_FLOPS = 2e10  # below, a peer that is timed from the host shows its launch
 
 
 def log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
     """A whole number whose logarithm is evenly distributed."""
     return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+
+def draw_heads(rng: np.random.Generator) -> tuple[int, int, int, bool]:
+    """Heads of queries and of keys, head_dim, and whether a forward call is causal."""
+    dim = int(rng.choice([32, 64, 80, 96, 128, 160, 192, 256]))
+    group = int(rng.choice([1, 1, 2, 4, 8]))
+    heads_kv = int(rng.choice([1, 2, 4, 8, 16]))
+    return group * heads_kv, heads_kv, dim, bool(rng.random() < 0.5)
 
 
 def race(benchmark: Any, ours: list[timing.Contestant], others: list[timing.Contestant]) -> dict:
@@ -47,14 +56,37 @@ def race(benchmark: Any, ours: list[timing.Contestant], others: list[timing.Cont
     return timing.race(benchmark, [*ours, *others], rounds=5, turn=8e-3)
 
 
+def report_forward(
+    benchmark: Any,
+    ceilings: dict[str, float],
+    number: int,
+    shape: dict[str, Any],
+    flops: float,
+    calls: int,
+    seconds: dict[str, float],
+) -> None:
+    """Record and print the rates of a forward call, of which a launch has several."""
+    best = min((s for name, s in seconds.items() if name != "cuattn"), default=None)
+    ratio = best and best / seconds["cuattn"]
+    tflops = {name: flops * calls / s * 1e-12 for name, s in seconds.items()}
+    benchmark.group = "random forward shapes"
+    benchmark.extra_info |= {
+        "shape": shape,
+        "flops": flops,
+        "tflops": tflops,
+        "of_best": ratio,
+        "matmul_tflops": ceilings["bfloat16"] * 1e-12,
+    }
+    shown = ", ".join(f"{name} {value:.0f}" for name, value in tflops.items())
+    relative = "" if ratio is None else f"{ratio:.3f} "
+    print(f"\nseed {SEED}, {number}: {relative}{shape}: {shown} TFLOP/s")
+
+
 @pytest.mark.parametrize("number", range(COUNT))
 def bench_random_forward(benchmark, ceilings, number):
     """Self-attention: batch, length, heads and head_dim at random, causal or not."""
     rng = np.random.default_rng([SEED, 0, number])
-    dim = int(rng.choice([32, 64, 80, 96, 128, 160, 192, 256]))
-    group = int(rng.choice([1, 1, 2, 4, 8]))
-    heads_kv = int(rng.choice([1, 2, 4, 8, 16]))
-    heads, causal = group * heads_kv, bool(rng.random() < 0.5)
+    heads, heads_kv, dim, causal = draw_heads(rng)
     seqlen = log_uniform(rng, 32, 65536)
     most = MOST_FLOPS / (4 * seqlen**2 * heads * dim)
     if most < 1:
@@ -69,18 +101,79 @@ def bench_random_forward(benchmark, ceilings, number):
     calls = [lambda s=s: cuattn.flash_attention(*s, causal=causal) for s in sets]
     ours = [timing.captured("cuattn", calls)]
     others = list(peers.attention_forward_graphs(sets, causal=causal, fa3=flops > LEAST_FLOPS))
-    benchmark.group = "random forward shapes"
     seconds = race(benchmark, ours, others)
-    best = min((s for name, s in seconds.items() if name != "cuattn"), default=None)
-    benchmark.extra_info |= {
-        "shape": shape | {"causal": causal},
-        "tflops": {name: flops * len(sets) / s * 1e-12 for name, s in seconds.items()},
-        "of_best": best and best / seconds["cuattn"],
-        "matmul_tflops": ceilings["bfloat16"] * 1e-12,
-    }
-    shown = ", ".join(f"{n} {v:.0f}" for n, v in benchmark.extra_info["tflops"].items())
-    ratio = best and best / seconds["cuattn"]
-    print(f"\nseed {SEED}, {number}: {ratio:.3f} {shape} {causal=}: {shown} TFLOP/s")
+    report_forward(
+        benchmark, ceilings, number, shape | {"causal": causal}, flops, len(sets), seconds
+    )
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def bench_random_cross(benchmark, ceilings, number):
+    """As many queries in each sequence, over as many keys, but not as many queries as keys; causal
+    where there are fewer: the last query sees all keys."""
+    rng = np.random.default_rng([SEED, 2, number])
+    heads, heads_kv, dim, causal = draw_heads(rng)
+    lengths = np.array([log_uniform(rng, 32, 65536) for _ in "qk"])
+    if causal:  # every query sees a key
+        lengths.sort()
+    most = MOST_FLOPS / (4.0 * lengths.prod() * heads * dim)
+    seqlen_q, seqlen_k = (int(n * min(1.0, most) ** 0.5) for n in lengths)
+    most = min(most, MOST_BYTES / (4 * seqlen_k * heads_kv * dim))
+    batch = log_uniform(rng, 1, max(1.5, min(512, most)))
+    seen = seqlen_k - (seqlen_q - 1) / 2 if causal else seqlen_k
+    flops = 4.0 * batch * heads * seqlen_q * seen * dim
+    nbytes = 4 * batch * (seqlen_q * heads + seqlen_k * heads_kv) * dim
+    sets = [
+        (
+            draw(batch, seqlen_q, heads, dim),
+            *(draw(batch, seqlen_k, heads_kv, dim) for _ in "kv"),
+        )
+        for _ in range(min(8, timing.sets_past_l2(nbytes)))
+    ]
+    calls = [lambda s=s: cuattn.flash_attention(*s, causal=causal) for s in sets]
+    ours = [timing.captured("cuattn", calls)]
+    others = list(peers.attention_forward_graphs(sets, causal=causal, fa3=flops > LEAST_FLOPS))
+    seconds = race(benchmark, ours, others)
+    shape = {"batch": batch, "seqlens": [seqlen_q, seqlen_k], "heads": [heads, heads_kv]}
+    shape |= {"head_dim": dim, "causal": causal}
+    report_forward(benchmark, ceilings, number, shape, flops, len(sets), seconds)
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def bench_random_varlen(benchmark, ceilings, number):
+    """Sequences of lengths at random, one after the other; in half of the calls they have as many
+    queries as keys, in the others some keys before them."""
+    rng = np.random.default_rng([SEED, 3, number])
+    heads, heads_kv, dim, causal = draw_heads(rng)
+    batch, longest = log_uniform(rng, 1, 200), log_uniform(rng, 64, 32768)
+    lengths_q = np.array([log_uniform(rng, 16, longest) for _ in range(batch)])
+    lengths_k = lengths_q.copy()
+    if rng.random() < 0.5:
+        lengths_k += rng.integers(0, longest, batch)
+    pairs = lengths_q * (lengths_k - (lengths_q - 1) / 2 if causal else lengths_k)
+    kept = max(1, int((np.cumsum(4.0 * heads * dim * pairs) <= MOST_FLOPS).sum()))
+    lengths_q, lengths_k = lengths_q[:kept], lengths_k[:kept]
+    flops = 4.0 * heads * dim * float(pairs[:kept].sum())
+    total_q, total_k = int(lengths_q.sum()), int(lengths_k.sum())
+    nbytes = 4 * (total_q * heads + total_k * heads_kv) * dim
+    sets = [
+        (draw(total_q, heads, dim), *(draw(total_k, heads_kv, dim) for _ in "kv"))
+        for _ in range(min(8, timing.sets_past_l2(nbytes)))
+    ]
+    starts = [
+        cupy.asarray(np.concatenate([[0], np.cumsum(n)]), np.int32) for n in (lengths_q, lengths_k)
+    ]
+    calls = [lambda s=s: cuattn.flash_attention_varlen(*s, *starts, causal=causal) for s in sets]
+    ours = [timing.captured("cuattn", calls)]
+    others = list(
+        peers.attention_forward_varlen(
+            sets, lengths_q, lengths_k, causal=causal, fa3=flops > LEAST_FLOPS
+        )
+    )
+    seconds = race(benchmark, ours, others)
+    shape = {"sequences": kept, "queries": total_q, "keys": total_k, "heads": [heads, heads_kv]}
+    shape |= {"head_dim": dim, "causal": causal}
+    report_forward(benchmark, ceilings, number, shape, flops, len(sets), seconds)
 
 
 @pytest.mark.parametrize("number", range(COUNT))

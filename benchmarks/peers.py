@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,9 @@ def attention_forward_graphs(
     sets: list[tuple], *, causal: bool, fa3: bool
 ) -> Iterator[timing.Contestant]:
     """The same peers, each launch using all sets in turn; torch's in a captured graph, so that
-    short calls show what the device takes. Key heads may be fewer than query heads.
+    short calls show what the device takes. Key heads may be fewer than query heads, and queries
+    fewer or more than keys: under a causal mask the last query sees all keys, which of torch's back
+    ends FlashAttention-2 alone computes.
 
     Parameters
     ----------
@@ -76,9 +78,66 @@ def attention_forward_graphs(
         Whether FlashAttention-3 takes part, which is timed from the host: only where a call takes
         longer than its launch.
     """
-    yield from _torch_graphs(sets, causal=causal)
+    seqlen_q, seqlen_k = (array.shape[1] for array in sets[0][:2])
+    if causal and seqlen_q != seqlen_k:
+        attend = functools.partial(
+            _flash_2, lengths=(None, None), longest=(seqlen_q, seqlen_k), causal=True
+        )
+        yield from _torch_kernels({"FA-2": attend}, sets)
+    else:
+        yield from _torch_graphs(sets, causal=causal)
     if fa3 and _has_fa3():
         once = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
+        yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
+
+
+def attention_forward_varlen(
+    sets: list[tuple], lengths_q: np.ndarray, lengths_k: np.ndarray, *, causal: bool, fa3: bool
+) -> Iterator[timing.Contestant]:
+    """Every peer that computes attention within sequences of these lengths, each launch using all
+    sets in turn.
+
+    Parameters
+    ----------
+    sets : list of (q, k, v)
+        bfloat16 CuPy arrays (total, heads, head_dim). Key heads may be fewer than query heads.
+    lengths_q, lengths_k : numpy.ndarray
+        Of each sequence.
+    causal, fa3
+        As in `attention_forward_graphs`.
+    """
+    ends = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
+    longest = int(lengths_q.max()), int(lengths_k.max())
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        starts = [torch.from_numpy(n).cuda() for n in ends]
+        kernels = {"FA-2": _flash_2}
+        if not causal or (lengths_q == lengths_k).all():
+            kernels["cuDNN"] = _cudnn
+        attend = {
+            name: functools.partial(kernel, lengths=starts, longest=longest, causal=causal)
+            for name, kernel in kernels.items()
+        }
+        yield from _torch_kernels(attend, sets)
+    if fa3 and _has_fa3():
+        import dew_flash_attn
+        import jax
+
+        starts = [jax.numpy.asarray(n) for n in ends]
+        attend = jax.jit(
+            lambda q, k, v, starts_q, starts_k: dew_flash_attn.flash_mha_varlen(
+                q,
+                k,
+                v,
+                starts_q,
+                longest[0],
+                key_cu_seqlens=starts_k,
+                key_max_seqlen=longest[1],
+                is_causal=causal,
+            )
+        )
+        once = timing.rotate(attend, [(*map(_to_jax, arrays), *starts) for arrays in sets])
         yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
 
 
@@ -323,6 +382,67 @@ def _torch_sdpa_graph(backend: str, sets: list[tuple], *, causal: bool) -> Calla
         return result
 
     return run
+
+
+def _torch_kernels(
+    attend: dict[str, Callable[..., Any]], sets: list[tuple]
+) -> Iterator[timing.Contestant]:
+    """Kernels of torch's, by name, that take tensors as they lie: each a captured graph of all
+    sets. One that does not serve the shape is left out."""
+    import torch
+
+    tensors = [
+        [torch.from_dlpack(a.view(np.int16)).view(torch.bfloat16) for a in arrays]
+        for arrays in sets
+    ]
+    for name, kernel in attend.items():
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.no_grad():
+                kernel(*tensors[0])
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    for arrays in tensors:
+                        out = kernel(*arrays)
+        except RuntimeError:
+            continue
+
+        def run(replays: int, graph: Any = graph, out: Any = out) -> Any:
+            with torch.cuda.stream(torch_stream()):
+                for _ in range(replays):
+                    graph.replay()
+            return out.reshape(-1, *out.shape[-3:]).transpose(1, 2)
+
+        yield timing.Contestant(name, run)
+
+
+def _flash_2(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    lengths: Sequence[Any],
+    longest: tuple[int, int],
+    causal: bool,
+) -> Any:
+    """torch's FlashAttention-2 of (batch, seqlen, heads, head_dim), or with the ends of sequences
+    of (total, heads, head_dim)."""
+    import torch
+
+    return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, *longest, 0.0, causal, False)[
+        0
+    ]
+
+
+def _cudnn(
+    q: Any, k: Any, v: Any, *, lengths: Sequence[Any], longest: tuple[int, int], causal: bool
+) -> Any:
+    """cuDNN's attention, as `_flash_2`, with a causal mask that begins at the first key."""
+    import torch
+
+    return torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, *lengths, *longest, False, 0.0, causal, False
+    )[0]
 
 
 def _to_jax(array: Any) -> Any:

@@ -123,6 +123,8 @@ def _rgb(colour: str) -> tuple[float, float, float]:
 
 
 def _flops(record: dict[str, Any]) -> float:
+    if "flops" in record:
+        return record["flops"]
     shape = record["shape"]
     pairs = shape["seqlen"] ** 2 / (2 if shape["causal"] else 1)
     return 4 * shape["batch"] * shape["heads"][0] * pairs * shape["head_dim"]
