@@ -407,7 +407,10 @@ def _torch_kernels(
         except RuntimeError:
             continue
 
-        def run(replays: int, graph: Any = graph, out: Any = out) -> Any:
+        # Kept with it: what the graph reads.
+        def run(
+            replays: int, graph: Any = graph, out: Any = out, kept: tuple = (kernel, tensors)
+        ) -> Any:
             with torch.cuda.stream(torch_stream()):
                 for _ in range(replays):
                     graph.replay()
