@@ -404,6 +404,8 @@ def _torch_kernels(
                 with torch.cuda.graph(graph):
                     for arrays in tensors:
                         out = kernel(*arrays)
+            graph.replay()
+            torch.cuda.synchronize()
         except RuntimeError:
             continue
 
