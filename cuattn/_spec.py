@@ -101,8 +101,8 @@ class AttentionSpec:
 
     @functools.cached_property
     def dropout_threshold(self) -> int:
-        """Scores whose 16 random bits are below this are dropped: `dropout` to a multiple of
-        2**-16, and never all."""
+        """The probability of being dropped times 2**16: `dropout` to a multiple of 2**-16, and
+        never 1."""
         return min(round(self.dropout * 65536), 65535)
 
     @functools.cached_property

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import tracemalloc
 from typing import Any
@@ -495,17 +496,19 @@ def test_dropout_bits_are_those_of_their_definition():
     rows, keys = slice(5, 37), slice(18, 50)
     actual = dropout.kept(spec, seed, 2, slice(0, 2), rows, keys)
     for head, query, key in [(0, 5, 18), (1, 36, 49), (1, 16, 31), (0, 23, 33), (1, 8, 32)]:
-        i, j = query % 16, key % 16
-        counter = (query // 16, key // 16, 4 * (i % 8) + j % 8 // 2, 2 * 2 + head)
-        words = philox4x32(
+        i, j = query % 16, key % 32
+        counter = (query // 16, key // 32, 4 * (i % 8) + j % 8 // 2, 2 * 2 + head)
+        arguments = (
             tuple(np.array([c], np.uint64) for c in counter),
             (np.array([seed & 0xFFFFFFFF], np.uint64), np.array([seed >> 32], np.uint64)),
         )
-        bits = int(words[2 * (j // 8) + i // 8][0]) >> 16 * (key % 2) & 0xFFFF
-        assert actual[head, query - 5, key - 18] == (bits >= round(0.4 * 65536))
+        bits = int(philox4x32(*arguments, 7)[j // 8][0]) >> 8 * (2 * (i // 8) + key % 2) & 127
+        weyl = int(philox4x32(*arguments, 3)[3][0]) + 0x9E3779B9 * (key // 32) & 0xFFFFFFFF
+        threshold = math.floor(128 * round(0.4 * 65536) / 65536 + weyl // 256 / 2**24)
+        assert actual[head, query - 5, key - 18] == (bits >= threshold)
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("probability", [0.001, 0.1, 0.5, 0.9])
 def test_dropout_drops_its_share(probability):
     spec = spec_of((1, 400, 400, 4, 4, 8, 8), dropout=probability)
     share = 1 - dropout.kept(spec, 3, 0, slice(0, 4), slice(0, 400), slice(0, 400)).mean()

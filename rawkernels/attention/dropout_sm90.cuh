@@ -1,74 +1,65 @@
-// Dropout of attention/forward_sm90.cu. Philox takes about as many instructions as the rest of a
-// consumer's work, and consumers are latency-bound: so warps of their own compute, ahead of the
-// consumers, which pairs of probabilities are dropped. All that a consumer does is to load a mask
-// and to clear bits of P.
+// Dropout of attention/forward_sm90.cu: which of a consumer's probabilities are kept. Computed
+// between its products, which are 16 to 64 cycles each, and applied to P as pairs of 16 bits.
 #pragma once
 
-#include "attention/produce_sm90.cuh"
+#include "attention/layout_sm90.cuh"
+#include "ptx/registers.cuh"
 #include "tile/fragment.cuh"
 
-// One warp of the dropout warpgroup: it computes the mask of the 16 rows of the same warp of every
-// consumer, block after block of keys, of those that the consumer does not skip.
-__device__ __forceinline__ void compute_dropout(Smem& smem, const Params& params, int warp) {
-  static_assert(!Config::dropout || kTileN % 32 == 0, "blocks of the mask are computed in pairs");
-  const int lane = threadIdx.x % 32;
-  const DropoutParams dropout = tile::dropout_of(params);
-  tile::PipelineState<TileQueue::kSize> queue;
-  tile::PipelineState<1> stage[kWarpgroups];
-  for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
-    if (tile.empty()) continue;
-    const int head = tile.batch * params.heads_q + tile.head;
-    int begin[kWarpgroups], end[kWarpgroups];
-#pragma unroll
-    for (int consumer = 0; consumer < kWarpgroups; ++consumer) {
-      const bool is_last = consumer == kWarpgroups - 1;
-      begin[consumer] =
-          tile.block_begin + (kSkipsBlocks && is_last && tile.hides_first_block(params, consumer));
-      end[consumer] =
-          tile.block_end - (kSkipsBlocks && !is_last && tile.hides_last_block(params, consumer));
-    }
-    for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-#pragma unroll
-      for (int consumer = 0; consumer < kWarpgroups; ++consumer) {
-        if (block < begin[consumer] || block >= end[consumer]) continue;
-        DropoutMask& mask = dropout_mask(smem, consumer);
-        const tile::DropoutRow row(dropout.seed, (tile.row + 64 * consumer) / 16 + warp, lane,
-                                   head);
-        ptx::mbarrier_wait(mask.empty, stage[consumer].parity ^ 1);
-#pragma unroll
-        for (int step = 0; step < kTileN / 16; step += 2) {
-          uint4 words[2];
-          row.bits(words, dropout.seed, block * (kTileN / 16) + step);
-#pragma unroll
-          for (int n = 0; n < 2; ++n)
-            mask.dropped[warp][step + n][lane] = tile::dropped_pairs(words[n], dropout.threshold);
-        }
-        tile::arrive_warp(mask.full);
-        stage[consumer].advance();
-      }
-    }
-  }
+// Whether masks are computed when P is there: where registers do not suffice before.
+constexpr bool kMasksLate = kWarpgroups == 3 || kHeadDimV == 256;
+
+// Of a lane's P in a block of keys; 16 or 32 keys each.
+constexpr int kKeptSteps = kTileN / (kTileN % 32 == 0 ? 32 : 16);
+template <int>
+struct KeptSignsOf {
+  using Type = uint2;
+};
+template <>
+struct KeptSignsOf<32> {
+  using Type = uint4;
+};
+using KeptSigns = KeptSignsOf<kTileN / kKeptSteps>::Type;
+
+// Has the compiler compute a mask here, and not where it is used.
+__device__ __forceinline__ uint2 computed_here(uint2 signs) {
+  return {ptx::opaque(signs.x), ptx::opaque(signs.y)};
+}
+__device__ __forceinline__ uint4 computed_here(uint4 signs) {
+  return {ptx::opaque(signs.x), ptx::opaque(signs.y), ptx::opaque(signs.z), ptx::opaque(signs.w)};
 }
 
-// What of a lane's P is dropped, four registers of P at a time.
-using DroppedPairs = uint4[kTileN / 16];
-
-__device__ __forceinline__ void load_dropped(DroppedPairs& dropped, const DropoutMask& mask) {
+// Of a warp's rows and a block of keys.
+template <class Signs>
+__device__ __forceinline__ void compute_kept(Signs (&kept)[kKeptSteps],
+                                             const tile::DropoutRow& of_row,
+                                             const DropoutParams& dropout, int block) {
+  if constexpr (sizeof(Signs) == sizeof(uint4)) {
+    of_row.kept_signs(kept, dropout, block * kKeptSteps);
+  } else {
+    // Half of a counter's bits are the next block's or were the last one's.
+    const int first = block * kKeptSteps / 2;
+    const bool odd = block * kKeptSteps % 2 != 0;
+    uint4 signs[kKeptSteps / 2 + 1];
+    of_row.kept_signs(signs, dropout, first);
 #pragma unroll
-  for (int step = 0; step < kTileN / 16; ++step)
-    dropped[step] = mask.dropped[threadIdx.x % 128 / 32][step][threadIdx.x % 32];
+    for (int step = 0; step < kKeptSteps; ++step) {
+      const uint4 of_even = signs[step / 2], of_odd = signs[(step + 1) / 2];
+      const uint2 even = step % 2 == 0 ? uint2{of_even.x, of_even.y} : uint2{of_even.z, of_even.w};
+      const uint2 next = step % 2 == 0 ? uint2{of_odd.z, of_odd.w} : uint2{of_odd.x, of_odd.y};
+      kept[step] = odd ? next : even;
+    }
+  }
+#pragma unroll
+  for (Signs& signs : kept) signs = computed_here(signs);
 }
 
 // Clears what is dropped in P; the sums of exponentials have it.
 __device__ __forceinline__ void clear_dropped(unsigned (&p)[kTileN / 4],
-                                              const DroppedPairs& dropped) {
+                                              const KeptSigns (&kept)[kKeptSteps]) {
   if constexpr (Config::dropout) {
 #pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-      p[4 * step] &= ~dropped[step].x;
-      p[4 * step + 1] &= ~dropped[step].y;
-      p[4 * step + 2] &= ~dropped[step].z;
-      p[4 * step + 3] &= ~dropped[step].w;
-    }
+    for (int step = 0; step < kKeptSteps; ++step)
+      tile::clear_dropped(p + kTileN / 4 / kKeptSteps * step, kept[step]);
   }
 }

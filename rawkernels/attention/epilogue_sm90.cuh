@@ -5,17 +5,65 @@
 #include "attention/filter_sm90.cuh"
 #include "tile/softmax.cuh"
 
+// The output of one row by a warp alone, from what lies in global memory: of calls with dropout,
+// where values that are not finite have reached O, perhaps from keys that are dropped, as 0 * NaN
+// is NaN. `max` and `inverse` are the row's offset of exponents and the factor of its sums. Rarely
+// called, and slow.
+__device__ __forceinline__ void recompute_row(const Params& params, const Sm90Params& sm90,
+                                              const Tile& tile, int row, float max, float inverse) {
+  const int lane = threadIdx.x % 32;
+  const int first_query = Config::varlen ? tile.queries.outer - tile.queries.length : 0;
+  const int first_key = kRaggedKeys ? tile.keys.outer - tile.keys.length : 0;
+  const T* const q = static_cast<const T*>(params.q) +
+                     (Config::varlen ? 0 : tile.batch * params.q_stride.batch) +
+                     tile.head * params.q_stride.head + (first_query + row) * params.q_stride.seq;
+  float o[kHeadDimV / 32] = {};
+#pragma unroll 1
+  for (int begin = 0; begin < tile.keys.length; begin += 32) {
+    const int key = begin + lane;
+    const bool sees = key < tile.keys.length && tile.sees(params, row, key);
+    float p = 0.0f;
+    if (sees) {
+      const T* const k =
+          static_cast<const T*>(params.k) + (kRaggedKeys ? 0 : tile.batch * params.k_stride.batch) +
+          tile.head_kv * params.k_stride.head + (first_key + key) * params.k_stride.seq;
+      float score = 0.0f;
+#pragma unroll 1
+      for (int i = 0; i < params.head_dim; ++i)
+        score = fmaf(static_cast<float>(q[i]), static_cast<float>(k[i]), score);
+      p = static_cast<float>(static_cast<T>(ptx::ex2(score * sm90.scale_log2 - max)));
+    }
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(~0u, sees); left != 0; left &= left - 1) {
+      const int other = __ffs(left) - 1;
+      const float weight = __shfl_sync(~0u, p, other);
+      const T* const v =
+          static_cast<const T*>(params.v) + tile.value_offset(params, sm90, begin + other);
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 32; ++i)
+        if (lane + 32 * i < params.head_dim_v)
+          o[i] = fmaf(weight, static_cast<float>(v[lane + 32 * i]), o[i]);
+    }
+  }
+  Out* const out = static_cast<Out*>(params.out) + tile.out_offset(params, row);
+#pragma unroll
+  for (int i = 0; i < kHeadDimV / 32; ++i)
+    if (lane + 32 * i < params.head_dim_v) out[lane + 32 * i] = static_cast<Out>(o[i] * inverse);
+}
+
 // Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
 // so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
 __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
-                                             const tile::OnlineSoftmax& softmax, float scale_log2,
-                                             const Params& params, const Tile& tile, int row) {
+                                             const tile::OnlineSoftmax& softmax,
+                                             const Params& params, const Sm90Params& sm90,
+                                             const Tile& tile, int row) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane % 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = tile::quad_sum(softmax.row_sum[i]);
-    float max = tile::OnlineSoftmax::offset(softmax.row_max[i], scale_log2);
+    float max = tile::OnlineSoftmax::offset(softmax.row_max[i], sm90.scale_log2);
+    const float offset_of_keys = max;
     if (kSoftcapAlibi && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
     float rescale = 1.0f;
     int head = tile.head;
@@ -58,6 +106,23 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
     if (exists && params.lse != nullptr && lane % 4 == 0)
       static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] =
           (max + ptx::lg2(sum)) * tile::kLn2;
+    if constexpr (Config::dropout) {
+      float zeros = 0.0f;  // NaN after an infinity or NaN
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j)
+        zeros = fmaf(o[4 * j + 2 * i], 0.0f, fmaf(o[4 * j + 2 * i + 1], 0.0f, zeros));
+      // Where the sum is NaN so is the row.
+      unsigned lanes = __ballot_sync(~0u, exists && zeros != 0.0f && sum == sum);
+      __syncwarp();
+#pragma unroll 1
+      while (lanes != 0) {
+        const int first_lane = (__ffs(lanes) - 1) / 4 * 4;  // of the row's four
+        lanes &= ~(0xfu << first_lane);
+        recompute_row(params, sm90, tile, __shfl_sync(~0u, row + 8 * i, first_lane),
+                      __shfl_sync(~0u, offset_of_keys, first_lane),
+                      __shfl_sync(~0u, inverse, first_lane));
+      }
+    }
   }
 }
 

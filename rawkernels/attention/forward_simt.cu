@@ -87,12 +87,12 @@ __device__ __forceinline__ void drop(Acc (&p)[kTileM][kTileN], const DropoutPara
 #pragma unroll 1
   for (int n = threadIdx.x / 32; n < kTileM / 16 * kBlocks; n += Config::threads / 32) {
     const int i = n / kBlocks, j = n % kBlocks;
-    const tile::DropoutBits bits(dropout.seed, query / 16 + i, key / 16 + j, lane, head);
+    const tile::DropoutBits bits(dropout, query / 16 + i, key / 16 + j, lane, head);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       Acc& entry = p[16 * i + tile::lane_row(lane) + tile::fragment_row(e)]
                     [16 * j + tile::lane_column(lane) + tile::fragment_column(e)];
-      entry = bits[e] < dropout.threshold ? 0 : entry * static_cast<Acc>(dropout.scale);
+      entry = bits.drops(e) ? 0 : entry * static_cast<Acc>(dropout.scale);
     }
   }
 }

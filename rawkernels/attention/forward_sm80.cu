@@ -181,14 +181,10 @@ __device__ __forceinline__ void drop(Weights& p, const DropoutParams& dropout,
     const tile::DropoutRow row(dropout.seed, (problem.tile * kTileM + warp_row) / 16 + m, lane,
                                head);
 #pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-      uint4 words[1];
-      row.bits(words, dropout.seed, key / 16 + step);
-      const uint4 dropped = tile::dropped_pairs(words[0], dropout.threshold);
-      p[m][4 * step] &= ~dropped.x;
-      p[m][4 * step + 1] &= ~dropped.y;
-      p[m][4 * step + 2] &= ~dropped.z;
-      p[m][4 * step + 3] &= ~dropped.w;
+    for (int step = 0; step < kTileN / 32; ++step) {
+      uint4 kept[1];
+      row.kept_signs(kept, dropout, key / 32 + step);
+      tile::clear_dropped(p[m] + 8 * step, kept[0]);
     }
   }
 }

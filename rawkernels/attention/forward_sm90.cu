@@ -10,7 +10,6 @@
 //   queries; the others filter values that are not finite, where masks may hide them
 //   (attention/filter_sm90.cuh). Warpgroups 1 and on consume: 64 rows each, scores
 //   (attention/score_sm90.cuh) and O in registers.
-//   With dropout one more warpgroup computes masks for the consumers (attention/dropout_sm90.cuh).
 //   Rows of a tile are queries of one head, or of all heads that share a key head
 //   (Config::pack_gqa); the keys of a tile may be cut into parts, with a result each
 //   (Config::split_kv).
@@ -68,7 +67,7 @@ struct Consumer {
   tile::PipelineState<kStages> stage_k, stage_v;
   tile::PipelineState<kStagesQ> stage_q;
   tile::PipelineState<TileQueue::kSize> queue;
-  unsigned rows_parity = 0;  // of score_rows, or of dropout_mask: no variant has both
+  unsigned rows_parity = 0;  // of score_rows
   int number = 0;            // of the tile, modulo 2: which of Smem::replaced
 
   Tile tile;             // whose scores come next
@@ -132,14 +131,15 @@ struct Consumer {
     ptx::wgmma_fence();
     multiply_keys(s, smem.q[0][consumer], smem.k[stage_k.index]);
     if (kFirstTurn) pass_turn();
-    DroppedPairs dropped;
-    take_dropped(dropped);
+    KeptSigns kept[kKeptSteps];
+    if (!kMasksLate) compute_mask(kept);
     ptx::wgmma_wait_group<0>();
     receive_scores(true);
     float correction[2];
     softcap_alibi.update(softmax, s, sm90.scale_log2, correction);
     tile::pack_fragment<T>(p, s);
-    clear_dropped(p, dropped);
+    if (kMasksLate) compute_mask(kept);
+    clear_dropped(p, kept);
     clear_output();
   }
 
@@ -156,8 +156,8 @@ struct Consumer {
     multiply_keys(s, smem.q[stage_q.index][consumer], smem.k[stage_k.index]);
     multiply_values(o, p, smem.v[stage_v.index]);
     if (!kKeepsTurn) pass_turn();
-    DroppedPairs dropped;
-    take_dropped(dropped);
+    KeptSigns kept[kKeptSteps];
+    if (!kMasksLate) compute_mask(kept);
     // A tile's first block is computed as a block's very first is: who comes before changes no bit.
     softcap_alibi.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
                          fresh || hidden.has(block), slope[0]);
@@ -188,7 +188,8 @@ struct Consumer {
     }
     softcap_alibi.exponentiate(softmax, s, sm90.scale_log2);
     tile::pack_fragment<T>(p, s);
-    clear_dropped(p, dropped);
+    if (kMasksLate) compute_mask(kept);
+    clear_dropped(p, kept);
   }
 
   // The values of the very last block.
@@ -264,14 +265,14 @@ struct Consumer {
     }
   }
 
-  // Takes the mask of the next probabilities while products run.
-  __device__ __forceinline__ void take_dropped(DroppedPairs& dropped) {
+  // What is kept of the next probabilities, while products run.
+  __device__ __forceinline__ void compute_mask(KeptSigns (&kept)[kKeptSteps]) const {
     if constexpr (Config::dropout) {
-      DropoutMask& mask = dropout_mask(smem, consumer);
-      ptx::mbarrier_wait(mask.full, rows_parity);
-      rows_parity ^= 1;
-      load_dropped(dropped, mask);
-      tile::arrive_warp(mask.empty);
+      const DropoutParams dropout = tile::dropout_of(params);
+      const int row = tile.row + 64 * consumer + threadIdx.x % 128 / 32 * 16;
+      const tile::DropoutRow of_row(dropout.seed, row / 16, threadIdx.x % 32,
+                                    tile.batch * params.heads_q + tile.head);
+      compute_kept(kept, of_row, dropout, block);
     }
   }
 
@@ -282,7 +283,7 @@ struct Consumer {
 
   __device__ __forceinline__ void finish_tile(const tile::OnlineSoftmax& softmax, const Tile& tile,
                                               bool replaced) {
-    write_output(o, softmax, sm90.scale_log2, params, tile, tile.row + first_row);
+    write_output(o, softmax, params, sm90, tile, tile.row + first_row);
     if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);
   }
 
@@ -353,14 +354,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
       ptx::mbarrier_init(score_rows(smem, i).full, 32);
       ptx::mbarrier_init(score_rows(smem, i).empty, 4);
     }
-    for (int i = 0; i < kDropoutMasks; ++i) {
-      ptx::mbarrier_init(dropout_mask(smem, i).full, kDropoutWarps);
-      ptx::mbarrier_init(dropout_mask(smem, i).empty, 4);
-    }
     for (int i = 0; i < TileQueue::kSize; ++i) {
       ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i],
-                         4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kDropoutWarps);
+      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kFilterWarps + kValueWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -383,9 +379,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
         load_one_of_both<kPanelsV>(smem, smem.v, sm90.v, sm90.v_pair, smem.full_v, smem.empty_v,
                                    sm90);
     }
-  } else if (Config::dropout && warpgroup == kWarpgroups + 1) {
-    ptx::setmaxnreg_dec<kDropoutRegisters>();
-    compute_dropout(smem, params, warp % 4);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     Consumer{smem, params, sm90, warpgroup - 1}.run();

@@ -23,10 +23,9 @@ constexpr int kStagesQ = Config::q_stages;
 
 // Warps of the nonfinite filter (attention/filter_sm90.cuh), where some query of a tile may not see
 // some of its keys, or none at all.
-constexpr int kFilterWarps = Config::bound_left || Config::bound_right || kMayMask ||
-                                     Config::varlen || Config::seq_lens || Config::dropout
-                                 ? 2
-                                 : 0;
+constexpr int kFilterWarps =
+    Config::bound_left || Config::bound_right || kMayMask || Config::varlen || Config::seq_lens ? 2
+                                                                                                : 0;
 
 // Where pages are small a block takes dozens of TMA boxes: where a warp is free for it, V has one
 // of its own.
@@ -48,14 +47,9 @@ constexpr bool kTakesLate = kDynamic && kStagesQ > 1;
 // at 128 waiting costs 4%).
 constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
 
-// Warps that compute what dropout removes (attention/dropout_sm90.cuh): a warpgroup, the last.
-constexpr int kDropoutWarps = Config::dropout ? 4 : 0;
-
 // Registers of a thread: the block has 65536, and gets them evenly at first.
 constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups <= 2 ? 40 : 32;
-constexpr int kDropoutRegisters = 40;
-constexpr int kConsumerRegisters =
-    Config::dropout ? 216 : (kWarpgroups <= 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
+constexpr int kConsumerRegisters = (kWarpgroups <= 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
 
 struct Smem {
   alignas(1024) unsigned char q[kStagesQ][kWarpgroups][kPanelsK * kPanelBytesQ];
@@ -88,22 +82,11 @@ static_assert(!Config::elementwise || kTileN % 32 == 16,
               "rows of the mask are to lie in different banks as well");
 constexpr int kScoreRows = Config::elementwise ? kWarpgroups : 0;  // they follow Smem
 
-// Pairs of P that are dropped, of a consumer's 64 queries and a block of keys: 16 bits set for each
-// that is, in the order of P's registers.
-struct DropoutMask {
-  alignas(128) uint4 dropped[4][kTileN / 16][32];  // of a warp, 16 keys and a lane
-  ptx::Mbarrier full, empty;  // the dropout warps -> the consumer; its warps -> them
-};
-constexpr int kDropoutMasks = Config::dropout ? kWarpgroups : 0;  // they follow Smem
-
-static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) + kDropoutMasks * sizeof(DropoutMask) <=
-                  Config::smem_bytes,
+static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) <= Config::smem_bytes,
               "Config::smem_bytes must hold Smem and what follows it");
-static_assert(Config::threads == 128 * (kWarpgroups + 1) + 32 * kDropoutWarps,
-              "one warpgroup produces, the others consume, but for that of dropout");
-static_assert(!Config::dropout || (kWarpgroups == 2 && !Config::score && !Config::pack_gqa),
-              "dropout's registers and its place in shared memory are those of two consumers, and "
-              "rows are of one head");
+static_assert(Config::threads == 128 * (kWarpgroups + 1),
+              "one warpgroup produces, the others consume");
+static_assert(!Config::dropout || !(Config::score || Config::pack_gqa), "rows are of one head");
 static_assert(kWarpgroups >= 1 && kWarpgroups <= 3,
               "consumers take turns, and have the registers that up to three can have");
 static_assert(kStages == 2,
@@ -116,7 +99,4 @@ static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
 
 __device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
   return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
-}
-__device__ __forceinline__ DropoutMask& dropout_mask(Smem& smem, int consumer) {
-  return reinterpret_cast<DropoutMask*>(&smem + 1)[consumer];
 }

@@ -194,7 +194,7 @@ struct Tile : SplitOfTile<Config::split_kv> {
   // the tile. Slots past a sequence's end hold anything with Config::seq_lens; else TMA gives zeros
   // for them.
   __device__ __forceinline__ Partial filtered(const ForwardParams& params) const {
-    if (Config::dropout || (kMayMask && params.mask != nullptr)) return {0, 0};
+    if ((kMayMask && params.mask != nullptr)) return {0, 0};
     Partial filtered = partial(params, row, row + kTileM);
     int first = row;
     if constexpr (Config::pack_gqa) first = query_of(params, row);

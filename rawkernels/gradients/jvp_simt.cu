@@ -79,13 +79,13 @@ __device__ __forceinline__ void drop(ScoreTile& scores, const DropoutParams& dro
 #pragma unroll 1
   for (int n = threadIdx.x / 32; n < kTileM / 16 * kBlocks; n += Config::threads / 32) {
     const int row = n / kBlocks * 16, column = n % kBlocks * 16;
-    const tile::DropoutBits bits(dropout.seed, (first_query + row) / 16, (first_key + column) / 16,
-                                 lane, head);
+    const tile::DropoutBits bits(dropout, (first_query + row) / 16, (first_key + column) / 16, lane,
+                                 head);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int i = row + tile::lane_row(lane) + tile::fragment_row(e);
       const int j = column + tile::lane_column(lane) + tile::fragment_column(e);
-      const bool dropped = bits[e] < dropout.threshold;
+      const bool dropped = bits.drops(e);
 #pragma unroll
       for (Acc(&products)[kTileM][kPitch] : scores.products)
         products[i][j] = dropped ? 0 : products[i][j] * static_cast<Acc>(dropout.scale);

@@ -205,16 +205,11 @@ __device__ __forceinline__ void drop(Weights& w, Weights& dw, const DropoutParam
   const tile::DropoutRow of_row(dropout.seed, row / 16, ptx::thread_index() % 32,
                                 block.batch * params.heads_q + block.head);
 #pragma unroll
-  for (int step = 0; step < kTileN / 16; ++step) {
-    uint4 words[1];
-    of_row.bits(words, dropout.seed, key / 16 + step);
-    const uint4 dropped = tile::dropped_pairs(words[0], dropout.threshold);
-    const unsigned pairs[4] = {dropped.x, dropped.y, dropped.z, dropped.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      w[4 * step + i] &= ~pairs[i];
-      dw[4 * step + i] &= ~pairs[i];
-    }
+  for (int step = 0; step < kTileN / 32; ++step) {
+    uint4 kept[1];
+    of_row.kept_signs(kept, dropout, key / 32 + step);
+    tile::clear_dropped(w + 8 * step, kept[0]);
+    tile::clear_dropped(dw + 8 * step, kept[0]);
   }
 }
 

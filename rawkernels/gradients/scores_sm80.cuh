@@ -52,27 +52,22 @@ __device__ __forceinline__ void dropout_factors(float (&z)[8], const DropoutPara
                                                 int row, int column, int head) {
   const int lane = ptx::thread_index() % 32;
   if (!kKeysStationary) {
-    const tile::DropoutBits bits(dropout.seed, row / 16, column / 16, lane, head);
+    const tile::DropoutBits bits(dropout, row / 16, column / 16, lane, head);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      z[i] = bits[i] < dropout.threshold ? 0.0f : static_cast<float>(dropout.scale);
+    for (int i = 0; i < 8; ++i) z[i] = bits.drops(i) ? 0.0f : static_cast<float>(dropout.scale);
   } else {
-    // The mask turned round: query 2t + e and key g are half g % 2 of the words of lane 8t + 4e +
-    // g / 2. Lanes of keys 2n and 2n + 1 want the same two: each evaluates one of them.
+    // The mask turned round: query 2t + e and key g are entry g % 2 of lane 8t + 4e + g / 2. Lanes
+    // of keys 2n and 2n + 1 want the same two: each evaluates one of them.
     const int g = lane / 4, t = lane % 4;
-    const tile::DropoutBits mine(dropout.seed, column / 16, row / 16, 8 * t + 4 * (g % 2) + g / 2,
-                                 head);
+    const tile::DropoutBits mine(dropout, column / 16, row / 16, 8 * t + 4 * (g % 2) + g / 2, head);
     const tile::DropoutBits other = mine.exchanged(4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // Entry i: query + 8 (i / 4) + i % 2, key + 8 (i / 2 % 2).
-      const int half = 2 * (2 * (i / 2 % 2) + i / 4);
-      const unsigned even = mine[half], odd = mine[half + 1];
-      const unsigned other_even = other[half], other_odd = other[half + 1];
-      const unsigned own_bits = g % 2 == 0 ? even : odd;
-      const unsigned other_bits = g % 2 == 0 ? other_even : other_odd;
-      const unsigned bits = g % 2 == i % 2 ? own_bits : other_bits;
-      z[i] = bits < dropout.threshold ? 0.0f : static_cast<float>(dropout.scale);
+      const int even = 4 * (i / 2 % 2) + 2 * (i / 4);
+      const bool own = g % 2 == 0 ? mine.drops(even) : mine.drops(even + 1);
+      const bool others = g % 2 == 0 ? other.drops(even) : other.drops(even + 1);
+      z[i] = (g % 2 == i % 2 ? own : others) ? 0.0f : static_cast<float>(dropout.scale);
     }
   }
 }

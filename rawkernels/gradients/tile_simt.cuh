@@ -182,12 +182,11 @@ __device__ __forceinline__ void visit_scores(ScoreTile& scores, const Statistics
 
     Acc z[8];
     if (dropout.threshold != 0) {
-      const tile::DropoutBits bits(dropout.seed, (first_query + block_query) / 16,
+      const tile::DropoutBits bits(dropout, (first_query + block_query) / 16,
                                    (first_key + block_key) / 16, lane,
                                    seq.index * params.heads_q + work.head);
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        z[i] = bits[i] < dropout.threshold ? 0 : static_cast<Acc>(dropout.scale);
+      for (int i = 0; i < 8; ++i) z[i] = bits.drops(i) ? 0 : static_cast<Acc>(dropout.scale);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) z[i] = 1;

@@ -22,14 +22,13 @@ __device__ __forceinline__ uint2 philox_round_keys(unsigned long long seed, int 
   return {unsigned(seed) + round * 0x9E3779B9u, unsigned(seed >> 32) + round * 0xBB67AE85u};
 }
 
-// Replaces the counters c[n] by their random numbers, or what kFirstRound rounds have made of the
-// counters. They advance together, round by round, so that they share the keys of a round.
-template <int kFirstRound = 0, int kCounters>
+// Replaces the counters c[n] by their random numbers. They advance together, round by round, so
+// that they share the keys of a round.
+template <int kCounters>
 __device__ __forceinline__ void philox4x32(uint4 (&c)[kCounters], unsigned long long seed) {
-  unsigned k0 = unsigned(seed) + kFirstRound * 0x9E3779B9u;
-  unsigned k1 = unsigned(seed >> 32) + kFirstRound * 0xBB67AE85u;
+  unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
 #pragma unroll
-  for (int round = kFirstRound; round < 10; ++round) {
+  for (int round = 0; round < 10; ++round) {
 #pragma unroll
     for (int n = 0; n < kCounters; ++n) {
       const unsigned long long product0 = kPhiloxMultiplier0 * c[n].x;

@@ -499,6 +499,23 @@ def test_gradients_with_dropout(dtype, number, rng):
             assert_alike(a, b, bits=name != "dq" or call.q.dtype.itemsize > 2)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_common_gradients_with_dropout(tier, dtype, options, head_dim, rng):
+    """The calls that a tier is made for, with more than one tile of queries and of keys."""
+    q = normal(rng, (2, 333, 4, head_dim), DTYPES[dtype])
+    k, v = (normal(rng, (2, 450, 2, head_dim), DTYPES[dtype]) for _ in "kv")
+    call = Call(q, k, v, dict(options), rng)
+    z = drop(call, rng)
+    arrays, options = call.on_device()
+    out, lse = cuattn.flash_attention(*arrays, **options, return_lse=True)
+    dout = normal(rng, out.shape, q.dtype)
+    grads = cuattn.flash_attention_backward(placed(dout, rng), *arrays, out, lse, **options)
+    of_formula = {n: o for n, o in call.options.items() if n not in ("dropout", "seed")}
+    judge(grads, dout, call, lse=lse.get(), z=z, **of_formula)
+
+
 # ------------------------------------------------------------------------------------------- jvp
 
 

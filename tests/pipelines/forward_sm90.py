@@ -60,7 +60,6 @@ class Protocol:
     releases_late: bool
     first_turn: bool
     takes_late: bool
-    dropout_warps: int
     value_warps: int  # beside the warp that loads keys, or keys and values
     turn_threads: int
     arrivals: tuple[tuple[str, int], ...]
@@ -73,7 +72,6 @@ class Protocol:
             (self.q_stages, "q_stages"),
             (self.filter_warps, "filter_warps"),
             (self.value_warps, "value_warps"),
-            (self.dropout_warps, "dropout_warps"),
         )
         return "-".join([*(f"{count}{what}" for count, what in counted if count), *names])
 
@@ -104,7 +102,6 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
         releases_late=bool(constants["kReleasesLate"]),
         first_turn=bool(constants["kFirstTurn"]),
         takes_late=bool(constants["kTakesLate"]),
-        dropout_warps=constants["kDropoutWarps"],
         value_warps=constants["kValueWarps"],
         turn_threads=constants.value(re.search(r"bar_sync\(1 \+ consumer, (.*?)\)", text)[1]),
         arrivals=tuple(sorted(source.arrivals(text, constants).items())),
@@ -225,22 +222,6 @@ def filter_values(number: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     yield Advance("number")
 
 
-def compute_dropout(p: Protocol, own, tile) -> Iterator[NamedTuple]:
-    """All dropout warps, as one process."""
-    yield from read_tile(p.dropout_warps)
-    if tile == END or tile.blocks == 0:
-        return
-    for number in range(tile.blocks):
-        for consumer in range(p.consumers):
-            last = consumer == p.consumers - 1
-            if tile.skip[consumer] and number == (tile.blocks - 1 if last else 0):
-                continue
-            yield Wait(f"mask.empty.{consumer}", before=True)
-            yield Write(f"mask.{consumer}")
-            yield Arrive(f"mask.full.{consumer}", p.dropout_warps)
-            yield Advance(f"mask.{consumer}")
-
-
 def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     """Some warps of a consumer, as one process. What it does about a tile begins with the end of
     the tile before, whose last values it multiplies beside the first scores of this one."""
@@ -298,13 +279,6 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
             yield Arrive(f"rows.empty.{consumer}", warps)
             yield Advance(f"rows.{consumer}")
 
-    def take_dropped() -> Iterator[NamedTuple]:
-        if p.dropout_warps:
-            yield Wait(f"mask.full.{consumer}")
-            yield Read(f"mask.{consumer}")
-            yield Arrive(f"mask.empty.{consumer}", warps)
-            yield Advance(f"mask.{consumer}")
-
     def first_scores(last: bool) -> Iterator[NamedTuple]:
         yield from skip_keys()
         yield from skip_values()
@@ -315,7 +289,6 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from read(q, "k")
         if p.first_turn:
             yield from pass_turn()
-        yield from take_dropped()
         yield from receive_scores(last)
 
     def step(fresh: bool, last: bool) -> Iterator[NamedTuple]:
@@ -325,7 +298,6 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
         yield from read(q, "k", "v")
         if not p.keeps_turn:
             yield from pass_turn()
-        yield from take_dropped()
         # wgmma_wait_group<1>
         if p.keeps_turn:
             yield from pass_turn()
@@ -411,12 +383,6 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
             memory[f"rows.{consumer}"] = f"rows.{consumer}"
             for end in ("full", "empty"):
                 barriers[f"rows.{end}.{consumer}"] = f"rows.{consumer}", count[f"rows.{end}"]
-    if p.dropout_warps:
-        for consumer in consumers:
-            rings[f"mask.{consumer}"] = 1
-            memory[f"mask.{consumer}"] = f"mask.{consumer}"
-            for end in ("full", "empty"):
-                barriers[f"mask.{end}.{consumer}"] = f"mask.{consumer}", count[f"mask.{end}"]
 
     def role(function, *number: int | str) -> Role:
         return functools.partial(function, *number, p)
@@ -427,8 +393,6 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
     else:
         processes["loader"] = role(loader)
     processes |= {f"filter warp {number}": role(filter_values, number) for number in filter_warps}
-    if p.dropout_warps:
-        processes["dropout warps"] = role(compute_dropout)
     processes |= {
         f"consumer {consumer}" + f", warps from {warp}" * (warps < WARPS): role(
             consume, consumer, warps

@@ -76,11 +76,10 @@ def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
         for name in (
             "2consumers-2q_stages-2filter_warps-elementwise",
             "2consumers-1q_stages-1value_warps",
-            "2consumers-1q_stages-2filter_warps-4dropout_warps-skips_blocks",
+            "2consumers-1q_stages-2filter_warps-skips_blocks",
         )
         for barrier, count in PROTOCOLS[name].arrivals
         if count and ("rows" not in barrier or "elementwise" in name)
-        if "mask" not in barrier or "dropout" in name
     ],
 )
 def test_a_count_that_changes_alone_is_found(name, barrier, change):

@@ -55,19 +55,17 @@ class Sm90ForwardConfig(Config):
 
     @property
     def threads(self) -> int:
-        """A warpgroup that loads, beside those that compute, and one for dropout."""
-        return 128 * (self.warpgroups + 1 + self.dropout)
+        """A warpgroup that loads, beside those that compute."""
+        return 128 * (self.warpgroups + 1)
 
     @property
     def smem_bytes(self) -> int:
-        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask, or masks of dropout
-        with as many bytes as P."""
+        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask."""
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
-        masks = self.tile_m * self.tile_n * 2 + 256 * self.warpgroups if self.dropout else 0
-        return queries + keys + 1024 + rows + masks
+        return queries + keys + 1024 + rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +133,15 @@ SM90_ELEMENTWISE_TILES = {
     (192, 192): Sm90Tile(80, 2, q_stages=1),
     (256, 256): Sm90Tile(48, 2, q_stages=1),
 }
-#: The tile of calls with dropout: their mask takes a share of shared memory, and the warps that
-#: compute it one of registers. (With 512 threads ptxas takes no product of 256 columns.)
+#: The tile of calls with dropout, whose masks take registers.
 SM90_DROPOUT_TILES = {
-    (64, 64): Sm90Tile(128, 2),
-    (96, 96): Sm90Tile(128, 2),
+    (64, 64): Sm90Tile(112, 3),
+    (96, 96): Sm90Tile(96, 3),
     (128, 128): Sm90Tile(128, 2),
-    (192, 128): Sm90Tile(96, 2, q_stages=1),
-    (192, 192): Sm90Tile(64, 2, q_stages=1),
+    (64, 256): Sm90Tile(64, 2),
+    (192, 128): Sm90Tile(128, 2, q_stages=1),
+    (192, 192): Sm90Tile(112, 2, q_stages=1),
+    (256, 256): Sm90Tile(64, 2, q_stages=1),
 }
 #: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
 #: bounds more. Prompts over a cache are causal, and no variant is for those that are not.
@@ -170,7 +169,7 @@ def configs_of(
     elif cached:  # of unknown lengths
         tiles = tuple(tile for tile in tiles if tile.tile_n > SHORT_KEYS)
     all_bounds = SM90_CACHE_BOUNDS if cached else SM90_BOUNDS
-    for bounds in all_bounds[-1:] if score or dropout else all_bounds:
+    for bounds in all_bounds[-1:] if score else all_bounds:
         for tile in tiles:
             yield Sm90ForwardConfig(
                 dtype,

@@ -11,7 +11,6 @@ from cuattn.gpu.arguments import dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.arguments_sm90 import kernel_arguments, maps_of, score_scales
 from cuattn.gpu.dispatch.config_sm90 import (
-    SM90_DROPOUT_TILES,
     SM90_TILES,
     Sm90ForwardConfig,
     configs_of,
@@ -59,8 +58,6 @@ class Sm90Forward:
             return None
         bounded = spec.window_left is not None, spec.window_right is not None
         padded = next(tile for tile in SM90_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
-        if spec.dropout != 0.0 and padded not in SM90_DROPOUT_TILES:
-            return None
         configs = [
             config
             for config in configs_of(
@@ -123,7 +120,7 @@ class Sm90Forward:
                             dtype, dims, *score, varlen=varlen, cached=cached, pack_gqa=pack_gqa
                         )
                         yield from map(variant_of, configs)
-                if not cached and dims in SM90_DROPOUT_TILES:
+                if not cached:
                     configs = configs_of(
                         dtype, dims, False, False, varlen=varlen, cached=False, dropout=True
                     )
