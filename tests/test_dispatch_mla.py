@@ -121,7 +121,8 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     ("changes", "clusters", "tiles"),
     [
         ({"batch": 1}, 15, 1),
-        ({"batch": 1, "heads": 16, "max_pages": 64}, 15, 1),
+        ({"batch": 1, "heads": 32, "max_pages": 64}, 15, 1),
+        ({"batch": 1, "heads": 16, "max_pages": 128}, 15, 1),
         ({"batch": 1, "heads": 3, "window": (9, 0)}, 15, 1),
         ({"batch": 2, "heads": 8, "seqlen_q": 2}, 7, 1),
         ({"batch": 15}, 1, 1),
@@ -141,8 +142,10 @@ def test_few_sequences_have_clusters_each(changes, clusters, tiles):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"heads": 17},
-        {"max_pages": 65},
+        {"heads": 33},
+        {"max_pages": 129},
+        {"heads": 32, "max_pages": 65},
+        {"batch": 2, "max_pages": 65},
         {"heads": 128},
         {"num_splits": 4},
         {"num_splits": "fixed"},

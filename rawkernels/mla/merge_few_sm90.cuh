@@ -2,12 +2,13 @@
 // cluster through distributed shared memory, and the clusters through global memory.
 //
 // A thread block of a cluster merges kOwnColumns columns of O. It gets the others' by st.async, in
-// the place of Q and of keys, which by then nobody needs. A cluster leaves its result for the last
-// one of the tile in packets of 16 bytes, half of each numbers and half the launch's id, so that
-// neither flags nor fences are needed: who reads the id has read the numbers.
+// the place of Q, which by then nobody needs. A cluster leaves its result for the last one of the
+// tile with a flag: packets that hold the launch's id beside their numbers, as of
+// decoding/combine.cuh, would be twice as many bytes for few blocks to read.
 #pragma once
 
 #include "mla/layout_sm90.cuh"
+#include "ptx/acquire_release.cuh"
 #include "ptx/cluster.cuh"
 
 namespace mla {
@@ -41,12 +42,13 @@ __device__ __forceinline__ float* staged_row(FewSmem& smem, int row) {
   return reinterpret_cast<float*>(smem.k[1]) + row * kStagedStride;
 }
 
-// What a cluster leaves of a row's columns that a block merges.
+// What a thread block leaves of the columns that it merges, where its cluster is not the last one.
 struct ClusterPartial {
-  ptx::B128 max_sum;
-  ptx::B128 o[kOwnVecs][2];
+  unsigned long long flag;  // the launch's id, when the rest is there
+  alignas(16) float2 max_sum[kRows];
+  decoding::FourColumns<float> o[kRows][kOwnVecs];
 };
-static_assert(sizeof(ClusterPartial) == 16 * (kOwnColumns / 2 + 1),
+static_assert(sizeof(ClusterPartial) == 16 + kRows * (8 + 4 * kOwnColumns),
               "part_bytes of the Config must have room for it");
 
 // Who has work for a tile of rows: blocks of keys are dealt out to thread blocks in turn.
@@ -76,9 +78,7 @@ struct FewBlocks {
 // Merges a tile of rows; by the threads of both consumers, after they have sent.
 struct FewMerge {
   using Sum = decoding::Partial<T>;
-  static constexpr int kBatch = 8;   // partial results that a thread has on their way
-  static constexpr int kLanes = 16;  // clusters that a tile may have before the last one
-  static_assert(kOwnVecs % kLanes == 0 && kLanes % kBatch == 0, "lanes of a row have all of them");
+  static constexpr int kBatch = 8;  // partial results that a thread has on their way
 
   FewSmem& smem;
   const DecodeParams& params;
@@ -88,26 +88,29 @@ struct FewMerge {
 
   __device__ __forceinline__ void run() const {
     ptx::mbarrier_wait_cluster(smem.received, 0);
-    const int last = blocks.clusters() - 1;
-    const int items = rows * kOwnVecs;
+    const int before = blocks.clusters() - 1;  // clusters before the last one
+    const bool is_last = FewBlocks::cluster() == before;
+    if (is_last) await_clusters(before);
 #pragma unroll 1
-    for (int first = 0; first < items; first += kConsumers) {
-      const int item = first + threadIdx.x;
-      if (item - static_cast<int>(threadIdx.x % 32) >= items) return;  // a warp of lanes without
-      // Lanes without a row do as the one before does, which is of the same warp.
-      const int row = min(item / kOwnVecs, rows - 1), vec = item % kOwnVecs;
-      const bool exists = item < items;
+    for (int item = threadIdx.x; item < rows * kOwnVecs; item += kConsumers) {
+      const int row = item / kOwnVecs, vec = item % kOwnVecs;
       Sum whole = merged_over_cluster(row, vec);
-      if (FewBlocks::cluster() < last) {
-        if (exists) leave(row, vec, whole);
-        continue;
-      }
-      // Clusters have lower indices than those that wait for them: no deadlock.
-      if (last > 0) add_clusters(last, row, vec, exists, whole);
-      const int column = FewBlocks::rank() * kOwnColumns + vec * 4;
-      if (exists)
+      if (is_last) {
+        if (before > 0) add_clusters(before, row, vec, whole);
         put_columns<T>(params, output_row<T, kRows>(params, split, row, whole.max, whole.sum),
-                       column, whole.o);
+                       FewBlocks::rank() * kOwnColumns + vec * 4, whole.o);
+      } else {
+        ClusterPartial& part = partial(FewBlocks::cluster());
+        part.o[row][vec] = whole.o;
+        if (vec == 0) part.max_sum[row] = {whole.max, whole.sum};
+      }
+    }
+    ptx::bar_sync(kBoth, kConsumers);
+    const int thread = threadIdx.x;
+    if (!is_last) {
+      if (thread == 0) ptx::store_release(&partial(FewBlocks::cluster()).flag, params.launch_id);
+    } else if (thread < before) {
+      partial(thread).flag = 0;  // for a replay of the launch in a CUDA graph
     }
   }
 
@@ -137,80 +140,48 @@ struct FewMerge {
     return whole;
   }
 
-  __device__ __forceinline__ ClusterPartial& partial(int cluster, int row) const {
+  __device__ __forceinline__ ClusterPartial& partial(int cluster) const {
     const int block =
         (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + cluster * kCluster + FewBlocks::rank();
-    return static_cast<ClusterPartial*>(params.workspace)[block * kRows + row];
+    return static_cast<ClusterPartial*>(params.workspace)[block];
   }
 
-  __device__ __forceinline__ void leave(int row, int vec, const Sum& whole) const {
-    ClusterPartial& target = partial(FewBlocks::cluster(), row);
-    put_packet(target.o[vec][0], whole.o.x[0], whole.o.x[1]);
-    put_packet(target.o[vec][1], whole.o.x[2], whole.o.x[3]);
-    if (vec == 0) put_packet(target.max_sum, whole.max, whole.sum);
-  }
-  __device__ __forceinline__ void put_packet(ptx::B128& packet, float x, float y) const {
-    const float2 numbers = {x, y};
-    ptx::store_relaxed(&packet,
-                       {reinterpret_cast<const unsigned long long&>(numbers), params.launch_id});
+  // Waits for what `count` clusters leave; each lane for one of them. They have lower indices than
+  // the one that waits: no deadlock. A flag in memory needs no initial value, since no stale
+  // content is this launch's random id.
+  __device__ __forceinline__ void await_clusters(int count) const {
+#pragma unroll 1
+    for (int cluster = threadIdx.x % 32; cluster < count; cluster += 32)
+      while (ptx::load_acquire(&partial(cluster).flag) != params.launch_id) {
+      }
+    __syncwarp();
   }
 
-  // Adds what the `count` clusters before the last one have left. Each of 16 lanes waits for the
-  // maximum and sum of one cluster, which are written last, so that the rest is read once. The id
-  // in memory needs no initial value, since no stale content is this launch's random one, and is
-  // cleared for a replay of the launch in a CUDA graph.
-  __device__ __forceinline__ void add_clusters(int count, int row, int vec, bool exists,
-                                               Sum& whole) const {
-    const int lane = threadIdx.x % kLanes;
-    ptx::B128& own = partial(min(lane, count - 1), row).max_sum;
-    ptx::B128 max_sum;
-    do {
-      max_sum = ptx::load_relaxed(&own);
-    } while (__any_sync(~0u, max_sum.high != params.launch_id));
-    if (exists) own.high = 0;  // all lanes that read it are of this warp
-    float2 its = floats(max_sum);
-    if (lane >= count) its = {tile::negative_infinity(), 0.0f};
-    float new_max = its.x;
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2)
-      new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, distance));
-    whole.rescale(fmaxf(whole.max, new_max));
-    const float factor =
-        Sum::power(its.x - (whole.max == tile::negative_infinity() ? 0.0f : whole.max));
-    float sum = factor * its.y;
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2)
-      sum += __shfl_xor_sync(~0u, sum, distance);
-    whole.sum += sum;
+  // Adds what they have left.
+  __device__ __forceinline__ void add_clusters(int count, int row, int vec, Sum& whole) const {
 #pragma unroll 1
     for (int first = 0; first < count; first += kBatch) {
-      ptx::B128 o[kBatch][2];
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          // What does not exist is read as the last is, and its factor is 0.
-          const ClusterPartial& part = partial(min(first + i, count - 1), row);
-          o[i][0] = ptx::load_relaxed(&part.o[vec][0]);
-          o[i][1] = ptx::load_relaxed(&part.o[vec][1]);
-          missing |= o[i][0].high != params.launch_id || o[i][1].high != params.launch_id;
-        }
-      } while (__any_sync(~0u, missing));
+      float2 max_sum[kBatch];
+      float4 o[kBatch];
+      float new_max = whole.max;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const float weight = __shfl_sync(~0u, factor, first + i, kLanes);
-        const float2 low = floats(o[i][0]), high = floats(o[i][1]);
-        const float columns[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) whole.o.x[e] = fmaf(weight, columns[e], whole.o.x[e]);
-        ClusterPartial& part = partial(min(first + i, count - 1), row);
-        if (exists) part.o[vec][0].high = part.o[vec][1].high = 0;
+        // What does not exist is read as the last is, and not added.
+        const ClusterPartial& part = partial(min(first + i, count - 1));
+        max_sum[i] = __ldcg(&part.max_sum[row]);
+        o[i] = __ldcg(reinterpret_cast<const float4*>(&part.o[row][vec]));
       }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= count) max_sum[i] = {tile::negative_infinity(), 0.0f};
+        new_max = fmaxf(new_max, max_sum[i].x);
+      }
+      whole.rescale(new_max);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i < count)
+          whole.add({o[i].x, o[i].y, o[i].z, o[i].w}, max_sum[i].x, max_sum[i].y);
     }
-  }
-  __device__ __forceinline__ static float2 floats(const ptx::B128& packet) {
-    return reinterpret_cast<const float2&>(packet.low);
   }
 };
 

@@ -195,6 +195,8 @@ def test_every_split(rng, tier, num_splits, heads):
         (1, 1, [1100]),  # several clusters
         (16, 1, [4096, 3, 4095]),  # one block of keys each, or two
         (8, 2, [4000] * 10),  # several
+        (16, 2, [4096]),
+        (16, 1, [8000]),
         (5, 3, [2000, 1]),
     ],
 )

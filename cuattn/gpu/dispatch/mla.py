@@ -29,9 +29,10 @@ LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
 #: Thread blocks of a cluster of mla/decode_few_sm90.cu, and how many clusters run at a time on an
 #: H200's 132 multiprocessors.
 FEW_CLUSTER, FEW_CLUSTERS = 8, 15
-#: How many rows a tile has at most in a call that takes it, and how many keys a sequence: beyond,
-#: to merge takes longer than the second launch that it saves.
-FEW_ROWS, FEW_KEYS = 16, 4096
+#: How many rows a tile has at most in a call that takes it, and how many keys a sequence, twice as
+#: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
+#: block take longer than the second launch that is saved.
+FEW_ROWS, FEW_KEYS = 32, 4096
 #: Columns that share a scale there, or twice as many, or all: kScaleColumns of mla/codes.cuh.
 SCALE_COLUMNS = 128
 
@@ -214,9 +215,8 @@ class Sm90FewMlaConfig(Sm90MlaConfig):
 
     @property
     def part_bytes(self) -> int:
-        """Scratch of a block's columns: O, and a maximum and a sum of each row, with as many bytes
-        of launch ids."""
-        return 16 * self.rows * (LATENT // self.cluster // 2 + 1)
+        """Scratch of a block's columns: a flag, then each row's maximum and sum, and O."""
+        return 16 + self.rows * (8 + LATENT // self.cluster * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +309,8 @@ def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     tiles = head_tiles * -(-rows // variant.config.rows)
     clusters = FEW_CLUSTERS * call.multiprocessors // 132 // (tiles * spec.batch)
-    if clusters == 0 or rows > FEW_ROWS or spec.seqlen_k > FEW_KEYS:
+    few_keys = 2 * FEW_KEYS if tiles * spec.batch == 1 and rows <= FEW_ROWS // 2 else FEW_KEYS
+    if clusters == 0 or rows > FEW_ROWS or spec.seqlen_k > few_keys:
         return None
     launch = _partitioned(call, variant, head_tiles)
     grid = (clusters * FEW_CLUSTER, tiles, spec.batch)
