@@ -360,6 +360,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     }
     ptx::fence_mbarrier_init();
   }
+  smem.sorted.start(params, sm90);
   __syncthreads();
 
   if (warpgroup == 0) {

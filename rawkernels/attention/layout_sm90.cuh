@@ -66,6 +66,7 @@ struct Smem {
   // consumers at most, as values of a third would need a third stage.
   bool replaced[2][2];
   TileQueue queue;
+  SortedTiles::Shared sorted;  // of the scheduler's warp alone
 };
 
 // Bias and mask of a consumer's 64 queries and a block of keys, row by row. Rows of bias are 8

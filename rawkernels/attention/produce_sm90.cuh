@@ -259,7 +259,7 @@ __device__ __forceinline__ void schedule_tiles(Smem& smem, const ForwardParams& 
                                                const Sm90Params& sm90) {
   tile::PipelineCounter<kStagesQ> loaded;
   tile::PipelineCounter<TileQueue::kSize> found;
-  TileScheduler scheduler(params, sm90);
+  TileScheduler scheduler(params, sm90, smem.sorted);
   while (true) {
     if constexpr (kTakesLate) {
       const tile::PipelineState<kStagesQ> stage = loaded.state();

@@ -65,7 +65,9 @@ class Sm90ForwardConfig(Config):
         queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
-        return queries + keys + 1024 + rows
+        sorts_by_place = self.bound_right and not self.bound_left and not self.split_kv
+        table = 2048 if sorts_by_place and (self.varlen or self.seq_lens) else 0  # TilesByPlace
+        return queries + keys + 1024 + rows + table
 
 
 @dataclasses.dataclass(frozen=True)

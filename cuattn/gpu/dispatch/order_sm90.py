@@ -12,7 +12,7 @@ from cuattn.gpu.dispatch.config_sm90 import SM90_TILES, Sm90ForwardConfig
 #: 1.01 and 1.03 times as fast, 140 again slower (H200).
 SECTION_BYTES = 70 << 20
 SECTION_TILES = 4096
-SORTED_SEQUENCES = 32  # SortedTiles::kMost of attention/scheduler_sm90.cuh
+SEQUENCES_IN_TURN = 32  # of a batch of caches: up to so many are worked on at a time
 LONG = 4  # times the mean length, of a varlen call
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
 
@@ -25,8 +25,8 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
     for which they do, the best is the one that keeps the busiest block's sum of tiles lowest. For
     sequences of unknown lengths, of which some may be a few times as long as the mean, it is the
     most: the more tiles of a length there are, the less the last ones leave blocks idle. Under a
-    causal mask tiles of all sequences take turns there (SortedTiles of scheduler_sm90.cuh), so that
-    of caches all sequences' keys should stay.
+    causal mask tiles of all sequences take turns there (TilesByPlace of scheduler_sm90.cuh), so
+    that of caches all sequences' keys should stay.
     """
     dynamic = config.varlen or config.seq_lens
     shared = 1 if config.pack_gqa else spec.heads_q // spec.heads_kv  # keys, by so many heads
@@ -45,7 +45,7 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
 
     if dynamic:
         in_turn = 1
-        if spec.rows == "batched" and not config.bound_left and spec.batch <= SORTED_SEQUENCES:
+        if spec.rows == "batched" and not config.bound_left and spec.batch <= SEQUENCES_IN_TURN:
             in_turn = spec.batch
         in_l2 = (n for n in range(1, heads + 1) if in_turn * seen_bytes(n) <= SECTION_BYTES)
         most = max(in_l2, default=1)
