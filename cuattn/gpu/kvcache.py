@@ -386,7 +386,7 @@ def _launch_quantized(
             pairs,
             interleaved,
             (addresses["k"] | addresses["v"]) % 16 == 0
-            and (addresses["k_pages"] | addresses["v_pages"]) % 8 == 0,
+            and (addresses["k_pages"] | addresses["v_pages"]) % 16 == 0,
             any_cache,
         ).launch(addresses)
 
@@ -415,11 +415,7 @@ def _quantized_plan(
 ) -> Plan:
     """As `_plan`, of a cache that holds codes."""
     total, heads, *dims = shape
-    aligned = aligned and all(
-        stride % (16 if array < 2 else 8) == 0
-        for array, of in enumerate(strides)
-        for stride in of[:-1]
-    )
+    aligned = aligned and all(stride % 16 == 0 for of in strides for stride in of[:-1])
     lanes = {
         dispatch.row_lanes(
             dtype.name,
@@ -455,7 +451,7 @@ def _quantized_plan(
     )
     k_dim, v_dim = dims
     codes = quantized_write_arguments(formats, (k_dim, v_dim), scales, is_static, heads)
-    grid = (-(-total * heads // variant.config.rows), variant.config.sides)
+    grid = variant.config.grid(total, heads)
     return Plan(dispatch.Launch(variant, grid, (arguments, codes)), device)
 
 

@@ -26,9 +26,6 @@ class Operand(NamedTuple):
     addresses: tuple[int, int, int]  # of scales, minima and offset; 0 for what is not there
 
 
-#: Blocks of quantize.cu on each multiprocessor, where they have several rows in turn.
-QUANTIZE_BLOCKS = 2
-
 #: Beside keys or values whose strides and address are known otherwise.
 NO_SCALES = Operand(None, None, (0, 0, 0))
 
@@ -197,12 +194,14 @@ def _quantize(x: cupy.ndarray, array: QuantizedArray, *, is_static: bool) -> Non
     """Launch the kernel that makes codes of x."""
     x, codes, lanes = _operands(x, array)
     variant = dispatch.quantize(x.dtype.name, lanes, array, is_static=is_static)
-    params = _params(x, codes, array, is_static=is_static)
+    config = variant.config
+    params = _params(x, codes, array, is_static=is_static, block_tokens=config.block_tokens)
     kernel = compiler.kernel(variant, x.device.id)
-    blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
-    if variant.config.in_turn:
-        blocks = min(blocks, QUANTIZE_BLOCKS * compiler.multiprocessors(x.device.id))
-    kernel((blocks,), (variant.config.threads,), (as_kernel_argument(params),))
+    pages, tokens, heads = x.shape[:-1]
+    blocks = -(-pages * -(-tokens // config.block_tokens) * heads // config.rows)
+    if config.blocks_per_sm:
+        blocks = min(blocks, config.blocks_per_sm * compiler.multiprocessors(x.device.id))
+    kernel((blocks,), (config.threads,), (as_kernel_argument(params),))
 
 
 def _dequantize(
@@ -229,9 +228,8 @@ def _operands(x: cupy.ndarray, array: QuantizedArray) -> tuple[cupy.ndarray, cup
     x, codes = (_four_axes(part) for part in (x, contiguous_last_axis(array.data)))
     aligned = (
         x.data.ptr % 16 == 0
-        and codes.data.ptr % 8 == 0
-        and all(stride % 16 == 0 for stride in x.strides[:-1])
-        and all(stride % 8 == 0 for stride in codes.strides[:-1])
+        and codes.data.ptr % 16 == 0
+        and all(stride % 16 == 0 for stride in (*x.strides[:-1], *codes.strides[:-1]))
     )
     lanes = dispatch.row_lanes(x.dtype.name, x.shape[-1], array.group_size, aligned=aligned)
     return x, codes, lanes
@@ -259,15 +257,18 @@ def _params(
     array: QuantizedArray,
     *,
     is_static: bool,
+    block_tokens: int = 1,
     page_table: cupy.ndarray | None = None,
     seq_lens: cupy.ndarray | None = None,
 ) -> bytes:
-    """QuantizeParams of four axes. With a page table x has sequences where `codes` has pages; of
-    each of x's, the tokens are wanted that `seq_lens` counts."""
+    """QuantizeParams of four axes, for a kernel that takes tokens of a head in blocks. With a page
+    table x has sequences where `codes` has pages; of each of x's, the tokens are wanted that
+    `seq_lens` counts."""
     scale = _four_axes(array.scale)
     minimum = None if array.minimum is None else _four_axes(array.minimum)
     pages, tokens, heads, head_dim = x.shape
     group = array.group_size
+    token_blocks = -(-tokens // block_tokens)
     return QUANTIZE_PARAMS.pack(
         x.data.ptr,
         codes.data.ptr,
@@ -281,7 +282,7 @@ def _params(
         *_strides(scale),
         *((0, 0, 0, 0) if minimum is None else _strides(minimum)),
         0 if page_table is None else page_table.strides[0] // page_table.itemsize,
-        pages * tokens * heads,
+        pages * token_blocks * heads,
         tokens,
         heads,
         head_dim,
@@ -294,7 +295,7 @@ def _params(
         array.rotation is not None,
         is_static,
         *divisor(heads),
-        *divisor(tokens),
+        *divisor(token_blocks),
     )
 
 

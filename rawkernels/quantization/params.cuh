@@ -21,10 +21,11 @@ struct QuantizeParams {
   PageStrides x_stride, codes_stride;
   ScaleStrides scale_stride, minimum_stride;
   long long table_stride;
-  int rows, tokens, heads, head_dim;
+  int rows;  // of all heads; or of blocks of rows, where a warp has neighbouring tokens of a head
+  int tokens, heads, head_dim;
   int page_shift, num_pages;
   int format, group, group_shift, scale_is_float, rotated, is_static;
-  tile::Divisor by_heads, by_tokens;
+  tile::Divisor by_heads, by_tokens;  // the latter of blocks of tokens, where `rows` is of blocks
 };
 
 namespace quantization {
@@ -43,6 +44,20 @@ __device__ __forceinline__ Place place_of(const QuantizeParams& params, int firs
   const int token = tile::divided(row, params.by_heads),
             page = tile::divided(token, params.by_tokens);
   return {page, token - page * params.tokens, row - token * params.heads, index < params.rows};
+}
+
+// Neighbouring tokens of a head: what a warp has at a time where `rows` counts blocks of rows.
+struct Tokens {
+  int page, first, head, count;
+};
+
+template <int kBlockRows>
+__device__ __forceinline__ Tokens tokens_of(const QuantizeParams& params, int index) {
+  const int block = tile::divided(index, params.by_heads);
+  const int page = tile::divided(block, params.by_tokens);
+  const int blocks = (params.tokens + kBlockRows - 1) / kBlockRows;  // of a page
+  const int first = (block - page * blocks) * kBlockRows;
+  return {page, first, index - block * params.heads, min(kBlockRows, params.tokens - first)};
 }
 
 template <int kFormat = tile::kAnyFormat>

@@ -46,11 +46,29 @@ struct CodeRow {
     if (has_minimum())
       static_cast<unsigned short*>(minimum)[place * minimum_stride] = bfloat16_bits(least);
   }
+  // Eight codes of 8 bits, or of 4.
+  __device__ __forceinline__ void put_codes(int column, uint2 words) const {
+    __stcs(reinterpret_cast<uint2*>(codes + column), words);
+  }
+  __device__ __forceinline__ void put_codes(int column, unsigned word) const {
+    __stcs(reinterpret_cast<unsigned*>(codes + column / 2), word);
+  }
   __device__ __forceinline__ float least_code() const {
     return format() == kInt4 && has_minimum() ? 0.0f : -largest_code(format());
   }
   __device__ __forceinline__ float most_code() const {
     return format() == kInt4 && has_minimum() ? 15.0f : largest_code(format());
+  }
+};
+
+// The same with codes in shared memory, where there is room for those of rows that do not exist.
+template <int kFormat>
+struct StagedCodeRow : CodeRow<kFormat> {
+  __device__ __forceinline__ void put_codes(int column, uint2 words) const {
+    *reinterpret_cast<uint2*>(this->codes + column) = words;
+  }
+  __device__ __forceinline__ void put_codes(int column, unsigned word) const {
+    *reinterpret_cast<unsigned*>(this->codes + column / 2) = word;
   }
 };
 

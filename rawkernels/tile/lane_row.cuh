@@ -34,6 +34,15 @@ struct LaneRow {
         for (int i = 0; i < 8; i += kEach)
           words[part][i / kEach] = __ldcs(reinterpret_cast<const uint4*>(row + column(part) + i));
     }
+    // The same of a row in shared memory.
+    __device__ __forceinline__ void read(const T* row) {
+      constexpr int kEach = 16 / sizeof(T);
+#pragma unroll
+      for (int part = 0; part < 4; ++part)
+#pragma unroll
+        for (int i = 0; i < 8; i += kEach)
+          words[part][i / kEach] = *reinterpret_cast<const uint4*>(row + column(part) + i);
+    }
   };
   template <class T>
   __device__ __forceinline__ void unpack(const Fetched<T>& fetched) {
@@ -106,8 +115,8 @@ struct LaneRow {
   }
 
   // Makes codes of the row, and writes them where it exists.
-  template <int kFormat>
-  __device__ __forceinline__ void quantize(const CodeRow<kFormat>& to, int, bool exists) {
+  template <class To>
+  __device__ __forceinline__ void quantize(const To& to, int, bool exists) {
     if (to.offset != nullptr) shift(to.offset, -1.0f);
     if (to.rotated) {
       change_signs();
@@ -209,9 +218,9 @@ struct LaneRow {
 #pragma unroll
     for (int part = begin; part < end; ++part) {
       if (to.format() == kInt4)
-        __stcs(reinterpret_cast<unsigned*>(to.codes + column(part) / 2), words[part].x);
+        to.put_codes(column(part), words[part].x);
       else
-        __stcs(reinterpret_cast<uint2*>(to.codes + column(part)), words[part]);
+        to.put_codes(column(part), words[part]);
     }
   }
 

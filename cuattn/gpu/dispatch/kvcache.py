@@ -33,6 +33,9 @@ def cache_write(dtype: str, itemsize: int, *, aligned: bool, any_cache: bool = F
     return Variant("kvcache/write.cu", "write", config)
 
 
+HEADS_IN_TURN = (4, 3, 2, 1)  # of a warp that writes codes, the most that divide all
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedWriteConfig(Config):
     """kvcache/write_quantized.cu."""
@@ -46,17 +49,16 @@ class QuantizedWriteConfig(Config):
     @property
     def threads(self) -> int:
         """Several rows' lanes."""
-        return 256
+        return 256 if self.k_format == ANY_FORMAT else 128
 
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return self.threads // (self.lanes or 32)
-
-    @property
-    def sides(self) -> int:
-        """Rows of the grid: keys and values apart, or both by the same threads."""
-        return 2 if self.k_format == ANY_FORMAT else 1
+    def grid(self, tokens: int, heads: int) -> tuple[int, int]:
+        """Rows and sides, keys or values; or tokens and shares of the heads."""
+        rows = self.threads // (self.lanes or 32)
+        if self.k_format == ANY_FORMAT:
+            return -(-tokens * heads // rows), 2
+        # A warp looks up its tokens' slots once, but more warps have more on their way.
+        each = next(n for n in HEADS_IN_TURN if heads % n == 0)
+        return -(-tokens // rows), heads // each
 
 
 def quantized_cache_write(dtype: str, lanes: int, formats: tuple[str, str]) -> Variant:

@@ -42,21 +42,27 @@ class QuantizeConfig(Config):
     dtype: str
     lanes: int  # of a row; 0: a warp, one feature at a time
     format: int  # tile::Format, of scales that are found; ANY_FORMAT: whatever the call says
+    in_blocks: bool = False  # a warp has neighbouring tokens of a head
 
     @property
     def threads(self) -> int:
         """Several rows' lanes."""
-        return 256
+        return 128 if self.in_blocks else 256
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a head that a warp has at a time."""
+        return 32 // self.lanes if self.in_blocks else 1
 
     @property
     def rows(self) -> int:
-        """Rows of a block, at a time."""
-        return self.threads // (self.lanes or 32)
+        """Rows of a thread block, or blocks of tokens, at a time."""
+        return self.threads // (self.lanes * self.block_tokens or 32)
 
     @property
-    def in_turn(self) -> bool:
-        """Whether a block has several rows in turn."""
-        return self.format != ANY_FORMAT
+    def blocks_per_sm(self) -> int:
+        """Thread blocks of quantize.cu whose rows come in turn; 0: each has rows once."""
+        return 3 if self.in_blocks else 2 if self.format != ANY_FORMAT else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +113,9 @@ def quantize(dtype: str, lanes: int, array: QuantizedArray, *, is_static: bool) 
     if usual and has_formats(dtype, lanes):
         number = FORMATS[array.dtype].number
     config = QuantizeConfig(dtype, lanes, number)
+    # Of 4 bits or rotated, it is instructions that take the time, and those of shared memory more.
+    if number != ANY_FORMAT and array.dtype != "int4" and array.rotation is None:
+        config = dataclasses.replace(config, in_blocks=True)
     return Variant("quantization/quantize.cu", "quantize_rows", config)
 
 
@@ -174,8 +183,11 @@ def quantization_variants() -> Iterator[Variant]:
             if has_formats(name, lanes):
                 formats += [FORMATS[k].number for k, v in FORMAT_PAIRS if k == v]
             for number in formats:
-                config = QuantizeConfig(name, lanes, number)
-                yield Variant("quantization/quantize.cu", "quantize_rows", config)
+                for in_blocks in (False, True):
+                    if in_blocks and number in (ANY_FORMAT, FORMATS["int4"].number):
+                        continue
+                    config = QuantizeConfig(name, lanes, number, in_blocks)
+                    yield Variant("quantization/quantize.cu", "quantize_rows", config)
             config = QuantizeConfig(name, lanes, ANY_FORMAT)
             yield Variant("quantization/dequantize.cu", "dequantize_rows", config)
         for head_dim in (256, 512):
