@@ -463,21 +463,71 @@ def test_codes_are_for_tensor_cores(arch, dim, tokens, rows):
     assert launch.variant in set(dispatch.variants(arch))
 
 
-def over_codes(arch, dim, tokens=1, batch=40, capacity=1000, format="int8", **scales):
-    """A call of `flash_decode` over codes of 8 key heads, with scales as `scales` say."""
-    cache = (batch, capacity, 8, dim)
+def over_codes(
+    arch, dim, tokens=1, batch=40, capacity=1000, format="int8", heads=(32, 8), **scales
+):
+    """A call of `flash_decode` over codes, with scales as `scales` say."""
+    cache = (batch, capacity, heads[1], dim)
     spec = attention_spec(
-        *("flash_decode", (batch, tokens, 32, dim), cache, cache),
+        *("flash_decode", (batch, tokens, heads[0], dim), cache, cache),
         *[np.dtype(np.float16)] * 3,
         causal=True,
         keys="cached",
         formats=(format, format),
     )
     given = SCALES._replace(**scales)
-    call = Call.contiguous(spec, arch, k_scales=given, v_scales=given)
+    v_scales = given._replace(has_offset=False)
+    call = Call.contiguous(spec, arch, k_scales=given, v_scales=v_scales)
     columns = dim // 2 if format == "int4" else dim
-    assert call.strides[1] == (8 * columns * capacity, 8 * columns, columns, 1)
+    row = heads[1] * columns
+    assert call.strides[1] == (row * capacity, row, columns, 1)
     return call
+
+
+INT4 = {
+    "format": "int4",
+    "strides": (16000, 2, 2000, 2),
+    "minimum_strides": (16000, 2, 2000, 2),
+    "has_minimum": True,
+    "paired": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "options", "expected"),
+    [
+        (128, (32, 8), {}, (1, 8, 4)),
+        (64, (32, 8), {}, (2, 8, 4)),
+        (64, (32, 8), {"batch": 4}, (2, 8, 4)),
+        (128, (32, 8), INT4, (2, 8, 4)),
+        (128, (32, 8), INT4 | {"batch": 4}, (1, 8, 4)),
+        (128, (32, 8), INT4 | {"batch": 4, "capacity": 1 << 20}, (2, 8, 4)),
+        (64, (32, 8), INT4, (4, 16, 4)),
+        (64, (32, 8), INT4 | {"batch": 4}, (2, 8, 4)),
+        (64, (12, 6), INT4 | {"batch": 80}, (2, 8, 4)),
+        (64, (24, 8), INT4, (4, 16, 4)),
+        (64, (40, 8), INT4, (1, 8, 8)),
+        (64, (64, 8), {}, (2, 16, 8)),
+        (64, (32, 4), INT4 | {"batch": 80}, (4, 32, 8)),
+        (64, (8, 1), {}, (1, 8, 8)),
+        (64, (64, 4), {}, (1, 16, 16)),
+        (64, (32, 8), {"tokens": 2}, (1, 8, 8)),
+        (64, (16, 8), {"tokens": 2}, (1, 8, 4)),
+        (64, (32, 8), {"has_offset": True}, (1, 8, 4)),
+    ],
+)
+def test_neighbouring_key_heads_share_a_block(dim, heads, options, expected):
+    """So many as have rows of 128 bytes together, if each one's queries are in one warp's tile;
+    fewer where sequences are few."""
+    launch = dispatch.choose(over_codes("sm_90a", dim, heads=heads, **options))
+    config = launch.variant.config
+    assert (config.heads, config.rows, config.warp_rows) == expected
+    assert config.warp_keys == (64 if dim == 64 and config.warp_rows == 4 else 32)
+    assert launch.variant in set(dispatch.variants("sm_90a"))
+    row = heads[1] * dim // (2 if "format" in options else 1)
+    panel = launch.tensor_maps["k"].shape[0]
+    assert panel == min(128, config.heads * row // heads[1])
+    assert launch.tensor_maps["k"].shape[2] * panel == row
 
 
 def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():
@@ -488,14 +538,7 @@ def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():
         assert launch.variant in set(dispatch.variants("sm_90a"))
         return launch.variant.entry
 
-    pairs = {
-        "format": "int4",
-        "strides": (16000, 2, 2000, 2),
-        "minimum_strides": (16000, 2, 2000, 2),
-        "has_minimum": True,
-        "paired": True,
-    }
-    assert entry(64) == entry(64, **pairs) == entry(128, **pairs) == "decode_codes_sm90"
+    assert entry(64) == entry(64, **INT4) == entry(128, **INT4) == "decode_codes_sm90"
     for strides in ((8000, 8, 1, 1), (8000, 1, 1004, 1), (8004, 1, 1000, 1), (0, 0, 1, 1)):
         assert entry(64, strides=strides) == "decode_sm80"
     assert entry(64, capacity=1004) == "decode_sm80"

@@ -16,7 +16,7 @@
 #include "decoding/combine.cuh"
 #include "decoding/ring.cuh"
 #include "decoding/slice.cuh"
-#include "decoding/slice_codes.cuh"
+#include "decoding/storage.cuh"
 #include "ptx/bar.cuh"
 
 using T = Config::dtype;

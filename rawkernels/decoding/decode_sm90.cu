@@ -17,7 +17,7 @@
 //   grid, wait for nobody, and are resident or have ended.
 #include "decoding/cluster_merge.cuh"
 #include "decoding/slice.cuh"
-#include "decoding/slice_codes.cuh"
+#include "decoding/storage.cuh"
 #include "ptx/tma.cuh"
 
 using T = Config::dtype;

@@ -18,17 +18,18 @@ struct alignas(16) QueryRow {
 };
 
 // Turns a split's queries, in shared memory, into float16 in the order of the keys' operands; by
-// kWarps warps, which take rows in turn.
+// kWarps warps, which take rows in turn: this one has number `warp` of them.
 template <class KCodes, class QTile, int kHeadDim, int kRows, int kWarps, bool kScaled, class T,
           int kKGroups>
 __device__ __forceinline__ void prepare_queries(const DecodeParams& params, const Split& split,
-                                                T* queries, QueryRow<kKGroups>* query_rows) {
+                                                T* queries, QueryRow<kKGroups>* query_rows,
+                                                int warp) {
   constexpr int kLaneDims = kHeadDim / 32;
   char* const bytes = reinterpret_cast<char*>(queries);
   const int lane = threadIdx.x % 32;
   const bool by_channel = params.k_group == 1;
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
+  for (int row = warp; row < kRows; row += kWarps) {
     // Columns 32 i + lane.
     float x[kLaneDims];
     float added = 0, largest = 0;

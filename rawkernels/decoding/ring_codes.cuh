@@ -29,6 +29,54 @@ struct CodeTiles {
 
   unsigned char k[kKeys * kKRowBytes];
   unsigned char v[kKeys * kVRowBytes];
+
+  static constexpr bool kKnowsLanes = false;
+};
+
+// Rows of kRowBytes of kHeads neighbouring heads, which lie side by side in memory, as TMA copies
+// them: in panels of at most 128 bytes, of one head or several.
+template <int kRowBytes, int kHeads, int kKeys>
+struct HeadPanels {
+  static constexpr int kPanelBytes = kHeads * kRowBytes < 128 ? kHeads * kRowBytes : 128;
+  static constexpr int kPanels = kHeads * kRowBytes / kPanelBytes;
+  static constexpr int kPanelHeads = kPanelBytes / kRowBytes;
+  using Tile = tile::Swizzled<kPanelBytes / 16>;
+  static_assert(kPanelBytes % kRowBytes == 0, "a head's rows must lie in one panel");
+
+  unsigned char panels[kPanels][kKeys * kPanelBytes];
+
+  // Where a 16-byte chunk of a head's row lies, in bytes.
+  __device__ __forceinline__ static unsigned offset(int head, int row, int chunk) {
+    return head / kPanelHeads * sizeof(panels[0]) +
+           Tile::at(row, head % kPanelHeads * (kRowBytes / 16) + chunk);
+  }
+};
+
+// Codes of several heads, and those of one of them.
+template <int kKFormat, int kVFormat, int kKeys, int kHeadDim, int kHeads>
+struct CodePanels {
+  HeadPanels<kHeadDim * tile::Codes<kKFormat>::kBits / 8, kHeads, kKeys> k;
+  HeadPanels<kHeadDim * tile::Codes<kVFormat>::kBits / 8, kHeads, kKeys> v;
+
+  // Of which a lane's addresses for ldmatrix are known, as offsets.
+  struct OfHead {
+    static constexpr bool kKnowsLanes = true;
+    using KTile = typename decltype(CodePanels::k)::Tile;
+    using VTile = typename decltype(CodePanels::v)::Tile;
+
+    unsigned k_lane, v_lane;
+
+    __device__ __forceinline__ static OfHead offsets(int head, int thread) {
+      const int lane = thread % 32;
+      const unsigned v = sizeof(CodePanels::k);
+      return {
+          decltype(CodePanels::k)::offset(head, lane & 15, lane >> 4),
+          v + decltype(CodePanels::v)::offset(head, (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)};
+    }
+    __device__ __forceinline__ OfHead in(unsigned tiles) const {
+      return {tiles + k_lane, tiles + v_lane};
+    }
+  };
 };
 
 template <int kKFormat, int kVFormat, int kKeys, int kHeadDim, int kKGroups, int kVGroups>

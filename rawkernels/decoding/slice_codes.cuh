@@ -11,6 +11,7 @@
 // leaves what 16-bit queries are as it is, but for channels 2^-28 below the row's largest.
 #pragma once
 
+#include "decoding/fold.cuh"
 #include "decoding/query_rows.cuh"
 #include "decoding/ring_codes.cuh"
 #include "decoding/slice.cuh"
@@ -20,8 +21,11 @@ namespace decoding {
 
 template <int kKFormat, int kVFormat, int kHeadDim, int kWarpRows, int kWarpKeys, int kKGroups,
           int kVGroups>
-struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
-  using Base = Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys>;
+struct CodeSlice : Slice<__half, void, kHeadDim, Fold<kWarpRows, kWarpKeys>::kRows,
+                         Fold<kWarpRows, kWarpKeys>::kKeys> {
+  static constexpr bool kFolded = Fold<kWarpRows, kWarpKeys>::kFolded;
+  using Base = Slice<__half, void, kHeadDim, Fold<kWarpRows, kWarpKeys>::kRows,
+                     Fold<kWarpRows, kWarpKeys>::kKeys>;
   using Tiles = CodeTiles<kKFormat, kVFormat, kWarpKeys, kHeadDim>;
   using Scales = TileScales<kWarpKeys, kKGroups, kVGroups>;
   using KCodes = tile::Codes<kKFormat>;
@@ -32,6 +36,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   using Base::kKeyBlocks;
   using Base::kRowBlocks;
   using Base::kSteps;
+  static constexpr int kTileBlocks = kWarpKeys / 16;  // of keys; of a lane's scores: kKeyBlocks
   static constexpr bool kVHasMinimum = kVFormat == tile::kInt4;
   static constexpr int kKGroupSteps = kSteps / kKGroups, kVGroupSteps = kSteps / kVGroups;
   static_assert(kSteps % kKGroups == 0 && kSteps % kVGroups == 0, "groups must be whole steps");
@@ -55,37 +60,42 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   // Of which nothing that is computed from it is kept: registers are for operands.
   __device__ __forceinline__ static int this_lane() { return ptx::opaque(threadIdx.x) % 32; }
 
-  // As decoding::prepare_queries.
   template <class T, int kRows, int kWarps>
   __device__ __forceinline__ static void prepare_queries(const DecodeParams& params,
                                                          const Split& split, T* queries,
-                                                         QueryRows* query_rows) {
-    decoding::prepare_queries<KCodes, QTile, kHeadDim, kRows, kWarps, kScaled>(params, split,
-                                                                               queries, query_rows);
+                                                         QueryRows* query_rows,
+                                                         int warp = threadIdx.x / 32) {
+    decoding::prepare_queries<KCodes, QTile, kHeadDim, kRows, kWarps, kScaled>(
+        params, split, queries, query_rows, warp);
   }
 
   // Products with the keys, scaled. query_rows are the tile's, q_rows this warp's, first_row on.
-  template <class AnyScales, class Reader>
-  __device__ __forceinline__ static void multiply_scores(Scores& s, const Tiles& tiles,
+  template <class AnyTiles, class AnyScales, class Reader>
+  __device__ __forceinline__ static void multiply_scores(Scores& s, const AnyTiles& tiles,
                                                          const AnyScales& scales,
                                                          const Reader& reader, unsigned q_rows,
                                                          const QueryRows* query_rows,
                                                          int first_row) {
-    using Tile = typename Tiles::KTile;
+    using Tile = typename AnyTiles::KTile;
     const int lane = this_lane();
-    const unsigned k_lane = ptx::shared_address(tiles.k) + Tile::at(lane & 15, lane >> 4);
-    const unsigned q_lane =
-        q_rows + (kRowBlocks == 1 ? QTile::at(lane & 7, lane >> 3) : QTile::lane_column_major());
-    const QueryRows* const rows = query_rows + first_row + (lane & 3) * 2;
-    float product[kKeyBlocks][kRowBlocks][4];
+    unsigned k_lane;
+    if constexpr (AnyTiles::kKnowsLanes)
+      k_lane = tiles.k_lane;
+    else
+      k_lane = ptx::shared_address(tiles.k) + Tile::at(lane & 15, lane >> 4);
+    const unsigned q_lane = q_rows + (kFolded ? QTile::at((first_row & 7) + (lane & 3), lane >> 3)
+                                      : kRowBlocks == 1 ? QTile::at(lane & 7, lane >> 3)
+                                                        : QTile::lane_column_major());
+    const QueryRows* const rows = query_rows + first_row + (lane & (kFolded ? 1 : 3)) * 2;
+    float product[kTileBlocks][kRowBlocks][4];
     unsigned q[kRowBlocks == 1 ? 1 : kRowBlocks / 2][4];
-    unsigned k[kKeyBlocks][4];
+    unsigned k[kTileBlocks][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       constexpr int kLoadSteps = 2 * KCodes::kWordSteps;  // of one ldmatrix
       if (step % kLoadSteps == 0) {
 #pragma unroll
-        for (int j = 0; j < kKeyBlocks; ++j)
+        for (int j = 0; j < kTileBlocks; ++j)
           ptx::ldmatrix_x4(k[j],
                            Tile::at_chunks(k_lane + j * 16 * Tile::kRowBytes, step / kLoadSteps));
       }
@@ -97,7 +107,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
       const int group = step / kKGroupSteps;
       if (step % kKGroupSteps == 0) {
 #pragma unroll
-        for (int j = 0; j < kKeyBlocks; ++j)
+        for (int j = 0; j < kTileBlocks; ++j)
 #pragma unroll
           for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
@@ -106,7 +116,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
       const int chunk = step % kLoadSteps / KCodes::kWordSteps;
       const int first = 2 * (step % KCodes::kWordSteps);
 #pragma unroll
-      for (int j = 0; j < kKeyBlocks; ++j) {
+      for (int j = 0; j < kTileBlocks; ++j) {
         unsigned upper[2 * KCodes::kWordSteps], lower[2 * KCodes::kWordSteps];  // keys g and g + 8
         KCodes::expand_keys(upper, k[j][2 * chunk]);
         KCodes::expand_keys(lower, k[j][2 * chunk + 1]);
@@ -117,8 +127,16 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
           ptx::mma_m16n8k16<__half>(product[j][r], a, q[r / 2][q_first], q[r / 2][q_first + 1]);
         }
       }
-      if (step % kKGroupSteps == kKGroupSteps - 1)
+      if (step % kKGroupSteps == kKGroupSteps - 1) {
+        if constexpr (kFolded) {
+#pragma unroll
+          for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              product[j][0][i] = has_last_keys() ? product[kKeyBlocks + j][0][i] : product[j][0][i];
+        }
         add_scaled(s, scales, reader, rows, product, group);
+      }
     }
   }
 
@@ -128,23 +146,28 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
                                                        const Rows& rows, const Split& split,
                                                        int key, int first_row, bool masked) {
     if constexpr (!kScaled) {
+      static_assert(!kFolded, "Base has other rows and keys");
       Base::finish_scores(s, params, rows, split, key, first_row, masked);
     } else {
       if (__double2hiint(params.softcap) != 0 || params.alibi_slopes != nullptr)
         rows.score_mod(params).terms_after_scale([&](const auto& term) {
-          Base::each_score(s, first_row, key, [&](float& score, int row, int key) {
+          each_score(s, first_row, key, [&](float& score, int row, int key) {
             score = term(score, rows.score_row(params, split, row), key);
           });
         });
-      if (masked) Base::hide_keys(s, params, rows, split, key, first_row);
+      if (!masked) return;
+      each_score(s, first_row, key, [&](float& score, int row, int key) {
+        const tile::Range keys = rows.keys(params, split, row);
+        if (key < keys.begin || key >= keys.end) score = tile::negative_infinity();
+      });
     }
   }
 
   // Softmax of the scores, and the products with the values.
-  template <class AnyScales, class Reader>
-  __device__ __forceinline__ void add_values(Scores& s, const Tiles& tiles, const AnyScales& scales,
-                                             const Reader& reader) {
-    using Tile = typename Tiles::VTile;
+  template <class AnyTiles, class AnyScales, class Reader>
+  __device__ __forceinline__ void add_values(Scores& s, const AnyTiles& tiles,
+                                             const AnyScales& scales, const Reader& reader) {
+    using Tile = typename AnyTiles::VTile;
     float scale[kVGroups][kKeyBlocks][2], minimum[kVGroups][kKeyBlocks][2];
     // Weights times a value's scale go to float16: the maximum follows that product. Not farther
     // than 2^96 from the weights, whose sum has to be a float, too.
@@ -176,17 +199,24 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
           }
         });
     const int lane = this_lane();
-    const unsigned v_lane =
-        ptx::shared_address(tiles.v) + Tile::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    unsigned v_lane;
+    if constexpr (AnyTiles::kKnowsLanes)
+      v_lane = tiles.v_lane;
+    else
+      v_lane = ptx::shared_address(tiles.v) + Tile::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    unsigned b[kVGroups][kRowBlocks][2], all[kKeyBlocks][kVGroups][kRowBlocks][2];
 #pragma unroll
-    for (int j = 0; j < kKeyBlocks; ++j) {
-      unsigned b[kVGroups][kRowBlocks][2];
+    for (int j = 0; j < kTileBlocks; ++j) {
 #pragma unroll
       for (int group = 0; group < kVGroups; ++group)
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
+            if (kFolded && j >= kKeyBlocks) {
+              b[group][r][h] = has_last_columns() ? all[j - kKeyBlocks][group][r][h] : 0;
+              continue;
+            }
             const float* const p = &s[j][r][2 * h];
             const float factor = scale[group][j][h];
             b[group][r][h] = ptx::movmatrix_trans(tile::pack<__half>(p[0] * factor, p[1] * factor));
@@ -194,6 +224,10 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 #pragma unroll
               for (int c = 0; c < 2; ++c)
                 o_minimum[r][c][group] = fmaf(p[c], minimum[group][j][h], o_minimum[r][c][group]);
+            }
+            if (kFolded) {
+              all[j][group][r][h] = b[group][r][h];
+              if (has_last_columns()) b[group][r][h] = 0;
             }
           }
       if (kVHasExcess) {
@@ -238,6 +272,7 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 #pragma unroll
         for (int i = 0; i < kRowBlocks * 2 * kVGroups; ++i)
           (&o_minimum[0][0][0])[i] += __shfl_xor_sync(~0u, (&o_minimum[0][0][0])[i], distance);
+    if constexpr (kFolded) add_halves();
   }
 
   // As Slice's. A lane's columns of a block, or of two, lie side by side.
@@ -257,6 +292,58 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
   }
 
  private:
+  // Whether this lane goes on with the last half of the keys; and whether the columns of its
+  // operands, or rows of its weights, are those.
+  __device__ __forceinline__ static bool has_last_keys() { return (this_lane() & 2) != 0; }
+  __device__ __forceinline__ static bool has_last_columns() { return (this_lane() & 16) != 0; }
+
+  // Calls change(score, row, key) for each of this lane's scores.
+  template <class Change>
+  __device__ __forceinline__ static void each_score(Scores& s, int first_row, int first_key,
+                                                    const Change& change) {
+    if constexpr (!kFolded) {
+      Base::each_score(s, first_row, first_key, change);
+    } else {
+      const int row = first_row + (this_lane() & 1) * 2;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+#pragma unroll
+        for (int j = 0; j < kKeyBlocks; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            change(s[j][0][2 * h + c], row + c, first_key + own_key(j, h));
+    }
+  }
+
+  // Adds the sums over both halves of the keys.
+  __device__ __forceinline__ void add_halves() {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float& max = this->row_max[0][c];
+      const float largest = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+      const float factor = ptx::ex2(max - Base::offset(largest));
+      max = largest;
+      const auto add = [&](float& sum) {
+        sum *= factor;
+        sum += __shfl_xor_sync(~0u, sum, 2);
+      };
+      add(this->row_sum[0][c]);
+#pragma unroll
+      for (int group = 0; group < kVGroups; ++group) {
+        if (kVHasMinimum) add(o_minimum[0][c][group]);
+        if (kVHasExcess) {
+          add(o_excess[0][group][c]);
+          add(o_excess[0][group][2 + c]);
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        add(this->o[step][0][c]);
+        add(this->o[step][0][2 + c]);
+      }
+    }
+  }
+
   template <int kAtOnce>
   __device__ __forceinline__ void put_row(int r, int c, int row, float (*o_rows)[kHeadDim],
                                           float2* max_sum) const {
@@ -278,14 +365,15 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
 
   // Of this lane, among a tile's.
   __device__ __forceinline__ static int own_key(int j, int h) {
-    return 16 * j + 8 * h + (this_lane() >> 2);
+    const int first = kFolded ? (this_lane() & 2) * 8 * kKeyBlocks : 0;
+    return first + 16 * j + 8 * h + (this_lane() >> 2);
   }
 
   // Adds a group's products to the scores.
   template <class AnyScales, class Reader>
   __device__ __forceinline__ static void add_scaled(
       Scores& s, const AnyScales& scales, const Reader& reader, const QueryRows* rows,
-      const float (&product)[kKeyBlocks][kRowBlocks][4], int group) {
+      const float (&product)[kTileBlocks][kRowBlocks][4], int group) {
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j)
 #pragma unroll
@@ -307,33 +395,6 @@ struct CodeSlice : Slice<__half, void, kHeadDim, kWarpRows, kWarpKeys> {
           }
       }
   }
-};
-
-// How a kernel stores K and V in shared memory, and what computes with them: PlainStage and
-// PlainSlice for elements of the queries' type, or these for codes.
-template <class PlainStage, class PlainSlice, int kKFormat, int kVFormat, int kHeadDim, int kRows,
-          int kWarpRows, int kWarpKeys, int kKGroups, int kVGroups>
-struct Storage {
-  using Stage = CodeStage<kKFormat, kVFormat, kWarpKeys, kHeadDim, kKGroups, kVGroups>;
-  using Slice = CodeSlice<kKFormat, kVFormat, kHeadDim, kWarpRows, kWarpKeys, kKGroups, kVGroups>;
-  using Tiles = typename Slice::Tiles;
-  using QueryRows = typename Slice::QueryRows[kRows];
-  template <int kWarps, int kStages>
-  struct Extra {  // shared memory, where a stage has only codes
-    QueryRows query_rows;
-    typename Slice::Scales scales[kWarps][kStages];
-  };
-};
-template <class PlainStage, class PlainSlice, int kHeadDim, int kRows, int kWarpRows, int kWarpKeys,
-          int kKGroups, int kVGroups>
-struct Storage<PlainStage, PlainSlice, tile::kPlain, tile::kPlain, kHeadDim, kRows, kWarpRows,
-               kWarpKeys, kKGroups, kVGroups> {
-  using Stage = PlainStage;
-  using Slice = PlainSlice;
-  using Tiles = PlainStage;
-  struct QueryRows {};
-  template <int, int>
-  struct Extra {};
 };
 
 }  // namespace decoding

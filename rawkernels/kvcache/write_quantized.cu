@@ -247,8 +247,13 @@ __device__ __forceinline__ void write_blocks(const WriteParams& params,
 }
 
 constexpr bool kInBlocks = Config::k_format != tile::kAnyFormat;
+#if __CUDA_ARCH__ == 900
+constexpr int kBlocksPerSm = kInBlocks && Config::lanes > 2 ? 4 : 3;
+#else
+constexpr int kBlocksPerSm = 3;  // not timed: as many registers as rows may take
+#endif
 
-extern "C" __global__ void __launch_bounds__(Config::threads, kInBlocks&& Config::lanes > 2 ? 4 : 3)
+extern "C" __global__ void __launch_bounds__(Config::threads, kBlocksPerSm)
     write_quantized(const __grid_constant__ WriteParams params,
                     const __grid_constant__ QuantizedWriteParams codes) {
   if constexpr (kInBlocks) {

@@ -131,7 +131,7 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
 def codes(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Tokens written as codes and read again, kernel by kernel: by few rows and by prompts; and
     codes of latents."""
-    decoding_codes_sm90.LEAST_PAIRS = {True: 0, False: 0}  # however few sequences there are
+    decoding_codes_sm90.LEAST_PAIRS = 0  # however few sequences there are
     tiers = ("decode_codes_sm90", "decode_sm90", "decode_sm80", "decode_simt")
     formats = ("int8", "float8_e4m3", "int4", "k8v4")
     for format, (page_size, dim) in itertools.product(formats, ((16, 128), (64, 64))):

@@ -34,7 +34,7 @@ LENS = [0, 1, 5, 31, 32, 33, 200, 517]
 @pytest.fixture(params=TIERS)
 def tiers(request, monkeypatch):
     # However few sequences there are.
-    monkeypatch.setattr(decoding_codes_sm90, "LEAST_PAIRS", {True: 0, False: 0})
+    monkeypatch.setattr(decoding_codes_sm90, "LEAST_PAIRS", 0)
     with dispatch.use_tiers(*TIERS[request.param]):
         yield
 
@@ -218,6 +218,24 @@ def test_few_sequences(rng, tiers, formats, lens, dim):
         q = rng.standard_normal((len(lens), tokens, 16, dim)).astype(BFLOAT16)
         result = decode(q, k, v, lens, paged)
         check(result, q, k.values, v.values, lens, causal=True)
+
+
+@PAIRS
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (18, 6), (16, 8), (16, 4), (32, 4)], ids=str)
+def test_neighbouring_heads(rng, tiers, formats, dim, heads):
+    """Of keys, which a block of decode_codes_sm90 has side by side where their rows are short."""
+    lens = [0, 33, 200]
+    k, v = (Cache(rng, lens, heads[1], dim, format) for format in formats)
+    q = rng.standard_normal((len(lens), 1, heads[0], dim)).astype(BFLOAT16)
+    options = {
+        "alibi_slopes": rng.random(heads[0]).astype(np.float32),
+        "sinks": rng.standard_normal(heads[0]).astype(np.float32),
+    }
+    given = {name: cupy.asarray(array) for name, array in options.items()}
+    for paged in (False, True):
+        result = decode(q, k, v, lens, paged, **given)
+        check(result, q, k.values, v.values, lens, causal=True, **options)
 
 
 SCALES: dict[str, dict[str, Any]] = {

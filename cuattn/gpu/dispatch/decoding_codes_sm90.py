@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cuattn._quantized import code_columns, format_number
+from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
     CODE_FORMATS,
@@ -32,9 +33,16 @@ SMALL_PAGE_KEYS = 16  # of the smallest pages
 SCALE_BYTES = {INT4: 4}  # of a token and head, by format, where they are not 2
 
 #: How many pairs of a sequence and a key head each multiprocessor must have for codes of 8 bits at
-#: head_dim 128, in pages of fewer keys than a warp's tile or not: fewer have few splits, whose
-#: beginnings and ends decode_sm80.cu passes sooner. Otherwise this kernel is the faster one.
-LEAST_PAIRS = {True: 6, False: 2}
+#: head_dim 128: fewer have few splits, whose beginnings and ends decode_sm80.cu passes sooner.
+#: Otherwise this kernel is the faster one.
+LEAST_PAIRS = 2
+
+#: Rows of a warp where they are so few that their scores are shared out to twice as many lanes.
+FOLDED_ROWS = 4
+
+#: Keys of all sequences and heads, at most, from which on so many are read that it does not matter
+#: how many splits are merged.
+MANY_KEYS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Sm90CodesConfig(Config):
     stages: int
     k_format: int  # as in Sm80DecodeConfig
     v_format: int
+    heads: int  # of keys, whose codes lie side by side, and which a block has at the same time
+    warp_rows: int  # of a tile of rows, those that a warp computes
     tile_keys: int = 256  # by which work is shared out
 
     @property
@@ -58,7 +68,7 @@ class Sm90CodesConfig(Config):
 
     @property
     def threads(self) -> int:
-        """A warp for each ring, and a warpgroup of which one loads."""
+        """Those that compute, and a warpgroup of which some warps load."""
         return 32 * (self.warps + 4)
 
     @property
@@ -68,7 +78,7 @@ class Sm90CodesConfig(Config):
         row = row_bits // 8 + sum(SCALE_BYTES.get(n, 2) for n in (self.k_format, self.v_format))
         rings = self.warps * self.stages * (self.warp_keys * row + 16)
         rows = 2 * self.rows * self.head_dim * 2 + self.warps * 4 * (self.head_dim * 4 + 8)
-        small = self.rows * 40 + 512
+        small = self.rows * 56 + 768
         return -(-(rings + rows + small) // 1024) * 1024
 
     @property
@@ -99,22 +109,29 @@ class Sm90CodesDecode:
             return None
         if code_groups(call, spec.head_dim) != (1, 1) or not _has_packed_scales(call):
             return None
-        tiles = CODE_ROWS[spec.head_dim]
-        tile_rows = next((n for n in tiles if rows_of_sequence(spec) <= n), tiles[-1])
-        # As box_shift in the kernel.
+        heads = _heads(call)
+        if heads > 1:
+            call = dataclasses.replace(
+                call, spec=dataclasses.replace(spec, heads_kv=spec.heads_kv // heads)
+            )
+        # As key_shift in the kernel.
         small = spec.keys == "paged" and spec.page_size < CODE_TILE_KEYS
-        if not _pays(call, small_pages=small):
+        if not _pays(call):
             return None
         formats = spec.k_format, spec.v_format
-        launch = partitioned(
-            call, _sm90_codes_variant(spec.dtype.name, spec.head_dim, tile_rows, formats)
+        rows, warp_rows = _rows(rows_of_sequence(spec), heads, spec.head_dim)
+        variant = _sm90_codes_variant(
+            spec.dtype.name, spec.head_dim, formats, heads, rows, warp_rows
         )
+        launch = partitioned(call, variant)
+        lanes, groups = launch.grid
+        launch = dataclasses.replace(launch, grid=(lanes, _even(groups, max(spec.batch, 1))))
         box_keys = SMALL_PAGE_KEYS if small else CODE_TILE_KEYS
         return dataclasses.replace(
             launch,
             arguments=(*launch.arguments, DECODE_MAPS.arguments()),
             tensor_maps={
-                name: _map(call, strides, format, box_keys)
+                name: _map(spec, call.num_pages, strides, format, heads, box_keys)
                 for name, strides, format in zip("kv", call.strides[1:3], formats, strict=True)
             },
         )
@@ -126,34 +143,96 @@ class Sm90CodesDecode:
         for dtype, head_dim, formats in itertools.product(
             ("float16", "bfloat16"), CLUSTER_HEAD_DIMS, CODE_FORMATS
         ):
-            for rows in CODE_ROWS[head_dim]:
-                yield _sm90_codes_variant(dtype, head_dim, rows, formats)
+            for heads in _head_counts(head_dim, formats):
+                rows = CODE_ROWS[head_dim] if heads == 1 else (1, 2, 3, 8)
+                for tile in dict.fromkeys(_rows(n, heads, head_dim) for n in (FOLDED_ROWS, *rows)):
+                    yield _sm90_codes_variant(dtype, head_dim, formats, heads, *tile)
 
 
-def _map(call: Call, strides: tuple[int, ...], format: str, box_keys: int) -> TensorMap:
-    """Codes (sequence or page, key, head, bytes) as the kernel reads them, `box_keys` keys of a
-    head at a time: (bytes of a row, key, 1, head, sequence or page)."""
-    spec = call.spec
-    outer, keys = shapes(spec, call.num_pages)[1][:2]
+def _even(groups: int, batch: int) -> int:
+    """As many groups of blocks, or few less, with which sequences of one length have equal numbers
+    of whole splits, or groups equal numbers of sequences: what lies across sequences is merged."""
+    even = groups // batch * batch if groups >= batch else batch // -(-batch // groups)
+    return even if even >= 0.95 * groups and (groups >= batch or batch % even == 0) else groups
+
+
+def _map(
+    spec: AttentionSpec,
+    num_pages: int,
+    strides: tuple[int, ...],
+    format: str,
+    heads: int,
+    box_keys: int,
+) -> TensorMap:
+    """Codes (sequence or page, key, head, bytes) as the kernel reads them, `box_keys` keys of some
+    heads at a time: (bytes of a panel, key, panel, sequence or page), where a panel is a head's
+    row, or those of as many of the block's `heads` as make 128 bytes."""
+    outer, keys = shapes(spec, num_pages)[1][:2]
     page, key, head, _ = strides
     columns = code_columns(format, spec.head_dim)
+    panel = min(heads * columns, 128)
     return TensorMap(
         np.dtype(np.uint8),
-        (columns, keys, 1, spec.heads_kv, outer),
-        (key, columns, head, page),
-        (columns, box_keys, 1, 1, 1),
-        swizzle_bytes=columns,
-        l2_bytes=128,  # of int4, in half of a line is the next head's row
+        (panel, keys, spec.heads_kv * columns // panel, outer),
+        (key, head * (panel // columns), page),
+        (panel, box_keys, 1, 1),
+        swizzle_bytes=panel,
+        l2_bytes=128,  # in half of a line may be the next head's row
     )
 
 
-def _pays(call: Call, *, small_pages: bool) -> bool:
+def _head_counts(head_dim: int, formats: tuple[str, str]) -> tuple[int, ...]:
+    """Numbers of key heads that a block may have side by side: those whose rows make 128 bytes
+    together, or half of it."""
+    if formats == ("int4", "int4") and head_dim == 64:
+        return 1, 2, 4
+    return (1, 2) if head_dim == 64 or "int4" in formats else (1,)
+
+
+def _heads(call: Call) -> int:
+    """How many key heads a block has side by side. With as many as can be, tiles take fewer
+    instructions, and a block has fewer splits to begin and to end; with less, sequences that are
+    few have fewer splits to merge. With splits that do not depend on the batch, nor does this."""
+    spec = call.spec
+    formats = spec.k_format, spec.v_format
+    assert call.k_scales is not None
+    if spec.rows != "batched" or spec.seqlen_q != 1 or call.k_scales.has_offset:
+        return 1
+    if any(
+        strides[2] != code_columns(format, spec.head_dim)
+        for strides, format in zip(call.strides[1:3], formats, strict=True)
+    ):
+        return 1
+    pairs = spec.batch * spec.heads_kv
+    many = call.num_splits is None and (
+        pairs >= 2 * call.multiprocessors or pairs * spec.seqlen_k >= MANY_KEYS
+    )
+    *fewer, most = _head_counts(spec.head_dim, formats)
+    if not many and (spec.head_dim == 128 or most == 4) and fewer:
+        most = fewer.pop()
+    rows = spec.heads_q // spec.heads_kv
+    for heads in (most, *fewer[::-1]):
+        if spec.heads_kv % heads == 0 and (rows <= FOLDED_ROWS or rows == 8):
+            return heads
+    return 1
+
+
+def _rows(head_rows: int, heads: int, head_dim: int) -> tuple[int, int]:
+    """Rows of a tile, and of a warp, where a head has so many."""
+    if heads == 1:
+        tiles = CODE_ROWS[head_dim]
+        rows = next((n for n in tiles if head_rows <= n), tiles[-1])
+        return rows, FOLDED_ROWS if head_rows <= FOLDED_ROWS else rows
+    return -(-heads * head_rows // 8) * 8, FOLDED_ROWS if head_rows <= FOLDED_ROWS else 8
+
+
+def _pays(call: Call) -> bool:
     """Whether this kernel is the faster one; with splits that do not depend on the batch, nor does
     the answer."""
     spec = call.spec
     if spec.head_dim == 64 or "int4" in (spec.k_format, spec.v_format):
         return True
-    least = LEAST_PAIRS[small_pages] * call.multiprocessors
+    least = LEAST_PAIRS * call.multiprocessors
     return least == 0 or (call.num_splits is None and spec.batch * spec.heads_kv >= least)
 
 
@@ -172,13 +251,21 @@ def _has_packed_scales(call: Call) -> bool:
     return True
 
 
-def _sm90_codes_variant(dtype: str, head_dim: int, rows: int, formats: tuple[str, str]) -> Variant:
+def _sm90_codes_variant(
+    dtype: str, head_dim: int, formats: tuple[str, str], heads: int, rows: int, warp_rows: int
+) -> Variant:
     """With the deepest rings that shared memory has room for."""
     numbers = format_number(formats[0]), format_number(formats[1])
+    # What a tile takes besides its products is more where rows are short.
+    warp_keys = 64 if head_dim == 64 and warp_rows == FOLDED_ROWS else CODE_TILE_KEYS
     # Expanding 4 bits takes as long as 8, and there are twice as many.
-    warps = 12 if rows == 8 and INT4 in numbers else 8
+    warps = 12 if warp_rows <= 8 and INT4 in numbers else 8
+    if warp_keys == 64 and numbers[0] != INT4:
+        warps = 8  # registers are for the tiles
     for stages in (6, 5, 4, 3, 2):
-        config = Sm90CodesConfig(dtype, head_dim, rows, CODE_TILE_KEYS, warps, stages, *numbers)
+        config = Sm90CodesConfig(
+            dtype, head_dim, rows, warp_keys, warps, stages, *numbers, heads, warp_rows
+        )
         if config.smem_bytes <= 227 << 10:
             return Variant("decoding/decode_codes_sm90.cu", "decode_codes_sm90", config)
     raise AssertionError(f"no rings fit for {head_dim=}, {rows=}, {formats=}")
