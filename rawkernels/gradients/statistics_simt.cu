@@ -1,8 +1,8 @@
 // What the passes of the backward kernels need of each row, and gradients that are sums over rows:
 // small kernels.
 //
-//   delta_simt        delta = sum(dout * out) - dlse, of lse's shape: a warp a row. 0 in rows that
-//                     belong to no sequence, whatever lies there.
+//   delta_simt        delta = sum(dout * out) - dlse, of lse's shape: eight lanes a row. 0 in rows
+//                     that belong to no sequence, whatever lies there.
 //   clear_dq_simt     dq = 0, for gradients/backward_fused_simt.cu: a thread an element.
 //   sinks_simt        dsinks = -sum(exp(sink - lse) * delta) over a head's rows: a block a head.
 //   alibi_simt        dalibi, from what the blocks of the dq pass found: a block for each slope.
@@ -13,6 +13,14 @@
 #include "tile/ragged.cuh"
 
 constexpr int kWarps = Config::threads / 32;
+constexpr int kDeltaLanes = 8;  // of delta_simt, for each row
+constexpr int kPacked16 = 16 / sizeof(T);
+using Packed16 = tile::Vec<T, kPacked16>;
+
+// a / b of numbers that are not negative; of short ones in few instructions.
+__device__ __forceinline__ long long quotient(long long a, int b) {
+  return a >> 32 == 0 ? static_cast<unsigned>(a) / static_cast<unsigned>(b) : a / b;
+}
 
 // Where the rows of sequences end in a ragged array; else its length.
 __device__ __forceinline__ int end_of_rows(const ForwardParams& params) {
@@ -44,22 +52,45 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
                const __grid_constant__ BackwardParams backward) {
   // Heads go fastest: neighbouring warps read neighbouring memory.
   const bool ragged = params.cu_seqlens_q != nullptr;
-  const long long number = static_cast<long long>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int head = static_cast<int>(number % params.heads_q);
-  const long long row = number / params.heads_q;  // of all sequences
-  const int batch = ragged ? 0 : static_cast<int>(row / params.seqlen_q);
-  const int query = static_cast<int>(ragged ? row : row % params.seqlen_q);
+  const int lane = threadIdx.x % kDeltaLanes;
+  const long long number = static_cast<long long>(blockIdx.x) * (Config::threads / kDeltaLanes) +
+                           threadIdx.x / kDeltaLanes;
+  const long long row = quotient(number, params.heads_q);  // of all sequences
+  const int head = static_cast<int>(number - row * params.heads_q);
+  const int batch = ragged ? 0 : static_cast<int>(quotient(row, params.seqlen_q));
+  const int query = static_cast<int>(row - static_cast<long long>(batch) * params.seqlen_q);
   if (row >= static_cast<long long>(ragged ? 1 : params.batch) * params.seqlen_q) return;
 
   const T* out = static_cast<const T*>(params.out) + batch * params.out_stride.batch +
                  query * params.out_stride.seq + head * params.out_stride.head;
   const T* dout = static_cast<const T*>(backward.dout) + batch * backward.dout_stride.batch +
                   query * backward.dout_stride.seq + head * backward.dout_stride.head;
+  // Whole vectors where they are aligned; the order of the sum is the same where they are not.
+  const bool aligned =
+      (reinterpret_cast<size_t>(out) | reinterpret_cast<size_t>(dout)) % sizeof(Packed16) == 0 &&
+      params.head_dim_v % kPacked16 == 0;
   Acc sum = 0;
-  for (int d = threadIdx.x % 32; d < params.head_dim_v; d += 32)
-    sum = fma(static_cast<Acc>(out[d]), static_cast<Acc>(dout[d]), sum);
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 != 0) return;
+  for (int d = lane * kPacked16; d < params.head_dim_v; d += kDeltaLanes * kPacked16) {
+    Packed16 a, b;
+    if (aligned) {
+      a = *reinterpret_cast<const Packed16*>(out + d);
+      b = *reinterpret_cast<const Packed16*>(dout + d);
+    } else {
+      for (int e = 0; e < kPacked16; ++e) {
+        const bool inside = d + e < params.head_dim_v;
+        a.x[e] = inside ? out[d + e] : static_cast<T>(0.0f);
+        b.x[e] = inside ? dout[d + e] : static_cast<T>(0.0f);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kPacked16; ++e)
+      sum = fma(static_cast<Acc>(a.x[e]), static_cast<Acc>(b.x[e]), sum);
+  }
+  const unsigned lanes = ((1u << kDeltaLanes) - 1) << (threadIdx.x % 32 - lane);  // of the row
+#pragma unroll
+  for (int distance = kDeltaLanes / 2; distance > 0; distance /= 2)
+    sum += __shfl_xor_sync(lanes, sum, distance);
+  if (lane != 0) return;
   const long long at =
       (static_cast<long long>(batch) * params.heads_q + head) * params.seqlen_q + query;
   if (backward.dlse != nullptr) sum -= static_cast<const Acc*>(backward.dlse)[at];

@@ -154,7 +154,7 @@ def _launches(
     all_given = (*given, dropout_arguments(spec))
 
     rows = spec.seqlen_q * spec.heads_q * (1 if ragged else spec.batch)
-    launches = [Launch(statistics_variant("delta_simt", dtype), (-(-rows // 8),), given)]
+    launches = [Launch(statistics_variant("delta_simt", dtype), (-(-rows // 32),), given)]
     if call.grad_sinks:
         launches.append(Launch(statistics_variant("sinks_simt", dtype), (spec.heads_q,), given))
     workspaces: tuple[tuple[str, int], ...] = ()

@@ -126,7 +126,12 @@ class Sm80FusedConfig(Sm80BackwardConfig):
 
 
 #: (tile_m, tile_n), keys and queries, of gradients/backward_fused_sm80.cu by padded head_dims.
-SM80_FUSED_TILES = {(64, 64): (128, 128), (128, 128): (128, 64), (256, 256): (64, 64)}
+SM80_FUSED_TILES = {
+    (64, 64): (128, 128),
+    (128, 128): (128, 64),
+    (192, 128): (64, 64),
+    (256, 256): (64, 64),
+}
 
 
 def sm80_fused(dtype: str, dims: tuple[int, int], arch: str) -> Variant | None:
