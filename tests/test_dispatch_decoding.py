@@ -322,10 +322,10 @@ def test_many_short_sequences_have_small_blocks(batch, heads, capacity, dim, blo
 @pytest.mark.parametrize(
     ("heads", "dim", "whole_lines", "change"),
     [
-        ((32, 4), 112, False, {}),  # µs on an H200: 138, with whole lines 145
-        ((32, 8), 48, False, {}),  # 151, 170
+        ((40, 5), 112, False, {}),
+        ((32, 8), 48, False, {}),  # µs on an H200: 151, with whole lines 170
         ((16, 4), 224, False, {}),
-        ((32, 4), 80, True, {}),  # 99, without 108
+        ((24, 3), 80, True, {}),
         ((32, 4), 128, True, {}),
         ((8, 1), 112, True, {}),  # 117, without 130
         ((32, 4), 112, True, {"arch": "sm_80"}),
@@ -335,6 +335,30 @@ def test_whole_lines_are_read_where_the_next_copies_need_them(heads, dim, whole_
     spec = cached(64, heads, 4096, dim)
     below = tuple(tier for tier in TIERS if tier.name != "decode_sm90")
     assert choose(spec, tiers=below, **change).variant.config.whole_lines == whole_lines
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "together", "change"),
+    [
+        ((32, 4), 96, 2, {}),
+        ((32, 8), 80, 2, {}),
+        ((64, 4), 112, 2, {}),
+        ((24, 3), 96, 1, {}),  # one would be left
+        ((8, 1), 96, 1, {}),
+        ((128, 4), 96, 1, {}),  # more than 16 rows
+        ((32, 4), 128, 1, {}),
+        ((32, 4), 96, 1, {"arch": "sm_80"}),
+        ((32, 4), 96, 1, {"num_splits": 3}),
+    ],
+)
+def test_rows_that_split_lines_are_read_two_heads_at_a_time(heads, dim, together, change):
+    spec = cached(64, heads, 4096, dim)
+    below = tuple(tier for tier in TIERS if tier.name != "decode_sm90")
+    launch = choose(spec, tiers=below, **change)
+    assert launch.variant.config.heads == together
+    lanes, groups = launch.grid
+    assert heads[1] // together % lanes == 0
+    assert lanes * groups > 120 or change
 
 
 def layout(shape, dtype, strides=None):

@@ -314,7 +314,7 @@ def decode_arguments(
     num_pages: int,
     kv_block_shift: int,
     num_splits: int | str | None,
-    head_lanes: int,
+    heads_per_block: int,
     single_tile: bool,
     max_queries: int = UNBOUNDED,
     k_scales: Scales | None = None,
@@ -342,8 +342,8 @@ def decode_arguments(
         As in DecodeParams.
     num_splits
         As in :func:`cuattn.flash_decode`.
-    head_lanes : int
-        Blocks that share out the key heads.
+    heads_per_block : int
+        As in DecodeParams.
     single_tile : bool
         As in DecodeParams.
     max_queries : int, optional
@@ -384,7 +384,7 @@ def decode_arguments(
         fixed_splits=num_splits is not None,
         kv_block_shift=kv_block_shift,
         num_splits=num_splits if isinstance(num_splits, int) else 0,
-        heads_per_block=spec.heads_kv // head_lanes,
+        heads_per_block=heads_per_block,
         group=group,
         group_shift=group_shift,
         group_magic=group_magic,

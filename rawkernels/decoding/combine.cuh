@@ -82,11 +82,12 @@ struct Partial {
 // partial result is written in packets of 16 bytes, half of each numbers and half the launch's id,
 // so that neither flags nor fences are needed: who reads the id has read the numbers.
 template <class T, int kRows, int kHeadDim, bool kAligned, int kBatch,
-          int kWarps = Config::threads / 32>
+          int kWarps = Config::threads / 32, int kHeads = 1>
 struct Writer {
   using Acc = tile::Accumulator<T>;
   using Packet = ptx::B128;
 
+  using HeadRows = decoding::HeadRows<kRows, kHeads>;
   static constexpr int kVecs = kHeadDim / 4;
   static constexpr int kNumbers = 8 / sizeof(Acc);  // of a packet
   // Packets of a row: O's, four columns in kOPackets packets that lie apart, so that those of
@@ -100,9 +101,12 @@ struct Writer {
   const Split& split;
   const SplitPlace& place;
 
+  // Rows of each of the tile's key heads that exist.
   __device__ __forceinline__ int rows() const {
-    return min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
+    return min(HeadRows::kEach,
+               split.seq.seqlen_q * params.group - split.row_tile * HeadRows::kEach);
   }
+  __device__ __forceinline__ bool exists(int row) const { return HeadRows::in_head(row) < rows(); }
 
   // Columns 4c … 4c + 3 of a row of this split.
   __device__ __forceinline__ void put(int row, int column, const Partial<T>& result) const {
@@ -122,7 +126,7 @@ struct Writer {
   // requests kBatch while those before are added up, in few instructions: what does not exist is
   // read as its neighbour is, and not added. All lanes have read a packet before its id is cleared.
   __device__ __forceinline__ void merge_partials() const {
-    const int tasks = rows() * kPanels, lane = threadIdx.x % 32;
+    const int tasks = (kHeads == 1 ? rows() : kRows) * kPanels, lane = threadIdx.x % 32;
     const MergeList list = place.merge_list();
     Packet packets[kBatch][kOPackets + kMaxSumPackets];
     Numbers numbers[kBatch];
@@ -130,8 +134,7 @@ struct Writer {
     Round requested = {static_cast<int>(threadIdx.x) / 32, 0}, read = {-1, 0};
 #pragma unroll 1
     while (true) {
-      while (requested.task < tasks && requested.task % kPanels * 64 >= params.head_dim_v)
-        requested.task += kWarps;
+      while (requested.task < tasks && !exists(requested)) requested.task += kWarps;
       const bool more = requested.task < tasks;
       if (kAhead && more) request(list, requested, packets);
       if (read.task >= 0) {
@@ -199,6 +202,9 @@ struct Writer {
     Acc max_sum[2];
   };
 
+  __device__ __forceinline__ bool exists(Round round) const {
+    return round.task % kPanels * 64 < params.head_dim_v && (kHeads == 1 || exists(row_of(round)));
+  }
   __device__ __forceinline__ static int row_of(Round round) { return round.task / kPanels; }
   // The first of this lane's four.
   __device__ __forceinline__ static int column_of(Round round) {
@@ -274,9 +280,10 @@ struct Writer {
   }
 
   __device__ __forceinline__ void put_result(int row, int column, Partial<T> result) const {
-    const int index = split.row_tile * kRows + row;
+    const int index = split.row_tile * HeadRows::kEach + HeadRows::in_head(row);
     const int token = divided_by_group(params, index);
-    const int head = split.head * params.group + index - token * params.group;
+    const int head =
+        (split.head + HeadRows::head_of(row)) * params.group + index - token * params.group;
     if (params.sinks != nullptr) {  // a key without a value
       const Acc sink = static_cast<const Acc*>(params.sinks)[head];
       result.rescale(fmax(result.max, ceil(sink * static_cast<Acc>(1.4426950408889634))));

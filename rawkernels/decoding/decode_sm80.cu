@@ -11,7 +11,9 @@
 //     Sᵀ (keys × rows) = K Qᵀ,   Oᵀ (head_dim × rows) += Vᵀ Pᵀ.
 //   kWarpsK slices of a tile's keys each have their own softmax and O, and their own ring of
 //   kStages stages of K and V, so nothing in the main loop waits for the block; kWarpsQ warps share
-//   a slice and have kWarpRows rows each. The rings run ahead over the ends of splits
+//   a slice and have kWarpRows rows each, or with Config::heads of 2 the rows of one of two
+//   neighbouring key heads, which are copied together: rows that split lines of 128 bytes are read
+//   faster so. The rings run ahead over the ends of splits
 //   (schedule.cuh): the next split's keys arrive during the epilogue of the one before.
 #include "decoding/combine.cuh"
 #include "decoding/ring.cuh"
@@ -31,30 +33,41 @@ constexpr int kRows = kWarpRows * kWarpsQ;
 constexpr int kTileKeys = kWarpKeys * kWarpsK;
 constexpr int kSliceThreads = 32 * kWarpsQ;
 constexpr int kRowBlocks = kWarpRows / 8;
-constexpr int kMergeBatch = kHeadDim == 256 ? 1 : kRows == 8 ? 4 : 2;  // that registers hold
-static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK,
-              "warps share slices and rows evenly, and each row has a thread to locate it");
-
 constexpr bool kCodes = Config::k_format != tile::kPlain;
 static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
+
+// That registers hold.
+constexpr int kMergeBatch = kHeadDim < 256 && kRows / Config::heads == 8 ? 4
+                            : kHeadDim < 256 || !kCodes                  ? 2
+                                                                         : 1;
+static_assert(kRows <= Config::threads && Config::threads == 32 * kWarpsQ * kWarpsK,
+              "warps share slices and rows evenly, and each row has a thread to locate it");
 
 constexpr bool kElementwise = Config::mask || Config::bias;
 static_assert(!kElementwise || !kCodes, "bias and mask are for plain keys");
 
+constexpr int kHeads = Config::heads;
+using HeadRows = decoding::HeadRows<kRows, kHeads>;
+static_assert(kHeads == 1 || (kHeads == 2 && kWarpsQ == 2 && !kElementwise && !kCodes),
+              "of two plain key heads each has a warp of a slice");
+
 using Params = DecodeParamsOf<kElementwise>::Type;
-using Tile = decoding::SwizzledRows<kHeadDim>;
+using Tile = decoding::SwizzledRows<kHeads * kHeadDim>;
 using ScoreTile = decoding::ScoreTile<kRows, kWarpKeys, Config::bias>;
-using Storage = decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim, Config::whole_lines>,
-                                  decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>,
-                                  Config::k_format, Config::v_format, kHeadDim, kRows, kWarpRows,
-                                  kWarpKeys, Config::k_groups, Config::v_groups>;
+using Storage =
+    decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim, Config::whole_lines, kHeads>,
+                      decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>, Config::k_format,
+                      Config::v_format, kHeadDim, kRows, kWarpRows, kWarpKeys, Config::k_groups,
+                      Config::v_groups>;
 using Stage = decoding::StageOf<Storage::Stage, ScoreTile, kElementwise>::Type;
 using Slice = Storage::Slice;
-using Schedule = decoding::Schedule<kRows, kTileKeys>;
-using Loader = decoding::Loader<T, Stage, Schedule, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK,
-                                kStages, Config::query_buffers, Config::table, kElementwise>;
-using Rows = decoding::RowsOf<T, decoding::Rows<T, kRows>, ScoreTile, kElementwise>::Type;
-using Writer = decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch>;
+using Schedule = decoding::Schedule<HeadRows::kEach, kTileKeys, kHeads>;
+using Loader =
+    decoding::Loader<T, Stage, Schedule, kRows, kHeadDim, kWarpKeys, kWarpsQ, kWarpsK, kStages,
+                     Config::query_buffers, Config::table, kElementwise, kHeads>;
+using Rows = decoding::RowsOf<T, decoding::Rows<T, kRows, kHeads>, ScoreTile, kElementwise>::Type;
+using Writer =
+    decoding::Writer<T, kRows, kHeadDim, true, kMergeBatch, Config::threads / 32, kHeads>;
 
 struct Smem {
   alignas(128) Stage ring[kWarpsK][kStages];
@@ -93,7 +106,7 @@ __device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& s
   for (int i = threadIdx.x; i < 4 * kWarpsQ * Writer::kVecs; i += Config::threads) {
     const int from = i / Writer::kVecs, column = i % Writer::kVecs * 4;
     const int row = from / 4 * kWarpRows + first + from % 4;
-    if (row >= writer.rows() || column >= writer.params.head_dim_v) continue;
+    if (!writer.exists(row) || column >= writer.params.head_dim_v) continue;
     float2 max_sum[kWarpsK];
     decoding::Partial<T> whole;
 #pragma unroll
@@ -129,14 +142,16 @@ __device__ __forceinline__ void attend(AnySlice& acc, const Params& params, cons
                                        const tile::Range& common_keys, int key, int first_row) {
   const decoding::Split& split = smem.splits[number & 1];
   const unsigned q_rows = ptx::shared_address(smem.queries[number % Config::query_buffers]) +
-                          first_row * Tile::kRowBytes;
+                          first_row * decoding::SwizzledRows<kHeadDim>::kRowBytes;
+  // Where the columns of this warp's head begin in a row of the tile.
+  const unsigned columns = HeadRows::head_of(first_row) * sizeof(T) * kHeadDim;
   typename AnySlice::Scores s;
   if constexpr (kCodes)
     AnySlice::multiply_scores(s, stage, stage.scales,
                               decoding::ScaleReader::of_keys(params, split.head), q_rows,
                               smem.query_rows, first_row);
   else
-    AnySlice::multiply_scores(s, ptx::shared_address(stage.k), q_rows);
+    AnySlice::multiply_scores(s, ptx::shared_address(stage.k) + columns, q_rows);
   const bool masked = !common_keys.contains(key, kWarpKeys);
   if constexpr (kElementwise)
     AnySlice::finish_scores(s, params, smem.rows, stage.elements, split, key, first_row, masked);
@@ -150,7 +165,7 @@ __device__ __forceinline__ void attend(AnySlice& acc, const Params& params, cons
     acc.multiply_values(s, ptx::shared_address(stage.v), seen);
   } else {
     acc.update_softmax(s);
-    acc.multiply_values(s, ptx::shared_address(stage.v));
+    acc.multiply_values(s, ptx::shared_address(stage.v) + columns);
   }
 }
 

@@ -18,36 +18,76 @@ using SwizzledRows = tile::Swizzled<kHeadDim / 8>;
 // With kWholeLines, L2 reads 128 bytes for each 16 that are asked for, of which the next copies of
 // the thread block are a part as a rule. Where rows of several heads lie side by side, and are no
 // multiple of that, the rest would be another thread block's.
-template <class T, int kKeys, int kHeadDim, bool kWholeLines = true>
+template <class T, int kKeys, int kHeadDim, bool kWholeLines = true, int kHeads = 1>
 struct Stage {
-  T k[kKeys * kHeadDim];
-  T v[kKeys * kHeadDim];
+  T k[kKeys * kHeads * kHeadDim];
+  T v[kKeys * kHeads * kHeadDim];
+};
+
+// Which chunk of a key's rows of kHeads neighbouring heads a thread copies, `lane` of as many as a
+// row of the tile has: of one head, that one's.
+template <class T, int kHeadDim, int kHeads>
+struct CopiedChunk {
+  static constexpr int head = 0;
+  int chunk;
+
+  __device__ __forceinline__ CopiedChunk(const DecodeParams&, int, int lane) : chunk(lane) {}
+  __device__ __forceinline__ int place() const { return chunk; }
+};
+
+// Of two: eight lanes at a time ask L2 for what they copy, so they take a line of 128 bytes where
+// that is possible, of both heads' rows as they follow each other. The lanes before and after these
+// write the zeros past the ends of both rows in the tile.
+template <class T, int kHeadDim>
+struct CopiedChunk<T, kHeadDim, 2> {
+  static constexpr int kHeadChunks = kHeadDim / 8;
+  int head, chunk;
+
+  __device__ __forceinline__ CopiedChunk(const DecodeParams& params, int first_head, int lane) {
+    const int chunks = params.head_dim / 8, missing = kHeadChunks - chunks;
+    const T* const begin = static_cast<const T*>(params.k) + first_head * params.k_stride.head;
+    const int in_line = reinterpret_cast<unsigned long long>(begin) / 16 % 8;
+    lane -= min(in_line, 2 * missing);
+    if (lane < 0) lane += 2 * kHeadChunks;
+    if (lane < 2 * chunks) {
+      head = lane >= chunks;
+      chunk = lane - head * chunks;
+    } else {
+      head = lane - 2 * chunks >= missing;
+      chunk = lane - chunks - head * missing;
+    }
+  }
+  __device__ __forceinline__ int place() const { return head * kHeadChunks + chunk; }
 };
 
 // Copies a tile of kWarpKeys keys by kThreads threads; zeros for keys outside [begin, end), which
 // are not read: they may be NaN, and 0 · NaN is NaN. `page` is that of key threadIdx.x % kWarpKeys.
-// What is read once need not push other data out of L2.
-template <int kThreads, bool kPolicy, class T, int kHeadDim, int kWarpKeys, bool kWholeLines>
-__device__ __forceinline__ void copy_tile(const DecodeParams& params,
-                                          const Stage<T, kWarpKeys, kHeadDim, kWholeLines>& stage,
-                                          int key, int begin, int end, int head, int page,
-                                          bool read_once) {
+// A key's rows of kHeads neighbouring heads are copied side by side. What is read once need not
+// push other data out of L2.
+template <int kThreads, bool kPolicy, class T, int kHeadDim, int kWarpKeys, bool kWholeLines,
+          int kHeads>
+__device__ __forceinline__ void copy_tile(
+    const DecodeParams& params, const Stage<T, kWarpKeys, kHeadDim, kWholeLines, kHeads>& stage,
+    int key, int begin, int end, int head, int page, bool read_once) {
   static_assert(kPolicy || kWholeLines, "without a policy there is one kind of copy");
-  using Tile = SwizzledRows<kHeadDim>;
-  constexpr int kChunks = kHeadDim / 8;
+  using Tile = SwizzledRows<kHeads * kHeadDim>;
+  constexpr int kChunks = kHeads * kHeadDim / 8;
   constexpr int kPassRows = kThreads / kChunks;
   constexpr int kPasses = kWarpKeys / kPassRows;
   constexpr int kSpan = 16;  // consecutive keys that lie in one page, where pages have so many
   static_assert(kThreads % kChunks == 0 && 8 % kPassRows == 0 && kWarpKeys % kPassRows == 0,
                 "a pass of 16-byte copies must be whole rows, and eight rows whole passes");
   const int thread = threadIdx.x % kThreads;
-  const int row = thread / kChunks, chunk = thread % kChunks;
-  const unsigned first = Tile::at(row, chunk);
+  const int row = thread / kChunks;
+  const CopiedChunk<T, kHeadDim, kHeads> own = {params, head, thread % kChunks};
+  const unsigned first = Tile::at(row, own.place());
   const unsigned k_tile = ptx::shared_address(stage.k) + first;
   const unsigned v_tile = ptx::shared_address(stage.v) + first;
-  const kvcache::Pages<const T> k = {static_cast<const T*>(params.k) + chunk * 8, params.k_stride};
-  const kvcache::Pages<const T> v = {static_cast<const T*>(params.v) + chunk * 8, params.v_stride};
-  const bool k_exists = chunk * 8 < params.head_dim, v_exists = chunk * 8 < params.head_dim_v;
+  head += own.head;
+  const int column = own.chunk * 8;
+  const kvcache::Pages<const T> k = {static_cast<const T*>(params.k) + column, params.k_stride};
+  const kvcache::Pages<const T> v = {static_cast<const T*>(params.v) + column, params.v_stride};
+  const bool k_exists = column < params.head_dim, v_exists = column < params.head_dim_v;
   const unsigned from_begin = key + row - begin;
   const unsigned count = end - begin;
   const int mask = (1 << params.page_shift) - 1;
@@ -115,12 +155,15 @@ struct KeyTile<true> : KeyTile<false> {
 // tile kStages before it is loaded; or all of a single sequence's table, of up to kTable entries,
 // before the sequence's length is known.
 template <class T, class Stage, class Schedule, int kRows, int kHeadDim, int kWarpKeys, int kWarpsQ,
-          int kWarpsK, int kStages, int kQueryBuffers, int kTable, bool kElementwise = false>
+          int kWarpsK, int kStages, int kQueryBuffers, int kTable, bool kElementwise = false,
+          int kHeads = 1>
 struct Loader {
   using Params = typename DecodeParamsOf<kElementwise>::Type;
   using Tile = SwizzledRows<kHeadDim>;
   using Queries = T[kQueryBuffers][kRows * kHeadDim];  // of splits in turn
   using Table = int[kTable > 0 ? kTable : 1];
+  using HeadRows = decoding::HeadRows<kRows, kHeads>;
+  static constexpr bool kPolicy = HeadRows::kEach <= 16;
   static constexpr int kThreads = 32 * kWarpsQ;
   static constexpr int kBlockThreads = kThreads * kWarpsK;
   static constexpr int kChunks = kHeadDim / 8;
@@ -210,8 +253,8 @@ struct Loader {
     key += kStep;
     if (tile.key >= 0) {
       page = page_table(params).existing(page);  // here: sooner would wait for its read
-      copy_tile<kThreads, kRows == 8>(params, stage, tile.key, tile.begin, tile.end, tile.head,
-                                      page, read_once());
+      copy_tile<kThreads, kPolicy>(params, stage, tile.key, tile.begin, tile.end, tile.head, page,
+                                   read_once());
       if constexpr (kElementwise)
         copy_elements<T, kThreads>(params, stage.elements, tile.rows, tile.head, tile.key);
     }
@@ -241,7 +284,7 @@ struct Loader {
 
   // Whether only one tile of rows reads each key.
   __device__ __forceinline__ bool read_once() const {
-    return params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= kRows;
+    return params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= HeadRows::kEach;
   }
 
   __device__ __forceinline__ int first_key() const {
@@ -275,19 +318,20 @@ struct Loader {
     requested_queries = to;
     loads_since = 0;
     const int group = params.group;
-    const int rows = from.seq.seqlen_q * group - from.row_tile * kRows;
+    const int rows = from.seq.seqlen_q * group - from.row_tile * HeadRows::kEach;
     const unsigned target = ptx::shared_address(queries[to % kQueryBuffers]);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kRows * kChunks; i += kBlockThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
-      const int index = from.row_tile * kRows + row;
+      const int index = from.row_tile * HeadRows::kEach + HeadRows::in_head(row);
       const int token = divided_by_group(params, index);
       const T* source = static_cast<const T*>(params.q) + from.seq.index * params.q_stride.batch +
                         (from.seq.begin_q + token) * params.q_stride.seq +
-                        (from.head * group + index - token * group) * params.q_stride.head +
+                        ((from.head + HeadRows::head_of(row)) * group + index - token * group) *
+                            params.q_stride.head +
                         chunk * 8;
       ptx::cp_async_16(target + Tile::at(row, chunk), source,
-                       row < rows && chunk * 8 < params.head_dim);
+                       HeadRows::in_head(row) < rows && chunk * 8 < params.head_dim);
     }
   }
 };

@@ -6,7 +6,8 @@
 // head, in the order sequence, row tile, key, are shared by groups of thread blocks in contiguous
 // ranges of equal cost. The thread blocks of a group do the same for different heads, at the same
 // time: what they read lies side by side in memory. (Where there are too many heads for that, a
-// thread block takes several in turn.) What a thread block has of one work tile is a split. A work
+// thread block takes several in turn, and where a tile has kHeads neighbouring ones these are
+// counted as one.) What a thread block has of one work tile is a split. A work
 // tile of one split is written out at once; of others each split leaves a partial result in a slot
 // of its own, and the thread block with the last split merges them: at its end, where they are not
 // all its own.
@@ -20,6 +21,15 @@
 #include "tile/ragged.cuh"
 
 namespace decoding {
+
+// The rows of a tile that has kHeads neighbouring key heads: the first one's, then the next one's.
+template <int kRows, int kHeads>
+struct HeadRows {
+  static constexpr int kEach = kRows / kHeads;
+
+  __device__ __forceinline__ static int head_of(int row) { return kHeads == 1 ? 0 : row / kEach; }
+  __device__ __forceinline__ static int in_head(int row) { return kHeads == 1 ? row : row % kEach; }
+};
 
 // A sequence of a batch, whose keys lie in a cache.
 struct CachedSequence {
@@ -107,7 +117,7 @@ __device__ __forceinline__ KvBlocks cut_keys(const DecodeParams& params, const C
 // What one thread block computes at a time: some keys of a work tile.
 struct Split {
   CachedSequence seq;
-  int head, row_tile;      // head of the keys
+  int head, row_tile;      // head of the keys, the first of kHeads
   int begin, end, origin;  // keys [begin, end), in tiles counted from origin
 };
 
@@ -167,7 +177,7 @@ struct SplitPlace {
 // The splits of this thread block, one after the other. A work tile's steps are kTileSteps, for its
 // queries and its epilogue, and one for each block of keys; groups get equal contiguous ranges of
 // steps. With fixed splits nothing is counted but the blocks.
-template <int kRows, int kTileKeys>
+template <int kRows, int kTileKeys, int kHeads = 1>
 struct Schedule {
   static constexpr int kTileSteps = 1;
 
@@ -245,7 +255,7 @@ struct Schedule {
     const int block = max(index - extra, 0);
     const int count = params.fixed_splits != 0 ? 1 : min(blocks.count - block, end - step - first);
     split.seq = seq;
-    split.head = blockIdx.x * params.heads_per_block + head;
+    split.head = (blockIdx.x * params.heads_per_block + head) * kHeads;
     split.row_tile = row_tile;
     split.origin = blocks.origin + (block << blocks.shift);
     split.begin = max(blocks.begin, split.origin);

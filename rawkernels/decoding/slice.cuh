@@ -20,21 +20,25 @@ __device__ __forceinline__ int permuted_column(int row, int column) {
 }
 
 // What the scores of a tile's rows depend on.
-template <class T, int kRows>
+template <class T, int kRows, int kHeads = 1>
 struct Rows {
+  using HeadRows = decoding::HeadRows<kRows, kHeads>;
+
   int position[kRows];
   float slope[kRows];  // as ScoreRow's
 
   // Fills in the rows of a split, by the first kRows threads. Rows past the last are like it.
   __device__ __forceinline__ void locate(const DecodeParams& params, const Split& split) {
     if (threadIdx.x >= kRows) return;
-    const int index = min(split.row_tile * kRows + static_cast<int>(threadIdx.x),
+    const int row = threadIdx.x;
+    const int index = min(split.row_tile * HeadRows::kEach + HeadRows::in_head(row),
                           split.seq.seqlen_q * params.group - 1);
     const int token = divided_by_group(params, index);
     position[threadIdx.x] = split.seq.seqlen_k - split.seq.seqlen_q + token;
     if (params.alibi_slopes != nullptr)
       slope[threadIdx.x] = score_mod(params).slope(
-          split.seq.index, split.head * params.group + index - token * params.group);
+          split.seq.index,
+          (split.head + HeadRows::head_of(row)) * params.group + index - token * params.group);
   }
 
   __device__ __forceinline__ static ScoreMod<T, true, true> score_mod(const DecodeParams& params) {
@@ -43,9 +47,11 @@ struct Rows {
 
   __device__ __forceinline__ tile::ScoreRow<float> score_row(const DecodeParams& params,
                                                              const Split& split, int row) const {
-    const int index = split.row_tile * kRows + row, token = divided_by_group(params, index);
-    return {split.seq.index, split.head * params.group + index - token * params.group, token,
-            position[row], slope[row]};
+    const int index = split.row_tile * HeadRows::kEach + HeadRows::in_head(row);
+    const int token = divided_by_group(params, index);
+    const int head =
+        (split.head + HeadRows::head_of(row)) * params.group + index - token * params.group;
+    return {split.seq.index, head, token, position[row], slope[row]};
   }
 
   // The keys of a split that a row sees.

@@ -167,6 +167,29 @@ def test_every_page_size(rng, decode_tier, page_size):
             check(caches.paged(q, return_lse=True, **options), q, caches, causal=True, **options)
 
 
+@pytest.mark.parametrize("dim", [72, 80, 96, 112])
+@pytest.mark.parametrize(("heads", "group"), [(2, 1), (4, 4), (2, 8), (6, 5), (2, 13)])
+def test_pairs_of_key_heads(rng, decode_tier, dim, heads, group):
+    """Of rows that split lines of 128 bytes: two share a tile, where their number is even."""
+    for lens, page_size in (([700, 0, 1, 130], 16), ([1200], 4)):
+        caches = Caches(rng, lens, lens[0], heads, dim, dim, BFLOAT16, page_size)
+        options = drawn(OPTIONS["all"], rng, len(lens), heads * group)
+        for seqlen_q, more in ((1, {"causal": True}), (2, options)):
+            q = rng.standard_normal((len(lens), seqlen_q, heads * group, dim)).astype(BFLOAT16)
+            for call in (caches.contiguous, caches.paged):
+                check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
+
+
+def test_heads_of_a_pair_do_not_disturb_each_other(rng, decode_tier):
+    caches = Caches(rng, [300, 40], 300, 4, 96, 96, BFLOAT16)
+    q = rng.standard_normal((2, 1, 16, 96)).astype(BFLOAT16)
+    before = caches.contiguous(q).get().reshape(2, 4, 4, 96)
+    caches.k[:, 5, 1], caches.v[:, 7, 2] = np.inf, np.nan
+    after = caches.contiguous(q).get().reshape(2, 4, 4, 96)
+    assert np.array_equal(after[:, [0, 3]], before[:, [0, 3]])
+    assert np.isnan(after[:, 2].astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 64, "fixed"])
 def test_every_split(rng, decode_tier, num_splits):
     caches = Caches(rng, [5000, 3, 0, 1025], 5000, 2, 64, 64, BFLOAT16)

@@ -155,11 +155,13 @@ class SimtDecode:
                     yield _simt_variant(dtype, head_dim, **kinds)
 
 
-def partitioned(call: Call, variant: Variant) -> Launch:
-    """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh."""
+def partitioned(call: Call, variant: Variant, heads: int = 1) -> Launch:
+    """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh; a
+    tile has so many neighbouring key heads."""
     spec, config = call.spec, variant.config
     blocks = call.multiprocessors * config.blocks_per_sm
-    lanes = decode_head_lanes(spec.heads_kv, blocks)
+    lanes = decode_head_lanes(spec.heads_kv // heads, blocks)
+    rows = config.rows // heads
     grid = (lanes, blocks // lanes)
     return Launch(
         variant,
@@ -167,17 +169,17 @@ def partitioned(call: Call, variant: Variant) -> Launch:
         (
             arguments_of(
                 call,
-                head_lanes=lanes,
-                kv_block_shift=_kv_block_shift(call, lanes, config.rows, config.tile_keys),
-                single_tile=_has_single_tile(call, lanes, config.rows),
+                heads_per_block=spec.heads_kv // heads // lanes,
+                kv_block_shift=_kv_block_shift(call, lanes, rows, config.tile_keys),
+                single_tile=_has_single_tile(call, lanes * heads, rows),
             ),
         ),
-        workspace_bytes=_slots(call, grid, config.rows) * config.part_bytes,
+        workspace_bytes=_slots(call, grid, rows) * config.part_bytes,
     )
 
 
 def arguments_of(
-    call: Call, *, head_lanes: int, kv_block_shift: int = 0, single_tile: bool = False
+    call: Call, *, heads_per_block: int = 1, kv_block_shift: int = 0, single_tile: bool = False
 ) -> Arguments:
     spec, partial = call.spec, call.partial
     lse_strides = (0 if spec.rows == "ragged" else spec.heads_q * spec.seqlen_q, spec.seqlen_q)
@@ -192,7 +194,7 @@ def arguments_of(
         num_pages=call.num_pages,
         kv_block_shift=kv_block_shift,
         num_splits=call.num_splits,
-        head_lanes=head_lanes,
+        heads_per_block=heads_per_block,
         single_tile=single_tile,
         max_queries=call.max_queries,
         k_scales=call.k_scales,

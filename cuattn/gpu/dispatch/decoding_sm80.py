@@ -60,6 +60,12 @@ SHORT_RINGS = {
 #: So many of the blocks must have a pair of a sequence and a key head of their own.
 LEAST_PAIRS = 0.95
 
+#: What differs in tiles of two key heads, by the rows of each.
+HEAD_PAIRS: dict[int, dict[str, Any]] = {
+    8: {"warps_q": 2, "warps_k": 4, "table": 0, "heads": 2},
+    16: {"warps_q": 2, "warps_k": 4, "query_buffers": 1, "heads": 2},
+}
+
 #: Rows of a tile over codes, by head_dim.
 CODE_ROWS = {64: (8, 16), 128: (8, 16), 256: (8,)}
 
@@ -83,6 +89,7 @@ class Sm80DecodeConfig(Config):
     k_groups: int = 1  # of a key's features, each with a scale
     v_groups: int = 1
     whole_lines: bool = True  # as of Stage in decoding/ring.cuh
+    heads: int = 1  # neighbouring key heads of a tile, of which each has as many rows
     mask: bool = False  # there may be a mask
     bias: bool = False  # and a bias
 
@@ -122,7 +129,8 @@ class Sm80DecodeConfig(Config):
             words = self.warp_keys // 4 + 1 if self.mask else 0
             words += self.warp_keys + 4 if self.bias else 0
             elements = 4 * self.rows * words + (4 if self.mask and not self.bias else 0)
-            return self.warp_keys * self.head_dim * 2 * 2 + -(-elements // 128) * 128
+            row_bytes = self.heads * self.head_dim * 2
+            return self.warp_keys * row_bytes * 2 + -(-elements // 128) * 128
         bits = bits_of_two(self.k_format, self.v_format)
         row = self.head_dim * bits // 8 + 4 * (self.k_groups + self.v_groups)
         return -(-(self.warp_keys * row) // 128) * 128
@@ -185,9 +193,14 @@ class Sm80Decode:
         rings = _short_rings(call, head_dim, tile_rows)
         if rings is not None:
             config = dataclasses.replace(config, **rings._asdict(), table=0)
+        elif _pairs_heads(call, config):
+            # As measured on an H200: what else of a line is read is soon needed, by another block.
+            whole_lines = spec.head_dim <= 96 or spec.heads_kv <= 4
+            config = dataclasses.replace(config, **HEAD_PAIRS[tile_rows], whole_lines=whole_lines)
         elif tile_rows == 8 and _has_split_lines(call):
             config = dataclasses.replace(config, whole_lines=False)
-        return partitioned(call, Variant("decoding/decode_sm80.cu", "decode_sm80", config))
+        variant = Variant("decoding/decode_sm80.cu", "decode_sm80", config)
+        return partitioned(call, variant, config.heads)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
@@ -202,6 +215,8 @@ class Sm80Decode:
                     short = SHORT_RINGS.get((head_dim, rows), ())
                     changes += [{**rings._asdict(), "table": 0} for _, rings in short]
                     changes += [{"whole_lines": False}] if rows == 8 else []
+                    if head_dim == 128 and (pairs := HEAD_PAIRS.get(rows)) is not None:
+                        changes += [pairs | {"whole_lines": whole} for whole in (True, False)]
                 for change in changes:
                     config = dataclasses.replace(usual.config, **change)
                     yield dataclasses.replace(usual, config=config)
@@ -293,6 +308,11 @@ def _has_split_lines(call: Call) -> bool:
     """Whether rows of several key heads lie side by side in a way in which L2 had better not read
     whole lines of 128 bytes, as measured on an H200: not so that they fill lines, nor with only 32
     bytes more."""
+    return _lies_side_by_side(call) and call.strides.k[-2] % 128 not in (0, 32)
+
+
+def _lies_side_by_side(call: Call) -> bool:
+    """Whether Hopper reads rows of several key heads that follow each other in memory."""
     spec = call.spec
     row_bytes = spec.head_dim * spec.dtype.itemsize
     return (
@@ -300,7 +320,22 @@ def _has_split_lines(call: Call) -> bool:
         and spec.heads_kv > 1
         and spec.head_dim == spec.head_dim_v
         and call.strides.k[-2] == call.strides.v[-2] == row_bytes
-        and row_bytes % 128 not in (0, 32)
+    )
+
+
+def _pairs_heads(call: Call, config: Sm80DecodeConfig) -> bool:
+    """Whether a thread block reads two neighbouring key heads together: rows that do not fill lines
+    of 128 bytes, whose pieces are then twice as long."""
+    spec = call.spec
+    return (
+        _lies_side_by_side(call)
+        and config.head_dim == 128
+        and spec.head_dim < 128
+        and config.rows in HEAD_PAIRS
+        and spec.heads_kv % 2 == 0
+        and spec.rows == "batched"
+        and rows_of_sequence(spec) <= config.rows
+        and call.num_splits is None
     )
 
 

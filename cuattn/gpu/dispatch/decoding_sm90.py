@@ -189,7 +189,7 @@ class Sm90Decode:
         return Launch(
             _sm90_variant(config),
             grid,
-            (arguments_of(call, head_lanes=grid[0]), DECODE_MAPS.arguments()),
+            (arguments_of(call), DECODE_MAPS.arguments()),
             {
                 "k": _tiles(call, call.strides.k, spec.k_format, spec.head_dim, whole_rows),
                 "v": _tiles(call, call.strides.v, spec.v_format, spec.head_dim_v, whole_rows),
