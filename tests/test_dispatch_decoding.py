@@ -133,7 +133,10 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"dim": 64, "heads": 16, "capacity": 4096}, 4),
         ({"dim": 64, "heads": 32, "capacity": 2048}, 4),
         ({"dim": 64, "heads": 32, "capacity": 4096}, None),
-        ({"dim": 256}, None),
+        ({"dim": 256}, 8),
+        ({"dim": 256, "capacity": 16384}, None),  # half as many as of head_dim 128
+        ({"dim": 256, "heads": 1}, 8),
+        ({"dim": 192, "capacity": 4096}, 8),
         ({"tokens": 3}, 8),  # 12 rows
         ({"tokens": 4, "capacity": 65536}, 8),
         ({"tokens": 4, "capacity": 65537}, None),

@@ -215,7 +215,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& params, AnySme
 #pragma unroll
   for (int i = 0; i < kPasses; ++i)
     whole[i] = smem.inbox.template merged<T>(row + i * kPassRows, vec, peer);
-  if (gridDim.x > kCluster) {
+  if (kVecs <= 32 && gridDim.x > kCluster) {  // a row's threads are of one warp
     const ClusterPartials partials = {params};
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) partials.put(row + i * kPassRows, vec, peer, whole[i]);

@@ -212,7 +212,7 @@ def test_every_option_of_few_sequences(rng, decode_tier, dtype, option):
             check(call(q, return_lse=True, **on_device(options)), q, caches, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 104, 128])
+@pytest.mark.parametrize("dim", [64, 104, 128, 192, 256])
 @pytest.mark.parametrize("heads", [1, 5, 10, 20])
 def test_clusters_of_every_size(rng, decode_tier, dim, heads):
     """The more sequences and key heads, the smaller they are."""
@@ -225,7 +225,7 @@ def test_clusters_of_every_size(rng, decode_tier, dim, heads):
                 check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 16), (80, 128), (104, 40)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 16), (80, 128), (104, 40), (256, 192)])
 @pytest.mark.parametrize(("sequences", "capacity"), [(3, 100), (9, 128), (180, 190), (3, 300)])
 def test_short_sequences(rng, decode_tier, dims, sequences, capacity):
     """Each with a block for every key head: one of a multiprocessor, or one of several."""
@@ -249,7 +249,7 @@ def test_short_sequences(rng, decode_tier, dims, sequences, capacity):
         ([2100, 4200], 2, 16),
     ],
 )
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_few_key_heads(rng, decode_tier, lens, heads, page_size, dim):
     """Many blocks share out the keys of each: their parts are merged in two steps."""
     caches = Caches(rng, lens, max(lens) + 100, heads, dim, dim, BFLOAT16, page_size)

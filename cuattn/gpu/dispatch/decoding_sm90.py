@@ -50,8 +50,8 @@ class Blocks(NamedTuple):
 
 #: By head_dim: where a multiprocessor has one such block, and where it has several, so that one
 #: begins while another ends.
-ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1)}
-BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3)}
+ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1), 256: Blocks(4, 3, 1)}
+BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3), 256: Blocks(2, 2, 3)}
 
 #: How many keys a pair with a block of its own has at most where it might have a cluster of these
 #: sizes: so few that to merge takes longer than to read them.
@@ -64,8 +64,9 @@ LONE_BYTES = 256 << 10
 FEW_BYTES = 160 << 20
 MOST_OF_GRID = 65535  # along its second and third axis
 
-#: Rows of a tile, and head_dims, that it comes with.
+#: Rows of a tile, and head_dims, that it comes with; and head_dims of codes.
 CLUSTER_ROWS = (8, 16)
+HEAD_DIMS = (64, 128, 256)
 CLUSTER_HEAD_DIMS = (64, 128)
 
 #: How many keys a pair has at most, and all pairs together, by rows of a tile, head_dim and size of
@@ -84,6 +85,12 @@ MOST_KEYS = {
     (16, 128, 8): (1 << 16, 1 << 19),
     (16, 128, 4): (1 << 14, 1 << 19),
     (16, 128, 2): (1 << 13, 1 << 19),
+    (8, 256, 8): (1 << 14, 3 << 15),
+    (8, 256, 4): (1 << 13, 3 << 15),
+    (8, 256, 2): (1 << 12, 1 << 18),
+    (16, 256, 8): (1 << 15, 1 << 18),
+    (16, 256, 4): (1 << 13, 1 << 18),
+    (16, 256, 2): (1 << 12, 1 << 18),
 }
 
 #: A pair has several of the largest clusters where they fit: each has so many keys at least, and
@@ -168,11 +175,11 @@ class Sm90Decode:
         if call.elementwise:
             return None
         dims = spec.head_dim, spec.head_dim_v
-        if max(dims) > CLUSTER_HEAD_DIMS[-1] or any(d % 8 for d in dims):
+        if max(dims) > HEAD_DIMS[-1] or any(d % 8 for d in dims):
             return None
-        head_dim = next(n for n in CLUSTER_HEAD_DIMS if max(dims) <= n)
+        head_dim = next(n for n in HEAD_DIMS if max(dims) <= n)
         whole_rows = dims == (head_dim, head_dim)
-        if spec.quantized and not whole_rows:
+        if spec.quantized and not (whole_rows and head_dim in CLUSTER_HEAD_DIMS):
             return None
         if spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS:
             return None
@@ -201,7 +208,7 @@ class Sm90Decode:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                for dim, rows in itertools.product(CLUSTER_HEAD_DIMS, CLUSTER_ROWS):
+                for dim, rows in itertools.product(HEAD_DIMS, CLUSTER_ROWS):
                     configs = [_sm90_config(dtype, dim, rows, cluster) for cluster in CLUSTERS]
                     for blocks in (ALONE[dim], BESIDE[dim]):
                         configs.append(_lone_config(dtype, dim, rows, blocks))
@@ -258,7 +265,8 @@ def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
     if spec.quantized or max(spec.batch, spec.heads_kv) > MOST_OF_GRID:
         return None
     if cluster is not None:
-        fits, blocks = spec.seqlen_k <= LONE_KEYS[cluster], ALONE[tile.head_dim]
+        most = LONE_KEYS[cluster] // key_scale(tile.head_dim)
+        fits, blocks = spec.seqlen_k <= most, ALONE[tile.head_dim]
     else:
         nbytes, blocks = spec.seqlen_k * key_bytes(spec), BESIDE[tile.head_dim]
         few = spec.batch * spec.heads_kv * nbytes <= FEW_BYTES
@@ -279,7 +287,8 @@ def _clusters(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
     names = spec.k_format, spec.v_format
     if spec.quantized and (cluster < max(CLUSTERS) or names not in CLUSTER_FORMATS):
         return None
-    clusters = decode_clusters(spec, cluster, call.multiprocessors)
+    # A row of several clusters' partial results is for one warp.
+    clusters = decode_clusters(spec, cluster, call.multiprocessors) if tile.head_dim <= 128 else 1
     if clusters == 1 and spec.quantized:
         most = MOST_CODES[tile.rows]
     elif clusters == 1:
@@ -291,6 +300,11 @@ def _clusters(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
         return None
     formats = format_number(names[0]), format_number(names[1])
     return _sm90_config(spec.dtype.name, tile.head_dim, tile.rows, cluster, formats), clusters
+
+
+def key_scale(head_dim: int) -> int:
+    """How many times fewer keys than of head_dim 128 take as long."""
+    return max(1, head_dim // 128)
 
 
 def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
@@ -309,7 +323,7 @@ def _sm90_config(
 ) -> Sm90DecodeConfig:
     """A block has a multiprocessor in clusters of 8 and 2, half of one in clusters of 4."""
     tiles = 12 if cluster == 4 else 24  # of head_dim 128 that fit
-    warps = 8 if cluster != 4 or head_dim == 64 else 4
+    warps = (8 if cluster != 4 or head_dim == 64 else 4) // key_scale(head_dim)
     plain = Sm90DecodeConfig(
         dtype,
         head_dim,
