@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import ml_dtypes
 import numpy as np
@@ -250,19 +251,35 @@ def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, opt
 
 
 @pytest.mark.parametrize(
-    ("tokens", "batch", "keys", "share"),
+    ("tokens", "batch", "keys", "share", "waits"),
     [
-        (4160, 66, 16384, 2),
-        (4097, 3, 131072, 2),
-        (768, 257, 8192, 1),  # decoding takes longer than prompts
+        (4160, 66, 16384, 2, False),
+        (4097, 3, 131072, 2, False),
+        (2112, 68, 8192, 2, True),  # decoding takes longer than prompts
+        (272, 17, 8192, 2, True),
+        (768, 257, 8192, 1, False),  # far longer
     ],
 )
-def test_prompts_begin_beside_decoding(tokens, batch, keys, share):
+def test_prompts_begin_beside_decoding(tokens, batch, keys, share, waits):
     launch = dispatch.choose(ragged(tokens, batch, keys))
-    assert launch.beside is not None
-    blocks = 132 // share * launch.variant.config.blocks_per_sm
-    assert 0.95 * blocks <= launch.grid[0] * launch.grid[1] <= blocks
-    assert launch.beside.grid == (132,)
+    prompts = launch.beside
+    assert prompts is not None
+    assert launch.variant.config.blocks_per_sm == 1
+    blocks = launch.grid[0] * launch.grid[1]
+    assert 0.95 * (132 // share) <= blocks <= 132 // share
+    late = blocks if waits else 0
+    assert (prompts.grid, prompts.late_blocks) == ((132 - late,), late)
+
+
+@pytest.mark.parametrize("beside", [1, 66, 131, 132])
+def test_late_blocks_are_a_column(beside):
+    """Of two blocks at least, also where not all multiprocessors have a tile."""
+    for tokens in (200, 700, 2000):
+        call = dataclasses.replace(ragged(tokens, 2, 8192), min_queries=2, blocks_beside=beside)
+        prompts = dispatch.sm90.Sm90Forward().serves(call)
+        assert prompts.late_blocks != 1
+        assert prompts.grid[0] >= 1
+        assert prompts.grid[0] + prompts.late_blocks <= 133
 
 
 def test_tiers_that_cannot_share_a_batch_serve_it_whole():

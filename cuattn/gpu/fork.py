@@ -1,4 +1,4 @@
-"""Two kernels of one call that need not wait for each other: one of them on a second stream.
+"""Kernels of one call that need not wait for each other: one of them on a second stream.
 
 That stream is one of the thread's own for each stream that it makes such calls on, so that a
 capture of one stream never meets work of another. While a CUDA graph is captured from the current
@@ -24,9 +24,11 @@ class _Streams(threading.local):
 _streams = _Streams()
 
 
-def side_by_side(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Launch `first`, whose blocks go first, on a second stream, and `second` on the current one,
-    which then waits for both."""
+def side_by_side(
+    first: Callable[[], None], second: Callable[[], None], late: Callable[[], None]
+) -> None:
+    """Launch `first` on a second stream, `second` on the current one, and `late` on the second
+    stream, after both have been issued; the current stream then waits for all."""
     main = cupy.cuda.get_current_stream()
     key = cupy.cuda.runtime.getDevice(), main.ptr
     side = _streams.by_stream.get(key)
@@ -37,6 +39,8 @@ def side_by_side(first: Callable[[], None], second: Callable[[], None]) -> None:
         with side:
             first()
         second()
+        with side:
+            late()
     finally:
         main.wait_event(side.record(_event()))
 

@@ -48,7 +48,7 @@ SM90_PARAMS = Struct(
     ("const int*", "seq_lens"),
     ("int", "table_stride num_pages"),
     ("tile::Divisor", "by_queries_of_tile"),
-    ("int", "min_queries"),
+    ("int", "min_queries blocks"),
     ("ptx::TensorMap", "q_rope k_rope"),
     scheduler="workspace",
     launch_id="launch_id",

@@ -80,6 +80,8 @@ class Plan:
         grid, block = (*chosen.grid, 1, 1)[:3], (config.threads, 1, 1)
         shared_mem = config.smem_bytes if smem_bytes is None else smem_bytes
         self.issue = functools.partial(kernel, grid, block, shared_mem=shared_mem)
+        late = functools.partial(kernel, (1, chosen.late_blocks, 1), block, shared_mem=shared_mem)
+        self._issue_late = late if chosen.late_blocks else lambda address: None
         words, maps, structs = [], [], []
         template = bytes(WORD * len(chosen.arguments))
         for arguments in chosen.arguments:
@@ -105,7 +107,9 @@ class Plan:
 
     def launch(self, addresses: dict[str, Any]) -> None:
         """Launch on the current device and stream; where something was chosen beside, that, and
-        this on a second stream, for which the current one waits.
+        this on a second stream, for which the current one waits. What is beside has blocks of its
+        own from the start and, when this has ended, `chosen.late_blocks` more: it need not be
+        known which of the two begins first.
 
         Parameters
         ----------
@@ -117,23 +121,33 @@ class Plan:
         if beside is None:
             self._launch(addresses)
         else:
-            copy = dict(addresses)
-            side_by_side(lambda: self._launch(addresses), lambda: beside.launch(copy))
+            slot, _kept = beside._prepare(dict(addresses))
+            side_by_side(
+                lambda: self._launch(addresses),
+                lambda: beside.issue(slot.address),
+                lambda: beside._issue_late(slot.address),
+            )
+            beside._slots.append(slot)
 
     def _launch(self, addresses: dict[str, Any]) -> None:
+        slot, _kept = self._prepare(addresses)
+        self.issue(slot.address)
+        self._slots.append(slot)
+
+    def _prepare(self, addresses: dict[str, Any]) -> tuple[Slot, Any]:
+        """The arguments of a launch, and the workspace, which must be kept until it is issued."""
         workspace = None
         if self.has_state:
-            # The workspace goes back to the pool when this returns: the next call on the stream may
-            # have it.
+            # The workspace goes back to the pool once all is issued: the next call on the stream
+            # may have it.
             workspace = self.workspace()
             addresses["workspace"] = 0 if workspace is None else workspace.ptr
             addresses["launch_id"] = launch_id()
         slot = self._slots.pop() if self._slots else self.new_slot()
         self.fill(slot, addresses)
-        self.issue(slot.address)
-        self._slots.append(slot)
         if (launches := recorded.get()) is not None:
             launches.append((self, addresses))
+        return slot, workspace
 
     def filled(self, addresses: dict[str, Any], later: tuple[str, ...]) -> Filled:
         """A launch with arguments of its own, most of which stay the same: of a kernel that has no

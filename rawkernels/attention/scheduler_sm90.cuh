@@ -279,8 +279,8 @@ struct DynamicTileScheduler {
                                                   const Sm90Params& sm90,
                                                   SortedTiles::Shared& shared)
       : params(params), sm90(sm90), sorted(params, sm90, shared) {
-    if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
-      sm90.scheduler->next_tile = gridDim.x;
+    if (blockIdx.x == 0 && gridDim.y == 1 && threadIdx.x % 32 == 0) {
+      sm90.scheduler->next_tile = has_late_blocks() ? 0 : gridDim.x;
       ptx::store_release(&sm90.scheduler->initialised, sm90.launch_id);
     }
   }
@@ -288,7 +288,7 @@ struct DynamicTileScheduler {
   __device__ __forceinline__ Tile next(bool first) {
     Tile tile;
     tile.row = -1;
-    unsigned item = first ? blockIdx.x : take();
+    unsigned item = first && !has_late_blocks() ? blockIdx.x : take();
     while (item < total()) {
       const int first_head = item / (slots() * sm90.section) * sm90.section;
       const int size = min(sm90.section, heads() - first_head);
@@ -339,6 +339,12 @@ struct DynamicTileScheduler {
     return found;
   }
 
+  // Beside another launch some blocks begin late, as a launch of their own: those of a column of
+  // the grid. A tile that were theirs from the start would wait as long.
+  __device__ __forceinline__ bool has_late_blocks() const {
+    return Config::varlen && Config::seq_lens && sm90.blocks > 0;
+  }
+
   __device__ __forceinline__ int heads() const {
     return scheduled_heads(params) * num_splits(sm90);
   }
@@ -358,7 +364,8 @@ struct DynamicTileScheduler {
       }
       taken = atomicAdd(&sm90.scheduler->next_tile, 1);
       // The last of all: a replay of this launch in a CUDA graph must not find the launch_id.
-      if (taken == total() + gridDim.x - 1) sm90.scheduler->initialised = ~sm90.launch_id;
+      const unsigned blocks = has_late_blocks() ? sm90.blocks : gridDim.x;
+      if (taken == total() + blocks - 1) sm90.scheduler->initialised = ~sm90.launch_id;
     }
     return __shfl_sync(~0u, taken, 0);
   }

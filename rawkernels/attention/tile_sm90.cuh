@@ -61,6 +61,7 @@ struct Sm90Params {
   int table_stride, num_pages;
   tile::Divisor by_queries_of_tile;  // Config::pack_gqa
   int min_queries;  // ragged rows over caches: sequences of fewer are left to another launch
+  int blocks;       // where some of them begin when that launch has ended; else 0
   // Config::rope_panel: the last panel of q's columns, and of k's, which all heads share. In q and
   // k these are then missing.
   ptx::TensorMap q_rope, k_rope;

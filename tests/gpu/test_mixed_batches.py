@@ -29,13 +29,13 @@ def sources(monkeypatch):
         pytest.skip("not a Hopper GPU")
     monkeypatch.setattr(routing, "TWO_LAUNCHES_US", 0.0)
     attention_plan.cache_clear()
-    launch, found = Plan.launch, []
+    prepare, found = Plan._prepare, []
 
     def noted(plan, addresses):
         found.append(plan.chosen.variant.source)
-        launch(plan, addresses)
+        return prepare(plan, addresses)
 
-    monkeypatch.setattr(Plan, "launch", noted)
+    monkeypatch.setattr(Plan, "_prepare", noted)
     yield found
     attention_plan.cache_clear()
 
@@ -98,7 +98,7 @@ def test_every_sequence_is_computed_once(rng, sources, dim, heads, kind):
     batch = Batch(rng, *BATCHES[kind], heads, dim)
     batch.check(batch.attend())
     if "prompts" not in kind:  # else sequences may be so short that one launch has them all
-        assert sources == ["decoding/decode_sm80.cu", "attention/forward_sm90.cu"]
+        assert sorted(sources) == ["attention/forward_sm90.cu", "decoding/decode_sm80.cu"]
 
 
 @pytest.mark.parametrize("options", [{"window": (100, 0)}, {"softcap": 20.0}])

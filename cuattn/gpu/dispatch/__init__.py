@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
@@ -178,24 +179,29 @@ def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
         None does, which all of them together never leave.
     """
     if most := queries_for_decoding(call):
-        multiprocessors = multiprocessors_for_decoding(call, most)
+        multiprocessors, waits = multiprocessors_for_decoding(call, most)
         few = dataclasses.replace(call, max_queries=most, multiprocessors=multiprocessors)
-        many = dataclasses.replace(call, min_queries=most + 1)
-        decoding, forward = (
-            next(filter(None, (tier.serves(part) for tier in tiers if tier.name == name)), None)
-            for part, name in ((few, "decode_sm80"), (many, "forward_sm90"))
-        )
-        if decoding is not None and forward is not None:
-            beside = forward.with_scores(call.score_mod)
-            return dataclasses.replace(decoding.with_scores(call.score_mod), beside=beside)
-    decoding = prefers_decoding(call)
-    for tier in sorted(tiers, key=lambda tier: tier.decodes is not decoding):
+        decoding = _first(tiers, "decode_sm80", few)
+        if decoding is not None:
+            blocks = math.prod(decoding.grid) if waits else 0
+            many = dataclasses.replace(call, min_queries=most + 1, blocks_beside=blocks)
+            forward = _first(tiers, "forward_sm90", many)
+            if forward is not None:
+                beside = forward.with_scores(call.score_mod)
+                return dataclasses.replace(decoding.with_scores(call.score_mod), beside=beside)
+    decodes = prefers_decoding(call)
+    for tier in sorted(tiers, key=lambda tier: tier.decodes is not decodes):
         if call.spec.quantized and not tier.reads_codes:
             continue
         launch = tier.serves(call)
         if launch is not None:
             return launch.with_scores(call.score_mod)
     raise nobody_serves(tiers, call.spec, call.arch)
+
+
+def _first(tiers: tuple[Tier, ...], name: str, call: Call) -> Launch | None:
+    """The launch that the tier of a name, if it is among `tiers`, gives for a call."""
+    return next(filter(None, (tier.serves(call) for tier in tiers if tier.name == name)), None)
 
 
 def variants(arch: str) -> Iterator[Variant]:

@@ -30,6 +30,7 @@ def kernel_arguments(
     num_pages: int = 0,
     num_splits: int = 1,
     min_queries: int = 0,
+    blocks: int = 0,
 ) -> Arguments:
     """Pack SM90_PARAMS but for what each launch fills in."""
     cap_scale, score_scale, scale_log2 = scales
@@ -48,6 +49,7 @@ def kernel_arguments(
         table_stride=table_stride,
         num_pages=num_pages,
         min_queries=min_queries,
+        blocks=blocks,
         by_queries_of_tile=divisor(config.queries_of_tile(spec)),
     )
 

@@ -118,6 +118,7 @@ class Call:
     # Of a sequence whose rows are ragged: others are left to another launch.
     min_queries: int = 0
     max_queries: int = UNBOUNDED
+    blocks_beside: int = 0  # of that launch: each has a multiprocessor to itself
 
     @classmethod
     def contiguous(
@@ -171,6 +172,7 @@ class Launch:
     workspace_bytes: int = 0
     parts: int = 1  # of the keys, each with a result of its own
     beside: Launch | None = None  # computes the sequences that this one leaves out
+    late_blocks: int = 0  # of the same kernel, that begin when the launch beside has ended
 
     def with_scores(self, score_mod: str) -> Launch:
         """The same launch of the kernel's variant with another score functor."""

@@ -131,25 +131,26 @@ def queries_for_decoding(call: Call) -> int:
     return most if lost_us >= TWO_LAUNCHES_US else 0
 
 
-def multiprocessors_for_decoding(call: Call, queries: int) -> int:
+def multiprocessors_for_decoding(call: Call, queries: int) -> tuple[int, bool]:
     """How many multiprocessors a launch for sequences of up to so many queries should have beside
-    one of the forward kernel for the others, which begins on the rest of them and takes over these
-    as they get free.
+    one of the forward kernel for the others, and whether that one has the rest to itself and takes
+    over these when all are free; else its blocks begin wherever there is room.
 
-    Half of them read memory at about three quarters of its rate, so that is where prompts take
-    longer than decoding; as far as one can tell: all sequences may have equally many keys. On an
-    H200, of the time of one launch after the other: 64 sequences of 8192 keys beside two prompts
-    0.87, where all multiprocessors were for decoding first 0.96; 256 of 4096 beside a short prompt
-    1.12 and 0.99.
+    Half of them read memory at 0.86 of the rate of all (H200), so that is where prompts take a
+    quarter of decoding's time or more, as far as one can tell: all sequences may have equally many
+    keys. Which of the two launches begins first is chance. Where prompts are the shorter ones it
+    decides: of the time of two calls, 16 sequences of 8192 keys beside 256 tokens over as many take
+    0.875, and 1.19 where either may begin first; 64 beside 4 times 512 over 4096 0.92 and 1.02.
+    Where prompts take longer waiting for all blocks costs them 1 to 2%.
     """
     spec = call.spec
     prompts = _flops(spec, (spec.seqlen_q - spec.batch) * (spec.heads_q // spec.heads_kv))
     prompts_us = prompts * spec.heads_kv / HOPPER.forward_flops / call.multiprocessors
     reading_us = _reading_us(spec, HOPPER, spec.batch, call.multiprocessors)
     few_rows = queries * (spec.heads_q // spec.heads_kv) <= MIXED_ROWS[1]
-    if few_rows and 2 * prompts_us >= reading_us:
-        return max(1, call.multiprocessors // 2)
-    return call.multiprocessors
+    if few_rows and 4 * prompts_us >= reading_us:
+        return max(1, call.multiprocessors // 2), prompts_us < reading_us
+    return call.multiprocessors, False
 
 
 def forward_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: int) -> float:

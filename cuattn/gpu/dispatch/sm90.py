@@ -82,13 +82,16 @@ class Sm90Forward:
         if tiles >= 1 << 31:
             return None
         blocks = min(tiles, call.multiprocessors)
+        late = blocks - max(1, min(blocks, call.multiprocessors - call.blocks_beside))
+        if late == 1:  # of which a column would be a row
+            late, blocks = 2, blocks + 1
         tensor_maps = maps_of(call, config)
         arguments = forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes)
         if config.dropout:
             arguments = arguments.followed_by(dropout_arguments(spec))
         return Launch(
             variant_of(config),
-            (blocks,),
+            (blocks - late,),
             (
                 arguments,
                 kernel_arguments(
@@ -100,10 +103,12 @@ class Sm90Forward:
                     table_stride=call.table_stride,
                     num_pages=call.num_pages,
                     min_queries=call.min_queries,
+                    blocks=blocks if late else 0,
                 ),
             ),
             tensor_maps,
             workspace_bytes=SCHEDULER_BYTES if ragged or cached else 0,
+            late_blocks=late,
         )
 
     def variants(self, arch: str) -> Iterator[Variant]:
