@@ -71,6 +71,16 @@ class Cache:
         self.codes = self.codes.of(data, scale, self.codes.minimum)
         self.rotated[~used] = np.nan
 
+    def rescale(self, factors, dtype):
+        """Multiply the scales of latents, which become of a dtype, with no other codes."""
+        scale = (self.codes.scale.astype(np.float32) * factors).astype(dtype)
+        self.codes = self.codes.of(self.codes.data, scale, None)
+        values = cuattn.dequantize(self.codes, np.float32)
+        for b, n in enumerate(self.lens):
+            page, slot = np.divmod(np.arange(n), self.codes.shape[1])
+            at = self.table[b, page], slot
+            self.rows[b] = values[at], self.rotated[at]
+
     def on_device(self):
         """Latents and rotated parts."""
         codes = self.codes
@@ -179,15 +189,20 @@ def test_scales(rng, tier, kind, format):
 def test_extreme_scales(rng, tier, factor, dtype):
     """Of latents, beside rotated parts of the same size; and float32 scales."""
     cache = Cache(rng, [70, 130], BFLOAT16, "float8_e4m3")
-    scale = (cache.codes.scale.astype(np.float32) * np.float32(factor)).astype(dtype)
-    cache.codes = cache.codes.of(cache.codes.data, scale, None)
     cache.rotated = (cache.rotated.astype(np.float32) * np.float32(factor)).astype(BFLOAT16)
-    values = cuattn.dequantize(cache.codes, np.float32)
-    for b, n in enumerate(cache.lens):
-        page, slot = np.divmod(np.arange(n), 64)
-        at = cache.table[b, page], slot
-        cache.rows[b] = values[at], cache.rotated[at]
+    cache.rescale(np.float32(factor), dtype)
     cache.check(rng, 16, scale=SCALE / factor)
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+def test_scales_of_tokens_that_are_far_apart(rng, tier, dtype, heads):
+    """Of neighbours, and of zero."""
+    cache = Cache(rng, [70, 130], dtype, "float8_e4m3")
+    factors = 2.0 ** rng.integers(-14, 3, cache.codes.scale.shape)
+    factors[rng.random(factors.shape) < 0.1] = 0
+    cache.rescale(factors.astype(np.float32), BFLOAT16)
+    cache.check(rng, heads, dtype=dtype)
 
 
 @pytest.mark.parametrize("heads", [1, 40, 64, 65, 128])
