@@ -336,7 +336,7 @@ def test_hidden_keys_may_hold_anything(tier, dtype, softcap, poison, determinist
         results.append(pullback(dout))
         k[:, ~mask], v[:, ~mask] = poison, poison
     for name, clean, poisoned in zip(("dq", "dk", "dv"), *results, strict=False):
-        in_order = name != "dq" or tier == "simt" or deterministic
+        in_order = name != "dq" or deterministic
         assert_alike(clean, poisoned, bits=in_order)
 
 
@@ -353,7 +353,7 @@ def test_the_last_queries_may_hold_anything(tier, dtype, rng):
     spoilt = pullback(dout)
     for name, end in (("dq", 90), ("dk", 87), ("dv", 87)):
         c, s = (getattr(gradients, name) for gradients in (clean, spoilt))
-        assert_alike(c[:, :end], s[:, :end], bits=tier == "simt")
+        assert_alike(c[:, :end], s[:, :end], bits=tier == "simt" and name != "dq")
         assert np.isnan(s[:, 92:].get()).all()
 
 
@@ -507,9 +507,9 @@ def test_gradients_with_dropout(dtype, number, rng):
             grad_alibi="alibi_slopes" in options, **options,
         )  # fmt: skip
         judge(asked, dout, call, z=z, **of_formula)
-        for name in ("dq", "dk", "dv"):  # dq of 16 bits may be summed in any order
+        for name in ("dq", "dk", "dv"):  # dq may be summed in any order
             a, b = (getattr(given, name) for given in (grads, asked))
-            assert_alike(a, b, bits=name != "dq" or call.q.dtype.itemsize > 2)
+            assert_alike(a, b, bits=name != "dq")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
