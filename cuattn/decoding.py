@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,16 +14,26 @@ from cuattn._arrays import (
     as_arrays,
     check_bool,
     check_given,
-    check_index_dtype,
 )
 from cuattn._backend import backend, folded_mask, indices
+from cuattn._decoding_spec import (
+    add_token,
+    check_capacity,
+    check_num_splits,
+    check_page_table,
+    check_pages,
+    check_prefix_arrays,
+    check_rows,
+    check_seq_lens,
+    check_shared_pages,
+    check_used_pages,
+    pages_of_prefix,
+)
 from cuattn._keywords import explain_keywords
 from cuattn._quantized import QuantizedArray, as_stored, codes_of
 from cuattn._repeat import repeated
 from cuattn._spec import (
     attention_spec,
-    check_cu_seqlens,
-    check_fits,
     check_reach,
     check_rising,
     check_scores,
@@ -36,9 +45,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["flash_decode", "merge_attention", "paged_attention"]
-
-MAX_PAGE_SIZE = 256
-MAX_CAPACITY = (1 << 30) - 1  # positions of kernels, and their limits without a window, are below
 
 
 @overload
@@ -415,7 +421,8 @@ def paged_attention(
     prefix_k, prefix_v, bias, mask, key_mask, alibi_slopes, sinks, out = rest
     k_pages, k_dtype, k_format = as_stored(given_k, k_pages, q.dtype)
     v_pages, v_dtype, v_format = as_stored(given_v, v_pages, q.dtype)
-    check_pages(name, k_pages, v_pages, page_table)
+    check_pages(name, k_pages, v_pages)
+    check_page_table(name, page_table)
     batch, max_pages = page_table.shape
     page_size = k_pages.shape[1]
     capacity = (max_pages * page_size, *k_pages.shape[2:])
@@ -423,20 +430,12 @@ def paged_attention(
     ragged = cu_seqlens_q is not None
     given_out = out
     single = q.ndim == 3 and not ragged
-    if ragged:
-        check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q)
-        if cu_seqlens_q.shape[0] != batch + 1:
-            raise ValueError(
-                f"{name}: cu_seqlens_q has shape {cu_seqlens_q.shape}, must be page_table's "
-                f"{batch} sequences + 1"
-            )
-    else:
+    check_rows(name, "q", q, cu_seqlens_q, batch)
+    if not ragged:
         capacity, capacity_v = (batch, *capacity), (batch, *capacity_v)
     if single:
         q = q[:, None]
         out = None if out is None else add_token(name, out)
-    if not ragged and q.shape[:1] != (batch,):
-        raise ValueError(f"{name}: q has batch {q.shape[0]}, must be page_table's {batch}")
     spec = attention_spec(
         name,
         q.shape,
@@ -460,25 +459,14 @@ def paged_attention(
             as_stored(given, array, q.dtype)
             for given, array in zip(given_prefix, (prefix_k, prefix_v), strict=True)
         ]
-        _check_prefix_arrays(name, stored, spec)
+        check_prefix_arrays(name, stored, spec)
         unfit = {"window": window, "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask}
         for label, given in (*unfit.items(), ("key_mask", key_mask)):
             if given is not None:
                 raise ValueError(f"{name}: prefix is a pair (k, v), so {label} must be None")
         prefix = None if prefix_k.shape[0] == 0 else (stored[0][0], stored[1][0])
     elif prefix is not None:
-        if not isinstance(prefix, numbers.Integral) or isinstance(prefix, bool):
-            raise TypeError(
-                f"{name}: prefix must be an integer or a pair (k, v), got "
-                f"{type(prefix).__qualname__}"
-            )
-        if prefix < 0 or prefix % page_size or prefix > max_pages * page_size:
-            raise ValueError(
-                f"{name}: prefix is {prefix}, must be a multiple of the page size {page_size} from "
-                "0 to "
-                f"{max_pages * page_size}"
-            )
-        prefix = int(prefix) or None
+        prefix = pages_of_prefix(name, prefix, page_size, max_pages)
     if ragged:
         check_rising(name, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_seq_lens(name, seq_lens, batch)
@@ -487,7 +475,7 @@ def paged_attention(
         check_used_pages(name, page_table, lens, k_pages.shape[0], page_size)
         if isinstance(prefix, int):
             counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
-            _check_shared_pages(name, page_table, lens - counts, prefix, page_size)
+            check_shared_pages(name, page_table, lens - counts, prefix, page_size)
     result, lse = _decode(
         name,
         xp,
@@ -653,136 +641,6 @@ def _decode(
         return_lse=check_bool(function, "return_lse", return_lse),
         **options,
     )
-
-
-def check_capacity(function: str, spec: Any) -> None:
-    """Check that the keys of a sequence can be counted."""
-    if spec.seqlen_k > MAX_CAPACITY:
-        name = "page_table" if spec.keys == "paged" else "k_cache"
-        raise ValueError(
-            f"{function}: {name} has room for {spec.seqlen_k} keys of a sequence, must be "
-            f"{MAX_CAPACITY} at most"
-        )
-
-
-def check_num_splits(function: str, num_splits: Any) -> int | str | None:
-    """Check how a GPU is to split a sequence's keys, and return it with a number as an int."""
-    if isinstance(num_splits, str) and num_splits != "fixed":
-        raise ValueError(f'{function}: num_splits is {num_splits!r}, must be an integer or "fixed"')
-    if num_splits is None or isinstance(num_splits, str):
-        return num_splits
-    if not isinstance(num_splits, numbers.Integral) or isinstance(num_splits, bool):
-        raise TypeError(
-            f'{function}: num_splits must be an integer or "fixed", got '
-            f"{type(num_splits).__qualname__}"
-        )
-    if not 1 <= int(num_splits) <= 1024:
-        raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
-    return int(num_splits)
-
-
-def check_seq_lens(function: str, seq_lens: Any, batch: int) -> None:
-    """Check the lengths of a batch's sequences."""
-    if seq_lens.shape != (batch,):
-        raise ValueError(f"{function}: seq_lens has shape {seq_lens.shape}, must be ({batch},)")
-    check_index_dtype(function, "seq_lens", seq_lens)
-    check_fits(function, "seq_lens", seq_lens)
-
-
-def check_used_pages(
-    function: str, page_table: np.ndarray, lens: np.ndarray, num_pages: int, page_size: int
-) -> None:
-    """Check, on the host, that each page with a valid key is one of those there are."""
-    used = np.arange(page_table.shape[1]) < -(-lens[:, None] // page_size)
-    wrong = used & ((page_table < 0) | (page_table >= num_pages))
-    if wrong.any():
-        b = int(wrong.any(axis=1).argmax())
-        raise IndexError(
-            f"{function}: page_table has {page_table[b, used[b]]} for sequence {b}, must be below "
-            f"{num_pages}"
-        )
-
-
-def _check_shared_pages(
-    function: str, page_table: np.ndarray, before: np.ndarray, prefix: int, page_size: int
-) -> None:
-    """Check, on the host, what an integer `prefix` promises; `before` are the keys that come before
-    each sequence's queries."""
-    pages = page_table[:, : prefix // page_size]
-    different = (pages != pages[:1]).any(axis=1)
-    if different.any():
-        b = int(different.argmax())
-        raise ValueError(
-            f"{function}: prefix is {prefix}, and page_table has {pages[b]} there for sequence "
-            f"{b}, must have the first sequence's {pages[0]}"
-        )
-    if (before < prefix).any():
-        b = int((before < prefix).argmax())
-        raise ValueError(
-            f"{function}: prefix is {prefix}, and sequence {b} has {max(before[b], 0)} keys before "
-            "its queries, must have at least as many"
-        )
-
-
-def check_page_size(function: str, name: str, page_size: int) -> None:
-    """Check how many tokens a page has."""
-    if page_size & (page_size - 1) or not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise ValueError(
-            f"{function}: {name} has page size {page_size}, must be a power of two up to "
-            f"{MAX_PAGE_SIZE}"
-        )
-
-
-def check_pages(
-    function: str,
-    k_pages: Any,
-    v_pages: Any,
-    page_table: Any,
-    names: tuple[str, str] = ("k_pages", "v_pages"),
-) -> None:
-    """Check pages of keys and values, which the function calls `names`, and the table of them."""
-    for label, pages in zip(names, (k_pages, v_pages), strict=True):
-        if pages.ndim != 4:
-            raise ValueError(
-                f"{function}: {label} has shape {pages.shape}, must be "
-                "(num_pages, page_size, heads_kv, head_dim)"
-            )
-    if v_pages.shape[:2] != k_pages.shape[:2]:
-        raise ValueError(
-            f"{function}: {names[1]} has shape {v_pages.shape}, must begin with {names[0]}' "
-            f"(num_pages, page_size) = {k_pages.shape[:2]}"
-        )
-    check_page_size(function, names[0], k_pages.shape[1])
-    if page_table.ndim != 2:
-        raise ValueError(
-            f"{function}: page_table has shape {page_table.shape}, must be (batch, max_pages)"
-        )
-    check_index_dtype(function, "page_table", page_table)
-
-
-def _check_prefix_arrays(function: str, stored: list[tuple[Any, Any, str]], spec: Any) -> None:
-    (k, *_), (v, *_) = stored
-    for label, (array, dtype, _), head_dim in zip(
-        ("prefix[0]", "prefix[1]"), stored, (spec.head_dim, spec.head_dim_v), strict=True
-    ):
-        token = spec.heads_kv, head_dim
-        if array is None or array.ndim != 3 or array.shape[1:] != token:
-            got = "None" if array is None else f"shape {array.shape}"
-            want = ", ".join(map(str, ("prefix_len", *token)))
-            raise ValueError(f"{function}: {label} has {got}, must be ({want})")
-        if dtype != spec.dtype:
-            raise TypeError(f"{function}: {label} has dtype {dtype}, must be {spec.dtype}")
-    if k.shape[0] != v.shape[0]:
-        raise ValueError(
-            f"{function}: prefix[1] has length {v.shape[0]}, must be prefix[0]'s {k.shape[0]}"
-        )
-
-
-def add_token(function: str, out: Any, name: str = "q") -> Any:
-    """View `out` with an axis of one token, which q, of that name, has not."""
-    if out.ndim != 3:
-        raise ValueError(f"{function}: out has shape {out.shape}, must have {name}'s three axes")
-    return out[:, None]
 
 
 def _parts(name: str, arrays: Any) -> list[Any]:

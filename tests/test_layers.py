@@ -18,9 +18,10 @@ LAYERS = (
     ("cuattn._arrays", "cuattn._keywords", "cuattn._philox", "cuattn._typing"),
     ("cuattn._quantized",),
     ("cuattn._spec", "cuattn._sampling_types"),
+    ("cuattn._decoding_spec",),
     ("cuattn.reference", "cuattn.gpu"),
     ("cuattn._backend", "cuattn._repeat"),
-    ("cuattn._sampling_spec",),
+    ("cuattn._mla_spec", "cuattn._sampling_spec"),
 )
 PUBLIC = len(LAYERS)
 

@@ -35,21 +35,18 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "module",
+    "file",
     [
-        "_config",
-        "attention",
-        "decoding",
-        "gradients",
-        "kvcache",
-        "mla",
-        "multihead",
-        "positions",
-        "sampling",
+        file.relative_to(ROOT)
+        for file in sorted((ROOT / "cuattn").rglob("*.py"))
+        if re.search(r"^ +>>> ", file.read_text(encoding="utf-8"), re.MULTILINE)
     ],
+    ids=str,
 )
-def test_examples_in_docstrings(module):
-    failed, attempted = doctest.testmod(importlib.import_module(f"cuattn.{module}"))
+def test_examples_in_docstrings(file):
+    failed, attempted = doctest.testmod(
+        importlib.import_module(".".join(file.with_suffix("").parts))
+    )
     assert attempted
     assert not failed
 

@@ -17,11 +17,11 @@ from cuattn._arrays import (
     is_contiguous_last_axis,
 )
 from cuattn._backend import backend, contiguous, contiguous_last_axis, indices, reshaped
+from cuattn._decoding_spec import check_page_table, check_pages, check_seq_lens
 from cuattn._keywords import explain_keywords
 from cuattn._quantized import QuantizedArray, codes_of
 from cuattn._spec import check_cu_seqlens, check_rising
 from cuattn._typing import Array
-from cuattn.decoding import check_pages, check_seq_lens
 
 
 @explain_keywords
@@ -225,7 +225,8 @@ def _check_caches(function: str, keys: Any, values: Any, table: Any, places: Any
             f"{keys.shape[:3]}"
         )
     if table is not None:
-        check_pages(function, keys, values, table, names=("k_cache", "v_cache"))
+        check_pages(function, keys, values, names=("k_cache", "v_cache"))
+        check_page_table(function, table)
     if places is not None and keys.shape[0] * keys.shape[1] >= 1 << 31:
         raise ValueError(
             f"{function}: k_cache has shape {keys.shape}, must have fewer than 2**31 slots"

@@ -1,0 +1,161 @@
+"""What a call of latent attention asks for: checks of queries, pages of latents and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuattn._arrays import check_index_dtype
+from cuattn._decoding_spec import check_page_size
+from cuattn._quantized import QuantizedArray
+from cuattn._spec import AttentionSpec, attention_spec, check_fits
+
+MAX_LATENT = 512
+MAX_ROPE = 64
+PAGES = "(num_pages, page_size, {0}) or (num_pages, page_size, 1, {0})"
+
+
+def check_weights(
+    function: str, q_nope: Any, w_uk: Any, w_uv: Any, latent_pages: Any, *, ragged: bool
+) -> None:
+    if q_nope.ndim != (3 if ragged else 4):
+        layout = "(total, heads, head_dim)" if ragged else "(batch, seqlen_q, heads, head_dim)"
+        raise ValueError(f"{function}: q_nope has shape {q_nope.shape}, must be {layout}")
+    heads, dims = q_nope.shape[-2:]
+    latent = latent_pages.shape[-1] if latent_pages.ndim else 0
+    for label, weights, want in (
+        ("w_uk", w_uk, f"({heads}, {dims}, {latent})"),
+        ("w_uv", w_uv, f"({heads}, head_dim_v, {latent})"),
+    ):
+        fits = weights.ndim == 3 and (weights.shape[0], weights.shape[2]) == (heads, latent)
+        if not fits or (label == "w_uk" and weights.shape[1] != dims):
+            raise ValueError(f"{function}: {label} has shape {weights.shape}, must be {want}")
+        if weights.dtype != q_nope.dtype:
+            raise TypeError(
+                f"{function}: {label} has dtype {weights.dtype}, must be q_nope's {q_nope.dtype}"
+            )
+
+
+def latent_spec(
+    function: str,
+    q_latent: Any,
+    q_rope: Any,
+    rope_pages: Any,
+    *,
+    latents: tuple[np.dtype, str],
+    page_size: int,
+    capacity: int,
+    sequences: int | None,
+    causal: bool,
+    window: Any,
+    scale: float,
+) -> AttentionSpec:
+    """The call as attention of one key head whose rows are a latent and what is rotated, and whose
+    values are the latents: head_dim - head_dim_v is what is rotated. `latents` are the cached ones'
+    dtype, which codes have not, and their format."""
+    for label, array in (("q_rope", q_rope), ("rope_pages", rope_pages)):
+        if array.dtype != q_latent.dtype:
+            raise TypeError(
+                f"{function}: {label} has dtype {array.dtype}, must be q_latent's {q_latent.dtype}"
+            )
+    dtype, format = latents
+    latent = q_latent.shape[-1]
+    width = latent + q_rope.shape[-1]
+    lengths = (capacity, 1) if sequences is not None else (q_latent.shape[0], capacity, 1)
+    return attention_spec(
+        function,
+        (*q_latent.shape[:-1], width),
+        (*lengths, width),
+        (*lengths, latent),
+        q_latent.dtype,
+        dtype,
+        dtype,
+        causal=causal,
+        window=window,
+        scale=scale,
+        sequences=sequences,
+        keys="paged",
+        page_size=page_size,
+        formats=(format, format),
+        names=("q_latent", "latent_pages", "latent_pages"),
+        max_head_dim=MAX_LATENT + MAX_ROPE,
+    )
+
+
+def check_queries(function: str, q_latent: Any, q_rope: Any, ragged: bool) -> None:
+    if q_latent.ndim not in ((3,) if ragged else (3, 4)):
+        layout = "(total, heads, latent)"
+        if not ragged:
+            layout = "(batch, seqlen_q, heads, latent) or (batch, heads, latent)"
+        raise ValueError(f"{function}: q_latent has shape {q_latent.shape}, must be {layout}")
+    if q_rope.ndim != q_latent.ndim or q_rope.shape[:-1] != q_latent.shape[:-1]:
+        want = (*map(str, q_latent.shape[:-1]), "rope_dim")
+        raise ValueError(
+            f"{function}: q_rope has shape {q_rope.shape}, must be q_latent's but for the last "
+            f"axis, ({', '.join(want)})"
+        )
+    for label, width, least, most in (
+        ("q_latent", q_latent.shape[-1], 1, MAX_LATENT),
+        ("q_rope", q_rope.shape[-1], 0, MAX_ROPE),
+    ):
+        if not least <= width <= most:
+            raise ValueError(
+                f"{function}: {label} has width {width}, must be from {least} to {most}"
+            )
+    if q_latent.shape[-2] < 1:
+        raise ValueError(f"{function}: q_latent has 0 heads, must have at least 1")
+
+
+def check_latent_pages(
+    function: str, latent_pages: Any, rope_pages: Any, latent: int, rope_dim: int
+) -> tuple[Any, Any]:
+    """Check both arrays of pages, and return them with an axis of one head."""
+    checked = []
+    for label, pages, width, of in (
+        ("latent_pages", latent_pages, latent, "q_latent"),
+        ("rope_pages", rope_pages, rope_dim, "q_rope"),
+    ):
+        if pages.ndim == 3:
+            pages = _with_head(function, label, pages)
+        if pages.ndim != 4 or pages.shape[2] != 1:
+            raise ValueError(
+                f"{function}: {label} has shape {pages.shape}, must be {PAGES.format(width)}"
+            )
+        if pages.shape[3] != width:
+            raise ValueError(
+                f"{function}: {label} has width {pages.shape[3]}, must be {of}'s {width}"
+            )
+        checked.append(pages)
+    if checked[1].shape[:2] != checked[0].shape[:2]:
+        raise ValueError(
+            f"{function}: rope_pages has shape {rope_pages.shape}, must begin with latent_pages' "
+            f"(num_pages, page_size) = {checked[0].shape[:2]}"
+        )
+    check_page_size(function, "latent_pages", checked[0].shape[1])
+    return checked[0], checked[1]
+
+
+def _with_head(function: str, label: str, pages: Any) -> Any:
+    """Pages (num_pages, page_size, width) with an axis of one head."""
+    if not isinstance(pages, QuantizedArray):
+        return pages[:, :, None]
+    if pages.offset is not None:
+        raise ValueError(
+            f"{function}: {label} has shape {pages.shape}, must have an axis of one head, "
+            "(num_pages, page_size, 1, latent), since it has an offset"
+        )
+    parts = (pages.data, pages.scale, pages.minimum)
+    return pages.of(*(None if part is None else part[:, :, None] for part in parts))
+
+
+def check_indices(function: str, indices: Any, rows: tuple[int, ...], single: bool) -> Any:
+    """Check positions of tokens, and return them as (batch, seqlen_q, k) or (total, k)."""
+    if single and indices.ndim == 2:
+        indices = indices[:, None]
+    if indices.ndim != len(rows) + 1 or indices.shape[:-1] != rows:
+        want = ", ".join([*map(str, rows[:1] if single else rows), "k"])
+        raise ValueError(f"{function}: indices has shape {indices.shape}, must be ({want})")
+    check_index_dtype(function, "indices", indices)
+    check_fits(function, "indices", indices)
+    return indices
