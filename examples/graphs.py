@@ -9,14 +9,13 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit(f"{__doc__}\nRun generate.py instead; --help lists its options.")
 
-import ctypes
 import weakref
 from typing import Any, NamedTuple
 
+import cublas_matmul
 import cupy
 import llama
 import numpy as np
-from cuda.pathfinder import load_nvidia_dynamic_lib
 
 import cuattn
 
@@ -44,7 +43,6 @@ class GraphLlama(llama.Llama):
         self.passes: Any = weakref.WeakKeyDictionary()  # of each cache, by their size
         self.stream = cupy.cuda.Stream(non_blocking=True)  # where they are captured
         self.pool = cupy.cuda.MemoryPool()  # what they have in between stays theirs
-        self.cublas = Cublas(self.stream)
 
     def run(
         self, cache: cuattn.PagedKVCache, sequences: list[int], step: llama.Pass
@@ -81,43 +79,10 @@ class GraphLlama(llama.Llama):
     def matmul(self, x: cupy.ndarray, weight: cupy.ndarray) -> cupy.ndarray:
         if not self.stream.is_capturing():
             return super().matmul(x, weight)
-        out = cupy.empty((len(x), weight.shape[1]), x.dtype)
-        self.cublas.matmul(out, x, weight, add=False)
-        return out
+        return cublas_matmul.matmul(x, weight)
 
     def add_matmul(self, out: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray) -> None:
         if not self.stream.is_capturing():
-            return super().add_matmul(out, x, weight)
-        self.cublas.matmul(out, x, weight, add=True)
-
-
-class Cublas:
-    """Products of float32 matrices on a stream that is being captured, where CuPy refuses them."""
-
-    WORKSPACE = 32 << 20  # bytes, as cuBLAS's manual advises for Hopper
-
-    def __init__(self, stream: cupy.cuda.Stream) -> None:
-        self.functions = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
-        self.handle = ctypes.c_void_p()
-        self.workspace = cupy.cuda.alloc(self.WORKSPACE)
-        self.call("cublasCreate_v2", ctypes.byref(self.handle))
-        self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(stream.ptr))
-        workspace = ctypes.c_void_p(self.workspace.ptr), ctypes.c_size_t(self.WORKSPACE)
-        self.call("cublasSetWorkspace_v2", self.handle, *workspace)
-
-    def matmul(
-        self, out: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, *, add: bool
-    ) -> None:
-        """`x` times `weight`, which is contiguous in either order, put into `out` or added to
-        it."""
-        # cuBLAS reads columns first: to it, this is out.T = weight.T @ x.T.
-        (n, k), m = x.shape, weight.shape[1]
-        transposed = not weight.flags.c_contiguous
-        pointers = [ctypes.c_void_p(array.data.ptr) for array in (weight, x, out)]
-        a, b, c = zip(pointers, (k if transposed else m, k, m), strict=True)
-        alpha, beta = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(add))
-        self.call("cublasSgemm_v2", self.handle, transposed, 0, m, n, k, alpha, *a, *b, beta, *c)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self.functions, name)(*arguments):
-            raise RuntimeError(f"{name}: status {status}")
+            super().add_matmul(out, x, weight)
+        else:
+            cublas_matmul.matmul(x, weight, add_to=out)

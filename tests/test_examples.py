@@ -78,7 +78,7 @@ def test_mla():
 
 #: Imported by programs, which are named, and not run themselves.
 MODULES = {
-    "cublas_matmul": "train_chars",
+    "cublas_matmul": "train_chars.py or generate",
     "engine": "generate",
     "graphs": "generate",
     "llama": "generate",

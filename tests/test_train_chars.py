@@ -121,6 +121,7 @@ def test_steps_on_a_gpu_are_those_of_numpy(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_emulated("cuBLAS")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_products_of_cublas(rng, dtype):
     cupy = pytest.importorskip("cupy")
@@ -136,3 +137,7 @@ def test_products_of_cublas(rng, dtype):
                 product = cublas_matmul.matmul(left, right).get().astype(np.float64)
                 error = np.linalg.norm(product - expected)
                 assert error < 0.02 * np.linalg.norm(expected)
+                twice = cublas_matmul.matmul(left, right)
+                assert cublas_matmul.matmul(left, right, add_to=twice) is twice
+                error = np.linalg.norm(twice.get().astype(np.float64) - 2 * expected)
+                assert error < 0.04 * np.linalg.norm(expected)
