@@ -240,7 +240,33 @@ def test_the_batch_has_no_say_in_the_parts_of_plain_arrays(tokens, keys):
         dispatch.split_sm90.Sm90Split().serves(few_queries(tokens, keys, batch=batch))
         for batch in (1, 3, 200)
     ]
-    assert len({launch and launch.parts for launch in launches}) == 1
+    assert (
+        len({launch and (launch.parts, launch.variant.config.tile_n) for launch in launches}) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "tile", "parts"),
+    [
+        ({"tokens": 128, "keys": 8192}, (176, 1), 1),
+        ({"tokens": 128, "keys": 8192, "batch": 8}, (176, 2), 1),
+        ({"tokens": 512, "keys": 32768, "batch": 8}, (176, 2), 1),
+        ({"tokens": 128, "keys": 32768}, (176, 2), 2),
+        ({"tokens": 64, "keys": 8192}, (128, 2), 8),  # of 12 blocks a part would leave more idle
+        ({"tokens": 256, "keys": 2048, "batch": 16}, (128, 2), 1),
+        ({"tokens": 8192, "keys": 8192}, (80, 3), 1),
+        ({"tokens": 512, "keys": 8192, "batch": 8, "kind": "paged"}, (128, 2), 1),
+        ({"tokens": 512, "keys": 8192, "batch": 8, "causal": False}, (128, 2), 1),
+        ({"tokens": 100, "keys": 170, "batch": 100}, (80, 2), 1),
+    ],
+)
+def test_few_queries_over_many_keys_have_large_blocks(call, tile, parts):
+    launch = dispatch.choose(few_queries(**call))
+    config = launch.variant.config
+    assert (config.tile_n, config.warpgroups, launch.parts) == (*tile, parts)
+    source = f"attention/forward_{'176_' if tile[0] == 176 else ''}sm90.cu"
+    assert launch.variant.source == source
+    assert launch.variant in dispatch.variants("sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -391,6 +417,6 @@ def test_every_tile_sees_all_keys_where_nothing_is_bounded(rng):
     for seqlen_q, seqlen_k in lengths:
         shapes = [(1, n, 2, 64) for n in (seqlen_q, seqlen_k, seqlen_k)]
         spec = attention_spec("flash_attention", *shapes, *[BFLOAT16] * 3)
-        for config in {v.config for v in dispatch.variants("sm_90a") if "forward_sm90" in v.source}:
+        for config in {v.config for v in dispatch.variants("sm_90a") if v.entry == "forward_sm90"}:
             counts = order_sm90.blocks_of_keys(spec, config)
             assert (counts == -(-seqlen_k // config.tile_n)).all()

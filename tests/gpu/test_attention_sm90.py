@@ -92,6 +92,40 @@ def test_the_rows_of_a_tile_change_no_bit(dims, option, seqlen_q, seqlen_k, rng,
         assert all(bool((a == b).all()) for a, b in zip(result, first, strict=True))
 
 
+@pytest.mark.parametrize("seqlens", [(128, 600), (200, 400), (40, 176), (300, 177)])
+def test_blocks_of_176_keys(seqlens, rng, monkeypatch):
+    """For one or two consumers; values of keys that some rows do not see may be anything."""
+    q = normal(rng, 2, seqlens[0], 4, 128)
+    k, v = (normal(rng, 2, seqlens[1], 2, 128) for _ in "kv")
+    exact = formulas.attention(q, k, v, causal=True)
+    plain = formulas.attention(q, k, v, causal=True, precision=BFLOAT16.type)
+    v[1, -9] = np.nan  # the last rows of the last sequence see it
+    results = []
+    monkeypatch.setattr(sm90, "SM90_MANY_KEYS", 1)
+    for warpgroups in (1, 2):
+
+        def of_large_blocks(spec, configs, multiprocessors, warpgroups=warpgroups):
+            return next(c for c in configs if (c.tile_n, c.warpgroups) == (176, warpgroups))
+
+        monkeypatch.setattr(sm90, "_fastest", of_large_blocks)
+        attention_plan.cache_clear()
+        _repeat.forget()
+        out, lse = cuattn.flash_attention(
+            *map(cupy.asarray, (q, k, v)), causal=True, return_lse=True
+        )
+        out, lse = out.get(), lse.get()
+        seen = np.s_[1, -9:]
+        assert np.isnan(out[seen].astype(np.float32)).all()
+        results.append((out.copy(), lse))
+        out[seen] = exact[0][seen]
+        formulas.assert_accurate(out, exact[0], plain[0])
+        formulas.assert_accurate(lse, exact[1], plain[1])
+    attention_plan.cache_clear()
+    _repeat.forget()
+    for one, other in zip(*results, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_sequence_is_the_same_in_any_varlen_company(head_dim, rng):
     lengths = rng.integers(0, 900, 50)

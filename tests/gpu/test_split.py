@@ -23,7 +23,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """A function that fixes the number of parts."""
+    """A function that fixes the number of parts, and the keys of a block."""
     if compiler.device_arch(0) != "sm_90a":
         pytest.skip("not a Hopper GPU")
     scratch_array = decoding.scratch_array
@@ -33,10 +33,12 @@ def parts(monkeypatch):
         array[...] = np.nan
         return array
 
-    def fix(count):
+    def fix(count, tile_n=None):
         plan.attention_plan.cache_clear()
         forget()
         monkeypatch.setattr(split_sm90, "best_parts", lambda call: count)
+        if tile_n is not None:
+            monkeypatch.setattr(split_sm90, "split_tile_keys", lambda call, parts: tile_n)
 
     monkeypatch.setattr(decoding, "scratch_array", dirty)
     with dispatch.use_tiers("split_sm90"):
@@ -78,6 +80,16 @@ def test_parts_are_the_whole(rng, parts, dims, heads, count):
                 return_lse=True,
             )
             check(result, q, k, v, causal=causal, sinks=sinks)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1)])
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_of_blocks_of_176_keys(rng, parts, heads, count):
+    parts(count, 176)
+    for tokens, keys in ((65, 515), (150, 1000), (40, 180)):
+        q, k, v = arrays(rng, 2, tokens, keys, heads, (128, 128))
+        result = cuattn.flash_attention(*map(cupy.asarray, (q, k, v)), causal=True, return_lse=True)
+        check(result, q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("page_size", [None, 8, 16, 64, 256])

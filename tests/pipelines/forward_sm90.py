@@ -79,7 +79,7 @@ class Protocol:
 def protocols() -> dict[str, Protocol]:
     """Every protocol that some variant has, by name."""
     found = {protocol(variant.config) for variant in dispatch.variants("sm_90a")
-             if variant.source == KERNEL}  # fmt: skip
+             if variant.entry == "forward_sm90"}  # fmt: skip
     named = {str(p): p for p in sorted(found, key=str)}
     assert len(named) == len(found), "a name for each"
     return named

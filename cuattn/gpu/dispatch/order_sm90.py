@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cuattn._spec import AttentionSpec
-from cuattn.gpu.dispatch.config_sm90 import SM90_TILES, Sm90ForwardConfig
+from cuattn.gpu.dispatch.config_sm90 import SM90_LARGE_BLOCKS, SM90_TILES, Sm90ForwardConfig
 
 #: A little more than L2 holds: not all of a section is needed at a time, and a block that has less
 #: to do than others costs more. 70 MiB instead of 40: causal at head_dim 128, seqlen 8192 and 16384
@@ -145,7 +145,8 @@ def _costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
 
 def _unit(config: Sm90ForwardConfig) -> float:
     """What a block of keys takes."""
-    tiles = SM90_TILES[config.head_dim, config.head_dim_v]
+    dims = config.head_dim, config.head_dim_v
+    tiles = SM90_TILES[dims] + SM90_LARGE_BLOCKS.get(dims, ())
     speeds = {(tile.tile_n, tile.warpgroups): tile.speed for tile in tiles}
     speed = speeds.get((config.tile_n, config.warpgroups), 1.0)
     return config.tile_m * config.tile_n / speed

@@ -192,6 +192,9 @@ def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: 
 #: keys are cut into parts, by head_dim: whole pages, or part of one.
 SPLIT_TILE_KEYS = {64: 128, 128: 128, 256: 64}
 SPLIT_TILE_ROWS = 128
+#: As many keys of a tile in plain arrays, where parts have enough of them, and how much faster its
+#: products are, by head_dim.
+SPLIT_LARGE_BLOCKS = {128: (176, 1.025)}
 MAX_PARTS = 128
 MIN_PAGE = 8  # rows that TMA's swizzle permutes together
 #: Beyond so many rows a key head that kernel is faster than decoding wherever it is faster with its
@@ -231,26 +234,42 @@ def can_split(call: Call) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _best_parts(spec: AttentionSpec, multiprocessors: int) -> int:
-    group = spec.heads_q // spec.heads_kv
-    head_dim = next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
-    tile_n = SPLIT_TILE_KEYS[head_dim]
+def split_head_dim(spec: AttentionSpec) -> int:
+    """The padded head_dim of the tiles that a call whose keys are cut into parts has."""
+    return next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
+
+
+def _split_us(
+    spec: AttentionSpec,
+    multiprocessors: int,
+    parts: int,
+    batch: int,
+    tile_n: int,
+    speed: float = 1.0,
+) -> float:
+    """About what a call takes whose keys are cut into parts, with blocks of `tile_n` keys."""
+    group, head_dim = spec.heads_q // spec.heads_kv, split_head_dim(spec)
     rate = min(HOPPER.forward_flops, HOPPER.forward_flops_per_column * 2 * head_dim)
-    block_us = 2.0 * SPLIT_TILE_ROWS * tile_n * 2 * head_dim / rate
+    block_us = 2.0 * SPLIT_TILE_ROWS * tile_n * 2 * head_dim / rate / speed
     tiles = spec.heads_kv * -(-spec.seqlen_q // (64 // group * (SPLIT_TILE_ROWS // 64)))
     blocks = -(-spec.seqlen_k // tile_n)
     part_us = spec.seqlen_q * spec.heads_q * (2 * 4 * spec.head_dim_v) / MERGE_BYTES
+    waves = -(-tiles * batch * parts // multiprocessors)
+    products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
+    reading = _reading_us(spec, HOPPER, batch, multiprocessors)
+    return max(products, reading) + MERGE_US + parts * max(PART_US, batch * part_us)
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_parts(spec: AttentionSpec, multiprocessors: int) -> int:
+    tile_n = SPLIT_TILE_KEYS[split_head_dim(spec)]
 
     def us(parts: int, batch: int) -> float:
-        waves = -(-tiles * batch * parts // multiprocessors)
-        products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
-        reading = _reading_us(spec, HOPPER, batch, multiprocessors)
-        return max(products, reading) + MERGE_US + parts * max(PART_US, batch * part_us)
+        return _split_us(spec, multiprocessors, parts, batch, tile_n)
 
     cached = spec.keys in ("cached", "paged")
     batch = spec.batch if cached else 1
-    counts = range(2, min(blocks, MAX_PARTS) + 1)
+    counts = range(2, min(-(-spec.seqlen_k // tile_n), MAX_PARTS) + 1)
     if not cached:
         many = 64 * multiprocessors
         most = SLOWER_FOR_MANY * forward_us(spec, HOPPER, many, multiprocessors)
@@ -265,6 +284,20 @@ def best_parts(call: Call) -> int:
     """Into how many parts the keys of a call that :func:`can_split` are best cut for Hopper's
     forward kernel; 1 where they are best left whole."""
     return _best_parts(call.spec, call.multiprocessors)
+
+
+def split_tile_keys(call: Call, parts: int) -> int:
+    """How many keys a block has where those of a call are cut into so many parts: what is best for
+    one sequence, so that the batch has no say."""
+    head_dim = split_head_dim(call.spec)
+    speeds = {SPLIT_TILE_KEYS[head_dim]: 1.0}
+    if call.spec.keys == "batched" and head_dim in SPLIT_LARGE_BLOCKS:
+        tile_n, speed = SPLIT_LARGE_BLOCKS[head_dim]
+        speeds[tile_n] = speed
+    return min(
+        speeds,
+        key=lambda n: _split_us(call.spec, call.multiprocessors, parts, 1, n, speeds[n]),
+    )
 
 
 #: What a prefix that lies in the pages must be for it to be read once for all sequences: so many

@@ -11,6 +11,7 @@ from cuattn.gpu.arguments import dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.arguments_sm90 import kernel_arguments, maps_of, score_scales
 from cuattn.gpu.dispatch.config_sm90 import (
+    SM90_MANY_KEYS,
     SM90_TILES,
     Sm90ForwardConfig,
     configs_of,
@@ -69,6 +70,7 @@ class Sm90Forward:
                 cached=cached,
                 pack_gqa=packs_gqa(call),
                 dropout=spec.dropout != 0.0,
+                many_keys=spec.seqlen_k >= SM90_MANY_KEYS,
             )
             if (config.bound_left, config.bound_right) >= bounded
         ]

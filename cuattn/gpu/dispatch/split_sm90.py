@@ -12,7 +12,14 @@ from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.arguments_sm90 import kernel_arguments, maps_of, score_scales
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig, variant_of
 from cuattn.gpu.dispatch.launch import Call, Launch
-from cuattn.gpu.dispatch.routing import SPLIT_TILE_KEYS, best_parts, can_split
+from cuattn.gpu.dispatch.routing import (
+    SPLIT_LARGE_BLOCKS,
+    SPLIT_TILE_KEYS,
+    best_parts,
+    can_split,
+    split_head_dim,
+    split_tile_keys,
+)
 from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
 from cuattn.gpu.tensormap import TensorMap, addressable
 
@@ -39,15 +46,18 @@ class Sm90Split:
         parts = best_parts(call)
         if parts == 1:
             return None
-        return _launch(call, split_config(call.spec, bounded=True), parts)
+        config = split_config(call.spec, split_tile_keys(call, parts), bounded=True)
+        return _launch(call, config, parts)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
             for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
+                tile_n, large = SPLIT_TILE_KEYS[head_dim], SPLIT_LARGE_BLOCKS.get(head_dim)
                 for cached in (False, True):
-                    config = _config(dtype, head_dim, bounded=True, paged=cached, lens=cached)
-                    yield variant_of(config)
+                    yield variant_of(_config(dtype, head_dim, tile_n, paged=cached, lens=cached))
+                if large is not None:
+                    yield variant_of(_config(dtype, head_dim, large[0], paged=False, lens=False))
 
 
 class Sm90Prefix:
@@ -75,14 +85,17 @@ class Sm90Prefix:
             or spec.seqlen_q * (spec.heads_q // spec.heads_kv) < MIN_PREFIX_ROWS
         ):
             return None
-        config = split_config(spec, bounded=False)
+        config = split_config(spec, SPLIT_TILE_KEYS[split_head_dim(spec)], bounded=False)
         return _launch(call, config, prefix_tiles(spec, config, call.multiprocessors)[1])
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
             for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
-                yield variant_of(_config(dtype, head_dim, bounded=False, paged=True, lens=False))
+                tile_n = SPLIT_TILE_KEYS[head_dim]
+                yield variant_of(
+                    _config(dtype, head_dim, tile_n, bounded=False, paged=True, lens=False)
+                )
 
 
 def prefix_tiles(
@@ -136,13 +149,13 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     )
 
 
-def split_config(spec: AttentionSpec, *, bounded: bool) -> Sm90ForwardConfig:
+def split_config(spec: AttentionSpec, tile_n: int, *, bounded: bool) -> Sm90ForwardConfig:
     """The Config for a call, of which `bounded` says whether some queries may not see some keys."""
-    head_dim = next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
     cached = spec.keys in ("cached", "paged")
     return _config(
         spec.dtype.name,
-        head_dim,
+        split_head_dim(spec),
+        tile_n,
         bounded=bounded,
         paged=cached or not bounded,
         lens=cached and bounded,
@@ -150,15 +163,15 @@ def split_config(spec: AttentionSpec, *, bounded: bool) -> Sm90ForwardConfig:
 
 
 def _config(
-    dtype: str, head_dim: int, *, bounded: bool, paged: bool, lens: bool
+    dtype: str, head_dim: int, tile_n: int, *, bounded: bool = True, paged: bool, lens: bool
 ) -> Sm90ForwardConfig:
     return Sm90ForwardConfig(
         dtype,
         head_dim,
         head_dim,
-        tile_n=SPLIT_TILE_KEYS[head_dim],
+        tile_n=tile_n,
         warpgroups=2,
-        q_stages=1 if head_dim == 256 else 2,
+        q_stages=1 if head_dim == 256 or tile_n > 128 else 2,
         bound_left=False,
         bound_right=bounded,
         varlen=False,
