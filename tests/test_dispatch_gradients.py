@@ -186,6 +186,40 @@ def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long(
         assert configs["backward_sm90"].threads == 128 + 2 * keys
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+def test_gradients_with_dropout_have_a_hopper_kernel(varlen):
+    """Up to head_dim 128, where dq may be summed in any order. Kernels before and after it know of
+    the dropout, and all but those that repair have what it leaves over its scale."""
+
+    def launches(head_dim=64, dropout=0.25, deterministic=False):
+        shape = (600, 8, head_dim) if varlen else (2, 4096, 8, head_dim)
+        name = "flash_attention_varlen" if varlen else "flash_attention"
+        more = {"sequences": 3} if varlen else {}
+        spec = attention_spec(
+            name, *[shape] * 3, *[np.dtype(np.float16)] * 3, dropout=dropout, scale=0.5, **more
+        )
+        call = Call.contiguous(spec, "sm_90a")
+        asked = BackwardCall(call, call.strides.out, deterministic=deterministic)
+        return {launch.variant.entry: launch for launch in dispatch.choose_backward(asked).launches}
+
+    for head_dim in (8, 64, 72, 128):
+        chosen = launches(head_dim)
+        assert list(chosen) == ["prepare_sm90", "backward_sm90", "finish_sm90", "backward_sm80"]
+        assert chosen["backward_sm90"].variant.config.tile_n == 128
+        for entry, scale in (("backward_sm90", 0.5 * 4 / 3), ("backward_sm80", 0.5)):
+            of_forward = chosen[entry].arguments[0]
+            packed = of_forward.pack({fill.argument: 0 for fill in of_forward.fills})
+            assert params.FORWARD_PARAMS.unpack(packed)["scale"] == pytest.approx(scale)
+        for entry in ("prepare_sm90", "backward_sm90"):
+            config = chosen[entry].variant.config
+            assert config.dropout
+            assert not launches(head_dim, 0.0)[entry].variant.config.dropout
+        assert chosen["backward_sm80"].variant.config.general
+    for other in (launches(192), launches(deterministic=True)):
+        assert "backward_sm90" not in other
+        assert "backward_sm80" in other
+
+
 @given(spec=specs(dispatch.MAX_DIM), arch=st.sampled_from(list(SMEM_LIMITS)))
 def test_dropout_goes_to_a_kernel_that_has_it(spec, arch):
     """What it needs to know follows the other arguments, or is one of its own."""

@@ -2,7 +2,7 @@
 // block.
 //
 //   prepare_sm90      delta = sum(dout * out) - dlse of each row, the starts of S and dP that
-//                     follow from it and from lse, and zeros: as sums of dq
+//                     follow from it (over dropout's scale) and from lse, and zeros: as sums of dq
 //                     (Config::sums), as counter of tiles, and for nothing that is not finite.
 //   finish_sm90       dq = scale * sums.
 //
@@ -10,6 +10,8 @@
 // are zeros, and so is what they add to any gradient.
 #include "gradients/layout_sm90.cuh"
 #include "gradients/write_sm90.cuh"
+
+using Params = tile::ParamsOf<BackwardParams, Config::dropout>::Type;
 
 // 64 rows of queries of a sequence.
 struct Rows {
@@ -60,7 +62,7 @@ static_assert(64 % (kRowsAtOnce * kRowsEach) == 0, "every thread has as many row
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::threads)
     prepare_sm90(const __grid_constant__ ForwardParams params,
-                 const __grid_constant__ BackwardParams backward,
+                 const __grid_constant__ Params backward,
                  const __grid_constant__ Sm90BackwardParams sm90) {
   if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
     *backward.nonfinite = 0;
@@ -120,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
             lse == tile::negative_infinity() ? lse : lse * (-tile::kLog2e / sm90.scale_log2);
       }
       sm90.score_start[rows.statistics + in_tile] = score_start;
+      if constexpr (Config::dropout) sum /= static_cast<float>(tile::dropout_of(backward).scale);
       sm90.dp_start[rows.statistics + in_tile] = -sum;
     }
   }

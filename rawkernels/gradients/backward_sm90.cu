@@ -12,11 +12,13 @@
 //   dV += P^T dO and dK += dS^T Q straight from registers. dS alone goes through shared memory, for
 //   dQ = dS K over all keys (Config::computes_dq): 64 queries × 64 columns a consumer, which where
 //   there are no more are computed by all in turn. S and dP start at -lse / scale and at -delta: p
-//   = exp2(s * scale_log2), dS = p * dP.
+//   = exp2(s * scale_log2), dS = p * dP. With dropout all of it is over dropout's scale but what is
+//   written.
 //
 // Each elementwise phase runs beside a product of the same consumer, and all of one consumer's
 // beside the other's products: what a consumer waits for of the other, its dS, has two stages, so
 // they may be a block apart.
+#include "gradients/dropout_sm90.cuh"
 #include "gradients/produce_sm90.cuh"
 #include "gradients/products_sm90.cuh"
 #include "gradients/write_sm90.cuh"
@@ -38,11 +40,13 @@ __device__ __forceinline__ void multiply_keys(float (&x)[32], const unsigned cha
   ptx::wgmma_commit_group();
 }
 
+using Params = tile::ParamsOf<BackwardParams, Config::dropout>::Type;
+
 // A warpgroup that computes: 64 keys of each tile.
 struct Consumer {
   Smem& smem;
   const ForwardParams& params;
-  const BackwardParams& backward;
+  const Params& backward;
   const Sm90BackwardParams& sm90;
   const int consumer;
 
@@ -90,9 +94,9 @@ struct Consumer {
       if (kPipelined) walk.advance();
       const bool in_turn = kOneRing ? dq_stage.index == consumer : n % 2 == consumer;
       if (Config::computes_dq && (!kAlternate || in_turn))
-        step<true>(walk.row(), n == count - 1);
+        step<true>(walk, walk.row(), n == count - 1);
       else
-        step<false>(walk.row(), n == count - 1);
+        step<false>(walk, walk.row(), n == count - 1);
       if constexpr (kOneRing) dq_stage.advance();
       if (!kPipelined) walk.advance();
     }
@@ -109,7 +113,7 @@ struct Consumer {
   // One block of queries; where pipelined from its scores to its dS, beside the products that need
   // those of the block before. After the `last` of a tile its values are read no more.
   template <bool kComputesDq>
-  __device__ __forceinline__ void step(int first_query, bool last) {
+  __device__ __forceinline__ void step(const Walk& walk, int first_query, bool last) {
     float s[kQueries / 2], dp[kQueries / 2], dq[32];
     const int now = stage.index;
     tile::PipelineState<kStages> next = stage;
@@ -135,21 +139,22 @@ struct Consumer {
       if (Config::computes_dq) store_ds();
       if (kComputesDq) send_dq(dq);
     } else {
+      const KeptSigns kept = compute_mask(walk);
       start_products(s, dp, stage);
       ptx::wgmma_fence();
       multiply_first(s, dp, now);
       ptx::wgmma_wait_group<1>();
       exponentiate(s, first_query);
-      tile::pack_fragment<T>(p, s);
+      pack_scores(s, kept);
       ptx::wgmma_keep(dv);
       ptx::wgmma_fence();
       multiply_columns(dv, p, smem.dout[now]);
       ptx::wgmma_wait_group<1>();
-      if (last) tile::arrive_warp(smem.empty_v);
+      if (last && !Config::dropout) tile::arrive_warp(smem.empty_v);
       ptx::wgmma_keep(dp);
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
+      multiply_gradients(dp, s, kept, now);
       tile::pack_fragment<T>(ds, dp);
+      if (last && Config::dropout) tile::arrive_warp(smem.empty_v);  // registers are free again
       if (Config::computes_dq) store_ds();
       ptx::wgmma_keep(dk);
       ptx::wgmma_fence();
@@ -216,6 +221,32 @@ struct Consumer {
     for (int i = 0; i < kQueries / 2; ++i) s[i] = ptx::ex2(s[i] * sm90.scale_log2);
   }
 
+  // What is kept of a block of queries.
+  __device__ __forceinline__ KeptSigns compute_mask(const Walk& walk) const {
+    if constexpr (Config::dropout)
+      return KeptSigns(tile::dropout_of(backward), walk.row(),
+                       first_key / 16 + threadIdx.x / 32 % 4,
+                       tile().batch * params.heads_q + tile().head_kv * sm90.group + walk.head);
+    return KeptSigns();
+  }
+
+  // P^T as the product with dout takes it.
+  __device__ __forceinline__ void pack_scores(const float (&s)[kQueries / 2],
+                                              const KeptSigns& kept) {
+    tile::pack_fragment<T>(p, s);
+    if constexpr (Config::dropout) kept.clear(p);
+  }
+
+  // From dP^T to dS^T, with P^T. With dropout everything is over its scale, and where it drops an
+  // entry dP^T is 0.
+  __device__ __forceinline__ void multiply_gradients(float (&dp)[kQueries / 2],
+                                                     const float (&p)[kQueries / 2],
+                                                     const KeptSigns& kept, int index) {
+    if constexpr (Config::dropout) kept.restart(dp, smem.dp_start[index]);
+#pragma unroll
+    for (int i = 0; i < kQueries / 2; ++i) dp[i] *= p[i];
+  }
+
   // This consumer's part of dq of the block whose dS is packed, if there is one.
   template <bool kComputesDq>
   __device__ __forceinline__ void multiply_keys_in_turn(float (&dq)[32]) {
@@ -249,7 +280,10 @@ struct Consumer {
     ptx::mbarrier_wait(smem.empty_ds[now], ds_stage.parity ^ 1);
     // Matrices 2i and 2i + 1 are of queries 8i to 8i + 7, and of the warp's first and second 8
     // keys.
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % 4;
+    // Its address is computed anew for each block: masks leave no register for it.
+    if constexpr (Config::dropout) lane = ptx::opaque(lane);
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     const unsigned address =
         ptx::shared_address(smem.ds[now][consumer]) + row * kRowBytes + (chunk ^ lane % 8) * 16;
@@ -281,11 +315,15 @@ struct Consumer {
     const int key = first_key + 16 * warp + tile::lane_row(lane);
     const long long row = (tile.row_k + key) * params.heads_kv + tile.head_kv;
     const long long heads = params.heads_kv;
+    float scale_of_dv = 1.0f;
+    if constexpr (Config::dropout)
+      scale_of_dv = static_cast<float>(tile::dropout_of(backward).scale);
     const float zeros =
         write_gradient<T, kDim>(dk, static_cast<float>(params.scale),
                                 static_cast<T*>(backward.dk) + row * params.head_dim,
                                 heads * params.head_dim, tile.seqlen_k - key, params.head_dim) +
-        write_gradient<T, kDim>(dv, 1.0f, static_cast<T*>(backward.dv) + row * params.head_dim_v,
+        write_gradient<T, kDim>(dv, scale_of_dv,
+                                static_cast<T*>(backward.dv) + row * params.head_dim_v,
                                 heads * params.head_dim_v, tile.seqlen_k - key, params.head_dim_v);
     if (zeros != 0.0f) *backward.nonfinite = 1;
   }
@@ -293,7 +331,7 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     backward_sm90(const __grid_constant__ ForwardParams params,
-                  const __grid_constant__ BackwardParams backward,
+                  const __grid_constant__ Params backward,
                   const __grid_constant__ Sm90BackwardParams sm90) {
   extern __shared__ __align__(1024) unsigned char shared[];
   Smem& smem = *reinterpret_cast<Smem*>(shared);

@@ -9,7 +9,7 @@ constexpr int kConsumers = kKeys / 64;     // warpgroups, of 64 keys each
 constexpr bool kAlternate = kPanels == 1;  // dq of a block is one part, which they compute in turn
 // Where registers suffice, the first products of a block are in flight with the last of the block
 // before.
-constexpr bool kPipelined = kDim == 64 && kConsumers == 2;
+constexpr bool kPipelined = kDim == 64 && kConsumers == 2 && !Config::dropout;
 constexpr int kStages = kDim == 64 ? 4 : 2;  // of queries and dout
 constexpr int kStagesDs = 2;
 // Parts of dq that wait to be added: three consumers have one ring of them, and a warp that adds,

@@ -3,13 +3,16 @@ leave alone."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cuattn
+from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
+from cuattn.reference import dropout as reference_dropout
 from tests import formulas
 from tests.gpu.calls import (
     DTYPES,
@@ -357,19 +360,21 @@ def test_the_last_queries_may_hold_anything(tier, dtype, rng):
         assert np.isnan(s[:, 92:].get()).all()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_last_key_may_hold_anything(tier, dtype, rng):
+def test_the_last_key_may_hold_anything(tier, dtype, dropout, rng):
     """A key that is NaN leaves alone the queries that do not see it."""
     dtype = DTYPES[dtype]
     q, k, v, dout = (cupy.asarray(normal(rng, (1, 100, 1, 64), dtype)) for _ in "qkvo")
-    window = (20, 0)
-    clean = cuattn.flash_attention_vjp(q, k, v, window=window)[1](dout)
+    options = {"window": (20, 0), "dropout": dropout, "seed": 5}
+    clean = cuattn.flash_attention_vjp(q, k, v, **options)[1](dout)
     k[:, -1] = np.nan
-    spoilt = cuattn.flash_attention_vjp(q, k, v, window=window)[1](dout)
+    spoilt = cuattn.flash_attention_vjp(q, k, v, **options)[1](dout)
     for name, end in (("dq", 99), ("dk", 79), ("dv", 79)):
         c, s = (getattr(gradients, name) for gradients in (clean, spoilt))
         assert_alike(c[:, :end], s[:, :end], bits=False)
-        assert np.isnan(s[:, 99:].get()).all()
+        # Of dv the only query that sees the key may be dropped.
+        assert np.isnan(s[:, 99:].get()).all() or (name == "dv" and dropout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -514,19 +519,85 @@ def test_gradients_with_dropout(dtype, number, rng):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", HALF)
 def test_common_gradients_with_dropout(tier, dtype, options, head_dim, rng):
     """The calls that a tier is made for, with more than one tile of queries and of keys."""
     q = normal(rng, (2, 333, 4, head_dim), DTYPES[dtype])
     k, v = (normal(rng, (2, 450, 2, head_dim), DTYPES[dtype]) for _ in "kv")
     call = Call(q, k, v, dict(options), rng)
-    z = drop(call, rng)
-    arrays, options = call.on_device()
-    out, lse = cuattn.flash_attention(*arrays, **options, return_lse=True)
-    dout = normal(rng, out.shape, q.dtype)
-    grads = cuattn.flash_attention_backward(placed(dout, rng), *arrays, out, lse, **options)
-    of_formula = {n: o for n, o in call.options.items() if n not in ("dropout", "seed")}
-    judge(grads, dout, call, lse=lse.get(), z=z, **of_formula)
+    check_aligned(call, drop(call, rng))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlens", [(1, 1), (130, 250), (200, 65)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_drop_what_numpy_drops(tier, dtype, seqlens, head_dim, rng):
+    """Scores and statistics of 0, with which p is 1, and rows that show what is left of it: the
+    mask, bit for bit."""
+    dtype = DTYPES[dtype]
+    seqlen_q, seqlen_k = seqlens
+    shape_q, shape_k = (2, seqlen_q, 6, head_dim), (2, seqlen_k, 3, head_dim)
+    zeros_q, zeros_k = np.zeros(shape_q, dtype), np.zeros(shape_k, dtype)
+    options = {"dropout": float(rng.uniform(0.05, 0.8)), "seed": int(rng.integers(2**63))}
+    z = factors(zeros_q, zeros_k, zeros_k, options)
+    statistics = zeros_q, np.zeros((2, 6, seqlen_q), np.float64 if dtype.itemsize == 8 else "f4")
+
+    def gradients(*arrays):
+        given = [cupy.asarray(a) for a in (*arrays, *statistics)]
+        return cuattn.flash_attention_backward(*given, scale=1.0, **options)
+
+    for first in range(0, seqlen_q, head_dim):  # queries, of which each has a feature of its own
+        queries = np.arange(first, min(first + head_dim, seqlen_q))
+        q = zeros_q.copy()
+        q[:, queries, :, queries - first] = 1
+        grads = gradients(q, q, zeros_k, np.ones_like(zeros_k))
+        kept = (z != 0)[:, :, queries].reshape(2, 3, 2, len(queries), seqlen_k).sum(2)
+        for grad in (grads.dk, grads.dv):
+            counts = np.rint(grad.get().astype(np.float32) / z.max())
+            np.testing.assert_array_equal(counts[..., : len(queries)], kept.transpose(0, 3, 1, 2))
+    ones = np.zeros_like(zeros_q), np.zeros_like(zeros_k)
+    for array in ones:
+        array[..., 0] = 1
+    for first in range(0, seqlen_k, head_dim):
+        keys = np.arange(first, min(first + head_dim, seqlen_k))
+        k = zeros_k.copy()
+        k[:, keys, :, keys - first] = 1
+        dq = gradients(ones[0], zeros_q, k, ones[1]).dq.get()
+        expected = z.swapaxes(1, 2)[..., keys] != 0
+        np.testing.assert_array_equal(dq[..., : len(keys)] != 0, expected)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", HALF)
+def test_ragged_gradients_with_dropout(tier, dtype, head_dim, rng):
+    """Positions count within sequences, and heads over all of them."""
+    cu = np.array([0, 30, 30, 230, 329], np.int32)
+    q, dout = (normal(rng, (329, 4, head_dim), DTYPES[dtype]) for _ in "qo")
+    k, v = (normal(rng, (329, 2, head_dim), DTYPES[dtype]) for _ in "kv")
+    options = {"dropout": 0.5, "seed": int(rng.integers(2**63))}
+    arrays = [cupy.asarray(a) for a in (q, k, v)]
+    ends = cupy.asarray(cu)
+    out, lse = cuattn.flash_attention_varlen(*arrays, ends, causal=True, return_lse=True, **options)
+    grads = cuattn.flash_attention_varlen_backward(
+        cupy.asarray(dout), *arrays, out, lse, ends, causal=True, **options
+    )
+    spec = attention_spec(
+        "flash_attention_varlen",
+        *(a.shape for a in (q, k, v)),
+        *[DTYPES[dtype]] * 3,
+        dropout=options["dropout"],
+        sequences=len(cu) - 1,
+    )
+    for b, (first, end) in enumerate(itertools.pairwise(cu)):
+        if first == end:
+            continue
+        rows, count = slice(first, end), int(end - first)
+        z = reference_dropout.factors(
+            spec, options["seed"], b, *(slice(0, n) for n in (4, count, count))
+        )
+        one = Call(*(a[None, rows] for a in (q, k, v)), {"causal": True}, rng)
+        mine = cuattn.AttentionGrads(*(g[None, rows] for g in grads[:3]))
+        judge(mine, dout[None, rows], one, lse=lse[None, :, rows].get(), z=z[None], causal=True)
 
 
 # ------------------------------------------------------------------------------------------- jvp

@@ -209,6 +209,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
                 yield from first_products()
             if not pipelined and number == first + blocks - 1:
                 yield from release_values()
+            if config.dropout:
+                yield Read("dp_start")
             yield from store_ds(consumer)
             if pipelined and number > first:
                 yield from send_dq(consumer, number - 1)

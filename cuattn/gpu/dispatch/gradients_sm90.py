@@ -37,6 +37,7 @@ class Sm90BackwardConfig(Config):
     computes_dq: bool  # beside dk and dv
     tile_n: int  # keys of a block: 64 a consumer
     tile_m: int = 64  # queries
+    dropout: bool = False
 
     @property
     def threads(self) -> int:
@@ -114,6 +115,7 @@ class Sm90AroundConfig(Config):
     sums: bool  # dq is added up in memory
     tile_m: int = 64
     tile_n: int = 64
+    dropout: bool = False
 
     @property
     def threads(self) -> int:
@@ -144,7 +146,7 @@ class Sm90Backward:
     """16-bit calls that TMA can address, of products that are scaled and no more.
 
     One pass computes all gradients, and adds up dq in memory in any order; where it may not, or
-    registers do not suffice, dq has a pass of its own.
+    registers do not suffice, dq has a pass of its own. Only the one pass has dropout.
     """
 
     name = "backward_sm90"
@@ -158,7 +160,6 @@ class Sm90Backward:
             forward.arch != "sm_90a"
             or spec.dtype.itemsize != 2
             or forward.has_score
-            or spec.dropout != 0.0
             or spec.scale <= 0.0
             or not (call.aligned and call.out_aligned)
             or any(stride % 16 for stride in forward.strides.out[:-1])
@@ -172,8 +173,11 @@ class Sm90Backward:
         head_dim = padded[0]
         ragged = spec.rows == "ragged"
         fused = head_dim <= SM90_FUSED_HEAD_DIM and not call.deterministic
+        dropout = spec.dropout != 0.0
+        if dropout and not fused:
+            return None
         tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors) if fused else 128
-        prepare, *passes = _variants(spec.dtype.name, padded, ragged, fused, tile_n)
+        prepare, *passes = _variants(spec.dtype.name, padded, ragged, fused, tile_n, dropout)
 
         slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
         if not ragged:
@@ -181,12 +185,18 @@ class Sm90Backward:
         padded_q = slots * _STATISTICS_PAD
         grid_q = rows_grid(ragged, spec.batch, spec.seqlen_q, _STATISTICS_PAD, spec.heads_q)
         grid_parts = (grid_q[0] * (_STATISTICS_PAD // _PART_ROWS), *grid_q[1:])
-        given: tuple[Arguments, ...] = (
-            forward_arguments(spec, forward.strides),
-            backward_arguments(
-                spec, call.dout, (0, 0, 0, 0), alibi_batched=False, alibi_slots=0, alibi_tile=0
-            ),
+        of_forward = forward_arguments(spec, forward.strides)
+        of_backward = backward_arguments(
+            spec, call.dout, (0, 0, 0, 0), alibi_batched=False, alibi_slots=0, alibi_tile=0
         )
+        given: tuple[Arguments, ...] = of_forward, of_backward
+        if dropout:
+            # All is over the scale of what dropout leaves, but what is written.
+            scaled = dataclasses.replace(spec, scale=spec.scale * spec.dropout_scale)
+            given = (
+                forward_arguments(scaled, forward.strides),
+                of_backward.followed_by(dropout_arguments(spec)),
+            )
 
         def launch(variant: Variant) -> Launch:
             tile_n = variant.config.tile_n  # type: ignore[attr-defined]
@@ -213,12 +223,12 @@ class Sm90Backward:
             return Launch(variant, grid, (*given, own), maps)
 
         launches = [launch(prepare), *map(launch, passes)]
-        repairs = (*given, dropout_arguments(spec))
-        for variant in _repairs(spec.dtype.name, padded):
+        repairs = (of_forward, of_backward, dropout_arguments(spec))
+        for variant in _repairs(spec.dtype.name, padded, dropout):
             launches.append(Launch(variant, (forward.multiprocessors,), repairs))
         if call.grad_sinks:
             sinks = statistics_variant("sinks_simt", spec.dtype.name)
-            launches.insert(1, Launch(sinks, (spec.heads_q,), given))
+            launches.insert(1, Launch(sinks, (spec.heads_q,), (of_forward, of_backward)))
         if any(launch.grid[0] >= 1 << 31 for launch in launches) or padded_q >= 1 << 31:
             return None
         rows = padded_q * spec.heads_q * (1 if ragged else spec.batch)
@@ -240,14 +250,18 @@ class Sm90Backward:
         ):
             for tile_n in SM90_FUSED_KEYS.get(dims[0], ()) if fused else (128,):
                 yield from _variants(dtype, dims, varlen, fused, tile_n)
+            if fused and dims[0] in SM90_FUSED_KEYS:
+                yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
+            if dims[0] in SM90_FUSED_KEYS:
+                yield from _repairs(dtype, dims, dropout=True)
 
 
 def _keys_of_a_block(spec: AttentionSpec, head_dim: int, multiprocessors: int) -> int:
     """Of the kernel that computes dq, dk and dv together: by how many tiles the busiest
     multiprocessor has, which are whole ones where all cost the same."""
-    if head_dim != 64:
+    if head_dim != 64 or spec.dropout != 0.0:  # masks take more registers than three leave
         return 128
     ragged = spec.rows == "ragged"
     if spec.seqlen_k <= SM90_SHORT_KEYS * (max(spec.batch, 1) if ragged else 1):
@@ -283,25 +297,31 @@ def _order(spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int)
     return section, slots - slots // 4
 
 
-def _repairs(dtype: str, dims: tuple[int, int]) -> Iterator[Variant]:
-    """What computes all gradients anew where some are not finite: a masked NaN is multiplied by 0
-    here, which must not be."""
-    return sm80_passes(dtype, dims, False, "sm_90a", repairs=True)
+def _repairs(dtype: str, dims: tuple[int, int], dropout: bool = False) -> Iterator[Variant]:
+    """What computes all gradients anew where some are not finite: a NaN that is masked or dropped
+    is multiplied by 0 here, which must not be."""
+    return sm80_passes(dtype, dims, dropout, "sm_90a", repairs=True)
 
 
 def _variants(
-    dtype: str, dims: tuple[int, int], varlen: bool, fused: bool, tile_n: int
+    dtype: str,
+    dims: tuple[int, int],
+    varlen: bool,
+    fused: bool,
+    tile_n: int,
+    dropout: bool = False,
 ) -> Iterator[Variant]:
     """The kernels of a call, in order; tile_n: keys of a thread block of the one that computes dk
     and dv together."""
     head_dim = dims[0]
     around = Sm90AroundConfig(dtype, dims[1], varlen, fused)
-    yield Variant("gradients/around_sm90.cu", "prepare_sm90", around)
+    prepare = dataclasses.replace(around, dropout=dropout)
+    yield Variant("gradients/around_sm90.cu", "prepare_sm90", prepare)
     if not fused:
         queries = Sm90QueriesConfig(dtype, *dims, varlen, *SM90_QUERIES_TILES[dims])
         yield Variant("gradients/backward_queries_sm90.cu", "backward_queries_sm90", queries)
     if head_dim <= SM90_FUSED_HEAD_DIM:
-        both = Sm90BackwardConfig(dtype, head_dim, varlen, fused, tile_n)
+        both = Sm90BackwardConfig(dtype, head_dim, varlen, fused, tile_n, dropout=dropout)
         yield Variant("gradients/backward_sm90.cu", "backward_sm90", both)
     else:
         keys = Sm90KeysConfig(dtype, *dims, varlen, SM90_KEYS_STAGES[dims])
