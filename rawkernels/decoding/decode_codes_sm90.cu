@@ -35,11 +35,12 @@ __device__ __forceinline__ int head_of(const DecodeParams& params, int row) {
   for (int i = 1; i < kHeads; ++i) head += row >= i * (params.group / kHeads) ? 1 : 0;
   return head;
 }
-// The first of the rows that a head's warps compute, of which its own are some.
+// The first of the rows that a head's warps compute, of which its own are some: all are the tile's.
 __device__ __forceinline__ int first_row(const DecodeParams& params, int head) {
   if (kHeads == 1 || kRows == kWarpRows) return 0;
-  const int rows = params.group / kHeads;
-  return kWarpRows == 4 ? head * rows : head * rows & -kWarpRows;
+  const int first = head * (params.group / kHeads);
+  if (kWarpRows != 4) return first & -kWarpRows;
+  return kHeads * kWarpRows > kRows ? min(first, kRows - kWarpRows) : first;
 }
 
 // Merges four of each warp's rows, from `first` on, and writes them.

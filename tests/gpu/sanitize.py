@@ -151,6 +151,16 @@ def codes(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.paged_attention(q, *of_cache)
         if dim == 64:
             cuattn.dequantize(cuattn.quantize(q, "int8" if format == "k8v4" else format))
+    # Four key heads share a block, and where each has two rows, its warp reads more than these.
+    decoding_codes_sm90.MANY_KEYS = 0  # however few of them there are
+    cache = cuattn.PagedKVCache(40, 16, 4, 64, dtype=dtype, quantization="int4", xp=cupy)
+    ids = [cache.add_sequence() for _ in range(2)]
+    cache.extend(ids, [300, 33])
+    cache.write(0, ids, *arrays(rng, dtype, (333, 4, 64), (333, 4, 64)))
+    for group in (1, 2, 3, 8):
+        (q,) = arrays(rng, dtype, (2, 1, 4 * group, 64))
+        with dispatch.use_tiers(*tiers):
+            cuattn.paged_attention(q, *cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
     lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
     tiers = tuple(tier.name for tier in dispatch.MLA.all)
     for format, (heads, tokens) in itertools.product(formats[:2], ((128, 1), (16, 3))):
