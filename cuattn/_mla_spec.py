@@ -23,6 +23,10 @@ def check_weights(
         layout = "(total, heads, head_dim)" if ragged else "(batch, seqlen_q, heads, head_dim)"
         raise ValueError(f"{function}: q_nope has shape {q_nope.shape}, must be {layout}")
     heads, dims = q_nope.shape[-2:]
+    if not heads or not dims:
+        raise ValueError(
+            f"{function}: q_nope has shape {q_nope.shape}, must have at least 1 head and 1 feature"
+        )
     latent = latent_pages.shape[-1] if latent_pages.ndim else 0
     for label, weights, want in (
         ("w_uk", w_uk, f"({heads}, {dims}, {latent})"),
@@ -31,6 +35,10 @@ def check_weights(
         fits = weights.ndim == 3 and (weights.shape[0], weights.shape[2]) == (heads, latent)
         if not fits or (label == "w_uk" and weights.shape[1] != dims):
             raise ValueError(f"{function}: {label} has shape {weights.shape}, must be {want}")
+        if not weights.shape[1]:
+            raise ValueError(
+                f"{function}: {label} has shape {weights.shape}, must have at least 1 feature"
+            )
         if weights.dtype != q_nope.dtype:
             raise TypeError(
                 f"{function}: {label} has dtype {weights.dtype}, must be q_nope's {q_nope.dtype}"

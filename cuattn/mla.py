@@ -247,6 +247,7 @@ def mla_decode(
     )
     q_latent, q_rope, latent_pages, rope_pages, page_table, seq_lens, *rest = arrays
     cu_seqlens_q, indices, sinks, out = rest
+    given_out = out
     latent_pages, latent_dtype, format = as_stored(given_latents, latent_pages, q_latent.dtype)
     if scale is None:
         raise TypeError(
@@ -304,7 +305,10 @@ def mla_decode(
         out=out,
         return_lse=check_bool(name, "return_lse", return_lse),
     )
-    result = result[:, 0] if single else result
+    if given_out is not None:
+        result = given_out
+    elif single:
+        result = result[:, 0]
     return (result, lse) if return_lse else result
 
 
@@ -440,14 +444,15 @@ def mla_prefill(
     shape = q_nope.shape
     if cu is None:
         cu = xp.arange(shape[0] + 1, dtype=np.int32) * shape[1]
-        q_nope, q_rope = (x.reshape(-1, *x.shape[2:]) for x in (q_nope, q_rope))
+        q_nope, q_rope = (x.reshape(shape[0] * shape[1], *x.shape[2:]) for x in (q_nope, q_rope))
 
     def project(latents: Any, rotated: Any) -> tuple[Any, Any, Any]:
         """What of each head's keys is not rotated, what is, and its values, of tokens, whose
         latents may be codes."""
         if isinstance(latents, QuantizedArray):
             latents = dequantize(latents, q_nope.dtype)
-        latents, rotated = latents.reshape(-1, latent), rotated.reshape(-1, rope_dim)
+        latents = latents.reshape(-1, latent)
+        rotated = rotated.reshape(len(latents), rope_dim)  # which may be 0
         return _project(xp, latents, w_uk), rotated, _project(xp, latents, w_uv)
 
     def with_rotated(nope: Any, rotated: Any) -> Any:
@@ -473,7 +478,8 @@ def mla_prefill(
         before = _tokens_before(xp, page_table.shape[1] * page_size, seq_lens, cu)
     if max_prefix is None:
         max_prefix = int(before.max(initial=0)) if xp is np else page_table.shape[1] * page_size
-    columns = max(1, chunk // (page_size * page_table.shape[0]))  # pages of a sequence at a time
+    at_once = chunk // (page_size * max(page_table.shape[0], 1))
+    columns = max(1, at_once)  # pages of a sequence at a time
     used = min(-(-check_integer(name, "max_prefix", max_prefix) // page_size), page_table.shape[1])
     for first in range(0, used, columns):
         table = xp.clip(page_table[:, first : min(first + columns, used)], 0, num_pages - 1)
@@ -496,7 +502,7 @@ def mla_prefill(
         )
     out, lse = parts[0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))
     if len(shape) == 4:
-        out = out.reshape(*shape[:3], -1)
+        out = out.reshape(*shape[:3], w_uv.shape[1])
         lse = lse.reshape(shape[2], *shape[:2]).swapaxes(0, 1)
     return (out, lse) if return_lse else out
 
@@ -580,6 +586,10 @@ def _new_tokens(
         take = backend(xp, "mla").take_tokens
         return take(latent_pages, *indices, total), take(rope_pages, *indices, total)
     page_size, num_pages = latent_pages.shape[1], latent_pages.shape[0]
+    if not page_table.size or not num_pages:  # no sequence has a token
+        return tuple(
+            xp.zeros((total, a.shape[-1]), rope_pages.dtype) for a in (latent_pages, rope_pages)
+        )
     capacity = page_table.shape[1] * page_size
     rows = xp.arange(total)
     sequence = xp.searchsorted(cu_seqlens[1:], rows, side="right")

@@ -265,7 +265,7 @@ def test_q_without_a_token_axis_and_out(rng):
     want, want_lse = layer.decode(q_latent[:, None], q_rope[:, None])
     out = np.full_like(q_latent, np.nan)
     got, lse = layer.decode(q_latent, q_rope, out=out)
-    assert got.shape == (2, 2, 96)
+    assert got is out
     assert np.array_equal(out, want[:, 0])
     assert np.array_equal(lse, want_lse)
 
@@ -612,6 +612,43 @@ def test_prefill_of_ragged_rows(rng, absorbed):
         np.testing.assert_allclose(lse[:, rows], want_lse, atol=1e-12)
 
 
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_prefill_where_nothing_is_rotated(rng, absorbed):
+    layer = Layer(rng, [20, 7], 2, 4, rope=0)
+    q_nope, q_rope = layer.queries(rng, 2, 5)
+    out = mla_prefill(
+        q_nope, q_rope, layer.latent_pages, layer.rope_pages, layer.table, layer.lens,
+        layer.w_uk, layer.w_uv, scale=layer.scale, absorbed=absorbed,
+    )  # fmt: skip
+    for b in range(2):
+        want, _ = layer.unabsorbed(b, q_nope[b], q_rope[b])
+        np.testing.assert_allclose(out[b], want, atol=1e-12)
+
+
+@pytest.mark.parametrize("absorbed", [True, False, None])
+@pytest.mark.parametrize("rope", [0, 8])
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "max_pages"), [(0, 3, 2), (2, 0, 2), (2, 0, 0), (0, 0, 0)]
+)
+def test_prefill_of_nothing(rng, absorbed, rope, batch, seqlen_q, max_pages):
+    pages = rng.standard_normal((4, 16, 32)), rng.standard_normal((4, 16, rope))
+    table, lens = zeros(batch, max_pages, dtype=np.int32), zeros(batch, dtype=np.int32)
+    weights = rng.standard_normal((2, 12, 32)), rng.standard_normal((2, 20, 32))
+    rows = (batch, seqlen_q, 2)
+    out, lse = mla_prefill(
+        np.zeros((*rows, 12)), np.zeros((*rows, rope)), *pages, table, lens, *weights,
+        scale=0.1, absorbed=absorbed, return_lse=True,
+    )  # fmt: skip
+    assert out.shape == (*rows, 20)
+    assert lse.shape == (batch, 2, seqlen_q)
+    flat = batch * seqlen_q + 1  # a row of no sequence
+    out = mla_prefill(
+        np.zeros((flat, 2, 12)), np.zeros((flat, 2, rope)), *pages, table, lens, *weights,
+        scale=0.1, absorbed=absorbed, cu_seqlens_q=zeros(batch + 1, dtype=np.int32),
+    )  # fmt: skip
+    assert out.shape == (flat, 2, 20)
+
+
 def test_the_cheaper_way(monkeypatch, rng):
     """171 new tokens are where it changes for DeepSeek-V3's widths."""
     called = []
@@ -630,6 +667,8 @@ def test_the_cheaper_way(monkeypatch, rng):
     ("changes", "message"),
     [
         ({"q_nope": zeros(4, 12)}, "q_nope has shape"),
+        ({"q_nope": zeros(1, 5, 2, 0), "w_uk": zeros(2, 0, 32)}, "q_nope has shape .* 1 feature"),
+        ({"w_uv": zeros(2, 0, 32)}, "w_uv has shape .* 1 feature"),
         ({"w_uk": zeros(2, 11, 32)}, r"w_uk has shape \(2, 11, 32\), must be \(2, 12, 32\)"),
         ({"w_uv": zeros(3, 12, 32)}, r"w_uv has shape .*, must be \(2, head_dim_v, 32\)"),
         ({"w_uv": zeros(2, 12, 32, dtype=np.float64)}, "w_uv has dtype float64"),

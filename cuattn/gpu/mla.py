@@ -253,7 +253,7 @@ def multiply_heads(x: cupy.ndarray, weights: cupy.ndarray) -> cupy.ndarray:
         result = cupy.empty((*rows.shape[:2], weights.shape[2]), x.dtype)
         for head in range(rows.shape[1]):  # CuPy 14 has no batches of bfloat16 matrices
             result[:, head] = rows[:, head] @ weights[head]
-        return result.reshape(*x.shape[:-1], -1)
+        return result.reshape(*x.shape[:-1], weights.shape[2])
 
 
 @functools.lru_cache(maxsize=4096)

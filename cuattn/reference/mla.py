@@ -108,7 +108,7 @@ def multiply_heads(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     acc = acc_dtype(x.dtype)
     rows = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1).astype(acc)
     product = (rows @ weights.astype(acc)).swapaxes(0, 1)
-    return product.reshape(*x.shape[:-1], -1).astype(x.dtype)
+    return product.reshape(*x.shape[:-1], weights.shape[2]).astype(x.dtype)
 
 
 def _sparse_parts(
