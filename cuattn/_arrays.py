@@ -196,6 +196,19 @@ def check_integer(function: str, name: str, value: Any) -> int:
     raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
 
 
+def check_float_dtype(function: str, name: str, dtype: Any) -> np.dtype:
+    """Check that `dtype` is one that attention computes in, and return it as NumPy's."""
+    try:
+        given = np.dtype(dtype)
+    except TypeError:
+        given = None
+    if given not in FLOAT_DTYPES:
+        allowed = ", ".join(FLOAT_DTYPES.values())
+        shown = dtype if given is None else given
+        raise TypeError(f"{function}: {name} is {shown}, must be one of {allowed}")
+    return given
+
+
 def check_unmasked(function: str, name: str, array: Any) -> None:
     """Check that an argument is no masked array, whose mask would be lost."""
     if isinstance(array, np.ma.MaskedArray):

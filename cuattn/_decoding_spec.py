@@ -61,8 +61,8 @@ def check_used_pages(
     if wrong.any():
         b = int(wrong.any(axis=1).argmax())
         raise IndexError(
-            f"{function}: page_table has {page_table[b, used[b]]} for sequence {b}, must be below "
-            f"{num_pages}"
+            f"{function}: page_table has {page_table[b, wrong[b]][0]} for sequence {b}, must be "
+            f"from 0 to {num_pages - 1}"
         )
 
 
@@ -153,6 +153,17 @@ def pages_of_prefix(function: str, prefix: Any, page_size: int, max_pages: int) 
             f"0 to {max_pages * page_size}"
         )
     return prefix or None
+
+
+def pair_of_prefix(function: str, prefix: Any) -> tuple[Any, Any]:
+    """A prefix that is a pair (k, v); of another a pair of None."""
+    if not isinstance(prefix, tuple):
+        return None, None
+    if len(prefix) != 2:
+        raise ValueError(
+            f"{function}: prefix is a tuple of {len(prefix)}, must be an integer or a pair (k, v)"
+        )
+    return prefix
 
 
 def check_prefix_arrays(function: str, stored: list[tuple[Any, Any, str]], spec: Any) -> None:

@@ -193,15 +193,15 @@ def attention_spec(
     """
     _check_shapes(function, names, q, k, v, sequences is not None, max_head_dim)
     _check_dtypes(function, names, q_dtype, k_dtype, v_dtype)
-    dropout = _number(function, dropout_name, dropout)
+    dropout = check_number(function, dropout_name, dropout)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(
             f"{function}: {dropout_name} is {dropout}, must be at least 0 and less than 1"
         )
     if scale is None:
         scale = 1.0 / math.sqrt(q[-1])
-    scale = _number(function, "scale", scale)
-    softcap = _number(function, "softcap", 0.0 if softcap is None else softcap)
+    scale = check_number(function, "scale", scale)
+    softcap = check_number(function, "softcap", 0.0 if softcap is None else softcap)
     if softcap < 0.0:
         raise ValueError(f"{function}: softcap is {softcap}, must be positive, or None for no cap")
     seqlen_q, heads_q, head_dim = q[-3:]
@@ -500,7 +500,7 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _number(function: str, name: str, value: Any) -> float:
+def check_number(function: str, name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{function}: {name} must be a number, got {type(value).__qualname__}")
     number = float(value)

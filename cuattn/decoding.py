@@ -28,6 +28,7 @@ from cuattn._decoding_spec import (
     check_shared_pages,
     check_used_pages,
     pages_of_prefix,
+    pair_of_prefix,
 )
 from cuattn._keywords import explain_keywords
 from cuattn._quantized import QuantizedArray, as_stored, codes_of
@@ -398,7 +399,7 @@ def paged_attention(
     check_given(
         name, q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens
     )
-    prefix_k, prefix_v = given_prefix = prefix if isinstance(prefix, tuple) else (None, None)
+    prefix_k, prefix_v = given_prefix = pair_of_prefix(name, prefix)
     given_k, given_v = k_pages, v_pages
     arrays = as_arrays(
         name,
@@ -648,4 +649,12 @@ def _parts(name: str, arrays: Any) -> list[Any]:
     check_given("merge_attention", **{name: arrays})
     if hasattr(arrays, "shape") and not arrays.shape:
         raise ValueError(f"merge_attention: {name} has shape (), must be stacked on axis 0")
-    return list(arrays)
+    try:
+        parts = list(arrays)
+    except TypeError:
+        raise TypeError(
+            f"merge_attention: {name} must be an array, or a sequence of arrays, got "
+            f"{type(arrays).__qualname__}"
+        ) from None
+    check_given("merge_attention", **{f"{name}[{i}]": part for i, part in enumerate(parts)})
+    return parts

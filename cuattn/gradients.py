@@ -366,6 +366,7 @@ def flash_attention_vjp(
     """
     name = "flash_attention_vjp"
     _check_options(name, options)
+    return_lse = check_bool(name, "return_lse", return_lse)
     result, lse = flash_attention(q, k, v, return_lse=True, **options)
     _check_head_dims(name, q, v)
 

@@ -29,8 +29,13 @@ from cuattn._mla_spec import (
     PAGES,
     check_indices,
     check_latent_pages,
+    check_new_tokens,
+    check_part_dtypes,
     check_queries,
+    check_rotated,
+    check_scale,
     check_weights,
+    check_widths,
     latent_spec,
 )
 from cuattn._quantized import BFLOAT16, FLOAT32, QuantizedArray, as_stored, codes_of
@@ -249,11 +254,7 @@ def mla_decode(
     cu_seqlens_q, indices, sinks, out = rest
     given_out = out
     latent_pages, latent_dtype, format = as_stored(given_latents, latent_pages, q_latent.dtype)
-    if scale is None:
-        raise TypeError(
-            f"{name}: scale must be a number, got None: it has no default, since it belongs to the "
-            "heads before absorption (1 / sqrt(192) for DeepSeek-V3)"
-        )
+    scale = check_scale(name, scale)
     ragged = cu_seqlens_q is not None
     single = q_latent.ndim == 3 and not ragged
     check_queries(name, q_latent, q_rope, ragged)
@@ -403,11 +404,28 @@ def mla_prefill(
     xp, arrays = as_arrays(name, **given, cu_seqlens_q=cu_seqlens_q)
     q_nope, q_rope, latent_pages, rope_pages, page_table, seq_lens, w_uk, w_uv, cu = arrays
     latent_pages, _, _ = as_stored(given_latents, latent_pages, q_nope.dtype)
+    scale = check_scale(name, scale)
     check_weights(name, q_nope, w_uk, w_uv, latent_pages, ragged=cu is not None)
-    chunk = check_integer(name, "chunk", chunk)
-    if chunk < 1:
-        raise ValueError(f"{name}: chunk is {chunk}, must be at least 1")
-    latent, rope_dim = latent_pages.shape[-1], rope_pages.shape[-1]
+    check_rotated(name, q_rope, "q_nope", q_nope)
+    latent, rope_dim = latent_pages.shape[-1], q_rope.shape[-1]
+    latent_pages, rope_pages = check_latent_pages(name, latent_pages, rope_pages, latent, rope_dim)
+    like_q = {"q_rope": q_rope, "rope_pages": rope_pages, "w_uk": w_uk, "w_uv": w_uv}
+    if not isinstance(latent_pages, QuantizedArray):
+        like_q["latent_pages"] = latent_pages
+    check_part_dtypes(name, "q_nope", q_nope.dtype, **like_q)
+    check_page_table(name, page_table)
+    batch, capacity = page_table.shape[0], page_table.shape[1] * latent_pages.shape[1]
+    check_rows(name, "q_nope", q_nope, cu, batch)
+    if cu is not None:
+        check_rising(name, "cu_seqlens_q", cu, q_nope.shape[0])
+    check_seq_lens(name, seq_lens, batch)
+    for label, number, least in (("chunk", chunk, 1), ("max_prefix", max_prefix, 0)):
+        if number is not None and check_integer(name, label, number) < least:
+            raise ValueError(f"{name}: {label} is {number}, must be at least {least}")
+    if xp is np:
+        check_used_pages(name, page_table, np.clip(seq_lens, 0, capacity), *latent_pages.shape[:2])
+        counts = np.diff(cu) if cu is not None else q_nope.shape[1]
+        check_new_tokens(name, seq_lens, counts, capacity, max_prefix)
     if absorbed is None:
         queries = q_nope.shape[0] / max(page_table.shape[0], 1) if cu is not None else None
         queries = q_nope.shape[1] if queries is None else queries
@@ -417,6 +435,7 @@ def mla_prefill(
     return_lse = check_bool(name, "return_lse", return_lse)
     multiply = backend(xp, "mla").multiply_heads
     if check_bool(name, "absorbed", absorbed):
+        check_widths(name, "latent_pages", latent_pages, q_rope)
         result = mla_decode(
             multiply(q_nope, w_uk),
             q_rope,
@@ -431,16 +450,6 @@ def mla_prefill(
         out, lse = result if return_lse else (result, None)
         out = multiply(out, w_uv.swapaxes(1, 2))
         return (out, lse) if return_lse else out
-    latent_pages, rope_pages = check_latent_pages(
-        name, latent_pages, rope_pages, latent, q_rope.shape[-1]
-    )
-    check_page_table(name, page_table)
-    check_seq_lens(name, seq_lens, page_table.shape[0])
-    if q_rope.shape[:-1] != q_nope.shape[:-1] or q_rope.dtype != q_nope.dtype:
-        raise ValueError(
-            f"{name}: q_rope has shape {q_rope.shape} and dtype {q_rope.dtype}, must have q_nope's "
-            f"{(*q_nope.shape[:-1], rope_dim)} and {q_nope.dtype}"
-        )
     shape = q_nope.shape
     if cu is None:
         cu = xp.arange(shape[0] + 1, dtype=np.int32) * shape[1]
@@ -480,7 +489,7 @@ def mla_prefill(
         max_prefix = int(before.max(initial=0)) if xp is np else page_table.shape[1] * page_size
     at_once = chunk // (page_size * max(page_table.shape[0], 1))
     columns = max(1, at_once)  # pages of a sequence at a time
-    used = min(-(-check_integer(name, "max_prefix", max_prefix) // page_size), page_table.shape[1])
+    used = min(-(-max_prefix // page_size), page_table.shape[1])
     for first in range(0, used, columns):
         table = xp.clip(page_table[:, first : min(first + columns, used)], 0, num_pages - 1)
         *both, v = project(latent_pages[table], rope_pages[table])

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["multi_head_attention"]
 
+#: What `rope` may have: what rope takes beside the array.
+ROPE_KEYS = ("positions", "base", "rotary_dim", "interleaved", "scaling")
+
 
 @overload
 def multi_head_attention(
@@ -181,6 +184,9 @@ def multi_head_attention(
         raise ValueError(f"{name}: rope must be None where context is given, got {rope!r}")
     if rope is not None and not isinstance(rope, Mapping):
         raise TypeError(f"{name}: rope must be a dict of rope's keywords or None, got {rope!r}")
+    for key in rope or ():
+        if key not in ROPE_KEYS:
+            raise TypeError(f"{name}: rope has {key!r}, may have {', '.join(ROPE_KEYS)}")
     _check_tokens(name, "x", x, x)
     source = x if context is None else context
     _check_tokens(name, "context", source, x)

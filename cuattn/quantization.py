@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given, check_integer
+from cuattn._arrays import (
+    FLOAT_DTYPES,
+    as_arrays,
+    check_bool,
+    check_float_dtype,
+    check_given,
+    check_integer,
+)
 from cuattn._backend import backend
 from cuattn._keywords import explain_keywords
 from cuattn._quantized import (
@@ -48,7 +55,8 @@ def quantize(
         neighbouring ones of them; ``"head"`` all tokens of a head, ``"channel"`` all tokens of one
         of its features; ``"tensor"`` everything.
     group_size : int, optional
-        Features of a group; must divide head_dim, which must be given for ``"group"``.
+        How many features a group has; must divide head_dim. For ``"group"`` it must be given, and
+        for no other.
     symmetric : bool
         Whether codes are of both signs, and 0 is 0. False, for ``"int4"`` only: codes are 0 to 15
         above a minimum, which is stored beside each scale.
@@ -60,9 +68,9 @@ def quantize(
         of two that divides head_dim, which spreads outliers over all of them. Whoever reads the
         codes rotates back.
     scale : number or array, optional
-        A scale that was found before, bfloat16 or float32: its shape, which broadcasts against
-        x's, takes the place of `granularity`. Values beyond it saturate, and NaN becomes 0. With
-        ``symmetric=False`` a pair (scale, minimum).
+        A scale that was found before, above 0, bfloat16 or float32: its shape, which broadcasts
+        against x's, takes the place of `granularity`. Values beyond it saturate, and NaN becomes 0.
+        With ``symmetric=False`` a pair (scale, minimum).
 
     Returns
     -------
@@ -150,6 +158,8 @@ def quantize(
                 "minimum the same"
             )
         check_scale_shape(name, label, given.shape, shape)
+    if isinstance(scale, np.ndarray) and (scale <= 0).any():
+        raise ValueError(f"{name}: scale has {scale.min()}, must be above 0")
     if scale is not None:
         missing = (None,) * (x.ndim - scale.ndim)
         scale = scale[missing]
@@ -208,10 +218,7 @@ def dequantize(qx: QuantizedArray, dtype: Any = None) -> Any:
     name = "dequantize"
     if not isinstance(qx, QuantizedArray):
         raise TypeError(f"{name}: qx must be a QuantizedArray, got {type(qx).__qualname__}")
-    dtype = qx.like if dtype is None else np.dtype(dtype)
-    if dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(FLOAT_DTYPES.values())
-        raise TypeError(f"{name}: dtype is {dtype}, must be one of {allowed}")
+    dtype = qx.like if dtype is None else check_float_dtype(name, "dtype", dtype)
     return backend(qx.xp, "quantization").dequantize(qx, dtype)
 
 
@@ -219,7 +226,7 @@ def _shared(
     function: str, granularity: str, group_size: int | None, ndim: int, head_dim: int
 ) -> tuple[tuple[int, ...], int]:
     """Which axes share a scale, and how many neighbouring features."""
-    if granularity not in GRANULARITIES:
+    if not isinstance(granularity, str) or granularity not in GRANULARITIES:
         names = ", ".join(f'"{known}"' for known in GRANULARITIES)
         raise ValueError(f"{function}: granularity is {granularity!r}, must be one of {names}")
     if (group_size is not None) != (granularity == "group"):

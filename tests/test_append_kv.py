@@ -128,6 +128,7 @@ TABLES = zeros(8, 4), zeros(8, 4)
             "page_table must be None where slots are given",
         ),
         ({"left_padding": np.zeros(3, np.int32)}, ValueError, r"left_padding has shape \(3,\)"),
+        ({"left_padding": np.array([0, -1])}, ValueError, "left_padding has -1, must be at least"),
         ({"left_padding": zeros(2)}, TypeError, "left_padding has dtype float32"),
         ({"rope": 5}, TypeError, "rope is 5, must be a pair"),
         ({"rope": (zeros(8, 9), zeros(8, 9))}, ValueError, r"rope\[0\] has shape \(8, 9\)"),

@@ -145,7 +145,7 @@ def test_pages_hold_what_a_contiguous_cache_holds(data):
 def test_pages_that_are_not_there(rng, table):
     pages = rng.standard_normal((6, 4, 2, 8))
     q, lens = rng.standard_normal((1, 4, 8)), np.array([12], np.int32)
-    with pytest.raises(IndexError, match=r"page_table has .*, must be below 6"):
+    with pytest.raises(IndexError, match=r"page_table has .*, must be from 0 to 5"):
         paged_attention(q, pages, pages, np.array([table], np.int32), lens)
 
 

@@ -327,17 +327,17 @@ PAGED_CASES = [
     (
         {"seq_lens": np.int32([12, 9])},
         IndexError,
-        "page_table has [5 2 9] for sequence 1, must be below 6",
+        "page_table has 9 for sequence 1, must be from 0 to 5",
     ),
     (
         {"page_table": np.int64([[5, 0, 1], [2**32, 2, 0]])},
         IndexError,
-        "page_table has [4294967296          2] for sequence 1, must be below 6",
+        "page_table has 4294967296 for sequence 1, must be from 0 to 5",
     ),
     (
         {"page_table": np.int64([[5, 0, -1], [5, 2, 0]])},
         IndexError,
-        "page_table has [ 5  0 -1] for sequence 0, must be below 6",
+        "page_table has -1 for sequence 0, must be from 0 to 5",
     ),
     (
         {"prefix": 8},

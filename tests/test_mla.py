@@ -673,11 +673,20 @@ def test_the_cheaper_way(monkeypatch, rng):
         ({"w_uv": zeros(3, 12, 32)}, r"w_uv has shape .*, must be \(2, head_dim_v, 32\)"),
         ({"w_uv": zeros(2, 12, 32, dtype=np.float64)}, "w_uv has dtype float64"),
         ({"chunk": 0}, "chunk is 0"),
+        ({"max_prefix": -1}, "max_prefix is -1, must be at least 0"),
+        ({"max_prefix": 14}, "max_prefix is 14, and sequence 0 has 15 tokens before its queries"),
+        ({"seq_lens": np.array([4])}, "seq_lens has 4 for sequence 0, must be its number of"),
+        ({"q_rope": zeros(1, 4, 2, 8)}, "q_rope has shape .* must be q_nope's"),
+        ({"q_rope": zeros(1, 5, 2, 8, dtype=np.float64)}, "q_rope has dtype float64, .* q_nope's"),
+        ({"latent_pages": zeros(4, 16, 32, dtype=np.float64)}, "latent_pages has dtype float64"),
+        ({"scale": None}, "scale must be a number, got None: it has no default"),
+        ({"page_table": np.array([[2, 7]])}, "page_table has 7 for sequence 0"),
         ({"w_uk": None}, "w_uk must be"),
         ({"absorbed": "yes"}, "absorbed must be True or False"),
     ],
 )
-def test_errors_of_prefill(changes, message):
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_errors_of_prefill(changes, message, absorbed):
     call = {
         "q_nope": zeros(1, 5, 2, 12),
         "q_rope": zeros(1, 5, 2, 8),
@@ -688,6 +697,8 @@ def test_errors_of_prefill(changes, message):
         "w_uk": zeros(2, 12, 32),
         "w_uv": zeros(2, 12, 32),
         "scale": 0.5,
+        "absorbed": absorbed,
     }
-    with pytest.raises((TypeError, ValueError), match=f"mla_prefill: .*{message}"):
+    error = IndexError if "page_table" in changes else (TypeError, ValueError)
+    with pytest.raises(error, match=f"mla_prefill: .*{message}"):
         mla_prefill(**(call | changes))

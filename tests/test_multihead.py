@@ -162,6 +162,7 @@ ERRORS = [
     ),
     ({"context": zeros(2, 7, 6), "rope": {}}, ValueError, "rope must be None where context is"),
     ({"rope": True}, TypeError, "rope must be a dict of rope's keywords or None, got True"),
+    ({"rope": {"theta": 1e4}}, TypeError, "rope has 'theta', may have positions, base, rotary_dim"),
     ({"out": zeros(2, 5, 6)}, ValueError, "out has shape (2, 5, 6), must be (2, 5, 3)"),
     ({"return_lse": "no"}, TypeError, "return_lse must be True or False, got 'no'"),
 ]

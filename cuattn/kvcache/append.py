@@ -73,8 +73,8 @@ head_dim_v)
         With k (total, ...): sequence ``b`` has the new tokens ``cu_seqlens[b]`` to ``cu_seqlens[b +
         1]``. Starts at 0, never falls; rows of k past its end are not written.
     left_padding : int32 array (batch,), optional
-        The first so many slots of each sequence are padding: new tokens there are not written, and
-        positions of `rope` are counted from the first slot after it.
+        The first so many slots of each sequence, 0 or more, are padding: new tokens there are not
+        written, and positions of `rope` are counted from the first slot after it.
     rope : (cos, sin), optional
         Tables (max_position, rotary_dim // 2), float32 (float64 for float64 caches): pairs of the
         first rotary_dim features of k are rotated by their token's position on the way [1]_.
@@ -140,6 +140,8 @@ head_dim_v)
         if padding.shape != (batch,):
             raise ValueError(f"{name}: left_padding has shape {padding.shape}, must be ({batch},)")
         check_index_dtype(name, "left_padding", padding)
+        if isinstance(padding, np.ndarray) and (padding < 0).any():
+            raise ValueError(f"{name}: left_padding has {padding.min()}, must be at least 0")
     interleaved = check_bool(name, "interleaved", interleaved)
     if rope is not None:
         check_rope(name, cos, sin, keys.shape[-1], _dtype(keys))

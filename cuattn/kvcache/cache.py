@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cuattn._arrays import (
-    FLOAT_DTYPES,
     as_arrays,
     check_bool,
+    check_float_dtype,
     check_given,
     check_integer,
     check_unmasked,
@@ -218,10 +218,7 @@ class PagedKVCache:
         self.max_seqlen = None if max_seqlen is None else sizes["max_seqlen"]
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"{name}: page_size is {page_size}, must be a power of two")
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in FLOAT_DTYPES:
-            allowed = ", ".join(FLOAT_DTYPES.values())
-            raise TypeError(f"{name}: dtype is {self.dtype}, must be one of {allowed}")
+        self.dtype = check_float_dtype(name, "dtype", dtype)
         joined = check_bool(name, "joined", joined)
         self.quantization = as_quantization(name, quantization, joined=joined)
         xp = np if xp is None else xp
