@@ -272,14 +272,13 @@ def test_prompts_begin_beside_decoding(tokens, batch, keys, share, waits):
 
 
 @pytest.mark.parametrize("beside", [1, 66, 131, 132])
-def test_late_blocks_are_a_column(beside):
-    """Of two blocks at least, also where not all multiprocessors have a tile."""
+def test_some_blocks_are_not_late(beside):
+    """And all have a multiprocessor, also where not all multiprocessors have a tile."""
     for tokens in (200, 700, 2000):
         call = dataclasses.replace(ragged(tokens, 2, 8192), min_queries=2, blocks_beside=beside)
         prompts = dispatch.sm90.Sm90Forward().serves(call)
-        assert prompts.late_blocks != 1
         assert prompts.grid[0] >= 1
-        assert prompts.grid[0] + prompts.late_blocks <= 133
+        assert prompts.grid[0] + prompts.late_blocks <= 132
 
 
 def test_tiers_that_cannot_share_a_batch_serve_it_whole():

@@ -80,7 +80,7 @@ class Plan:
         grid, block = (*chosen.grid, 1, 1)[:3], (config.threads, 1, 1)
         shared_mem = config.smem_bytes if smem_bytes is None else smem_bytes
         self.issue = functools.partial(kernel, grid, block, shared_mem=shared_mem)
-        late = functools.partial(kernel, (1, chosen.late_blocks, 1), block, shared_mem=shared_mem)
+        late = functools.partial(kernel, (chosen.late_blocks, 1, 1), block, shared_mem=shared_mem)
         self._issue_late = late if chosen.late_blocks else lambda address: None
         words, maps, structs = [], [], []
         template = bytes(WORD * len(chosen.arguments))

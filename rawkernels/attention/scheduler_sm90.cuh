@@ -2,8 +2,8 @@
 // order. One warp of a block finds its tiles and passes them to the others through a queue.
 #pragma once
 
+#include "attention/tile_counter_sm90.cuh"
 #include "attention/tile_sm90.cuh"
-#include "ptx/acquire_release.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 
@@ -274,21 +274,17 @@ struct DynamicTileScheduler {
   const ForwardParams& params;
   const Sm90Params& sm90;
   const SortedTiles sorted;
+  const TileCounter counter;
 
   __device__ __forceinline__ DynamicTileScheduler(const ForwardParams& params,
                                                   const Sm90Params& sm90,
                                                   SortedTiles::Shared& shared)
-      : params(params), sm90(sm90), sorted(params, sm90, shared) {
-    if (blockIdx.x == 0 && gridDim.y == 1 && threadIdx.x % 32 == 0) {
-      sm90.scheduler->next_tile = has_late_blocks() ? 0 : gridDim.x;
-      ptx::store_release(&sm90.scheduler->initialised, sm90.launch_id);
-    }
-  }
+      : params(params), sm90(sm90), sorted(params, sm90, shared), counter(sm90) {}
 
   __device__ __forceinline__ Tile next(bool first) {
     Tile tile;
     tile.row = -1;
-    unsigned item = first && !has_late_blocks() ? blockIdx.x : take();
+    unsigned item = first && !counter.has_late_blocks() ? blockIdx.x : take();
     while (item < total()) {
       const int first_head = item / (slots() * sm90.section) * sm90.section;
       const int size = min(sm90.section, heads() - first_head);
@@ -339,12 +335,6 @@ struct DynamicTileScheduler {
     return found;
   }
 
-  // Beside another launch some blocks begin late, as a launch of their own: those of a column of
-  // the grid. A tile that were theirs from the start would wait as long.
-  __device__ __forceinline__ bool has_late_blocks() const {
-    return Config::varlen && Config::seq_lens && sm90.blocks > 0;
-  }
-
   __device__ __forceinline__ int heads() const {
     return scheduled_heads(params) * num_splits(sm90);
   }
@@ -358,16 +348,7 @@ struct DynamicTileScheduler {
   __device__ __forceinline__ unsigned total() const { return slots() * heads(); }
 
   __device__ __forceinline__ unsigned take() const {
-    unsigned taken;
-    if (threadIdx.x % 32 == 0) {
-      while (ptx::load_acquire(&sm90.scheduler->initialised) != sm90.launch_id) {
-      }
-      taken = atomicAdd(&sm90.scheduler->next_tile, 1);
-      // The last of all: a replay of this launch in a CUDA graph must not find the launch_id.
-      const unsigned blocks = has_late_blocks() ? sm90.blocks : gridDim.x;
-      if (taken == total() + blocks - 1) sm90.scheduler->initialised = ~sm90.launch_id;
-    }
-    return __shfl_sync(~0u, taken, 0);
+    return counter.take([this] { return total(); });
   }
 };
 

@@ -258,29 +258,41 @@ class VarlenTiles:
     """The state of blocks that take tiles, one launch after the other with the same launch_id, as a
     CUDA graph replays it."""
 
-    opened: bool  # whether the counter holds this launch's number
+    counter_is: str  # "closed"; "opening": a block is about to set it; "open"
     counter: int
     blocks: tuple[tuple[str, int], ...]  # of this launch: what each does next, and its tile
     done: tuple[int, ...]  # how often each tile has been worked on
     launch: int
 
 
-def explore_varlen_tiles(blocks: int, tiles: int, resident: int, opens_first: bool = False) -> int:
+def explore_varlen_tiles(
+    blocks: int, tiles: int, resident: int, late: int = 0, mistake: str = ""
+) -> int:
     """Try all orders in which blocks can take tiles in two launches; how many states there are.
 
-    `resident` blocks run at a time. `opens_first`: the first block opens the counter before it sets
-    it, which is wrong.
+    Parameters
+    ----------
+    blocks, tiles
+        How many there are.
+    resident
+        How many blocks run at a time.
+    late
+        The last blocks are a launch of their own, of which nobody knows when it begins: as many of
+        these run beside the others, or before them, as multiprocessors are free.
+    mistake
+        "opens first": the first block opens the counter before it sets it. "first block opens":
+        where there are two launches, too.
 
     Raises
     ------
     Stuck
         Some order stops, or a tile is worked on twice or never.
     """
-    start = VarlenTiles(False, 12345, (("start", 0),) * blocks, (0,) * tiles, 0)
+    start = VarlenTiles("closed", 12345, (("start", 0),) * blocks, (0,) * tiles, 0)
     known, todo = {start}, [start]
     while todo:
         state = todo.pop()
-        following = list(_next_states(state, tiles, resident, opens_first))
+        following = list(_next_states(state, tiles, resident, late, mistake))
         if all(block[0] == "end" for block in state.blocks):
             if state.done != (1,) * tiles:
                 raise Stuck(f"launch {state.launch}: tiles were worked on {state.done} times")
@@ -297,20 +309,42 @@ def explore_varlen_tiles(blocks: int, tiles: int, resident: int, opens_first: bo
     return len(known)
 
 
+def _resident(state: VarlenTiles, resident: int, late: int) -> set[int]:
+    """The blocks that may do the next step: those of each launch start in order, and what has
+    started keeps its multiprocessor until it ends."""
+    first = len(state.blocks) - late
+    launches = range(first), range(first, len(state.blocks))
+    started = {n for n, (what, _) in enumerate(state.blocks) if what not in ("start", "end")}
+    free = len(started) < resident
+    beginning = (
+        next((n for n in launch if state.blocks[n][0] == "start"), None) for launch in launches
+    )
+    return started | {n for n in beginning if n is not None and free}
+
+
 def _next_states(
-    state: VarlenTiles, tiles: int, resident: int, opens_first: bool
+    state: VarlenTiles, tiles: int, resident: int, late: int, mistake: str
 ) -> Iterator[VarlenTiles]:
     """What can happen next: one step of one block that runs."""
-    running = [n for n, (what, _) in enumerate(state.blocks) if what != "end"][:resident]
-    for number in running:
+    anyone_opens = late > 0 and mistake != "first block opens"
+    opens_first = mistake == "opens first"
+    for number in _resident(state, resident, late):
         what, tile = state.blocks[number]
-        opened, counter, done = state.opened, state.counter, state.done
-        if what == "start":  # DynamicTileScheduler's constructor
-            after = ("open" if opens_first else "store", 0) if number == 0 else ("work", number)
+        counter_is, counter, done = state.counter_is, state.counter, state.done
+        if what == "start":  # TileCounter's constructor
+            begins = ("wait", 0) if late else ("work", number)
+            if anyone_opens:
+                # The compare and swap; that it is not tried where it would fail changes nothing.
+                after = ("store", 0) if counter_is == "closed" else begins
+                counter_is = "opening" if counter_is == "closed" else counter_is
+            else:
+                after = ("open" if opens_first else "store", 0) if number == 0 else begins
         elif what == "store":
-            counter, after = len(state.blocks), ("work" if opens_first else "open", 0)
+            counter = 0 if late else len(state.blocks)
+            after = (("wait", 0) if late else ("work", 0)) if opens_first else ("open", 0)
         elif what == "open":
-            opened, after = True, ("store" if opens_first else "work", 0)
+            counter_is = "open"
+            after = ("store", 0) if opens_first else (("wait", 0) if late else ("work", 0))
         elif what == "work":
             if tile >= tiles:
                 after = ("end", 0)
@@ -318,16 +352,16 @@ def _next_states(
                 done = (*done[:tile], done[tile] + 1, *done[tile + 1 :])
                 after = ("wait", 0)
         elif what == "wait":
-            if not opened:
+            if counter_is != "open":
                 continue
             after = ("take", 0)
         elif what == "take":
             after, counter = ("took", counter), counter + 1
         else:
             if tile == tiles + len(state.blocks) - 1:
-                opened = False  # the last: a replay must not find it open
+                counter_is = "closed"  # the last: a replay must not find it open
             after = ("work", tile)
         if max(done, default=0) > 1:
             raise Stuck(f"a tile is worked on twice: {state}")
         every = (*state.blocks[:number], after, *state.blocks[number + 1 :])
-        yield VarlenTiles(opened, counter, every, done, state.launch)
+        yield VarlenTiles(counter_is, counter, every, done, state.launch)

@@ -84,6 +84,18 @@ def test_tiles_are_taken_once_each_in_every_order(blocks, tiles, resident):
     grid.explore_varlen_tiles(blocks, tiles, resident)
 
 
+@pytest.mark.parametrize("resident", [1, 2, 3])
+@pytest.mark.parametrize(("blocks", "late"), [(2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 4])
+def test_tiles_are_taken_once_each_whichever_launch_begins(blocks, late, tiles, resident):
+    grid.explore_varlen_tiles(blocks, tiles, resident, late)
+
+
 def test_a_counter_that_opens_before_it_is_set_is_found():
     with pytest.raises(grid.Stuck):
-        grid.explore_varlen_tiles(2, 4, 2, opens_first=True)
+        grid.explore_varlen_tiles(2, 4, 2, mistake="opens first")
+
+
+def test_blocks_that_wait_for_another_launch_are_found():
+    with pytest.raises(grid.Stuck):
+        grid.explore_varlen_tiles(3, 4, 2, late=2, mistake="first block opens")

@@ -85,8 +85,6 @@ class Sm90Forward:
             return None
         blocks = min(tiles, call.multiprocessors)
         late = blocks - max(1, min(blocks, call.multiprocessors - call.blocks_beside))
-        if late == 1:  # of which a column would be a row
-            late, blocks = 2, blocks + 1
         tensor_maps = maps_of(call, config)
         arguments = forward_arguments(spec, call.strides, call.bias, call.mask, call.alibi_slopes)
         if config.dropout:
