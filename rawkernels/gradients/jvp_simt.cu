@@ -81,7 +81,7 @@ __device__ __forceinline__ void drop(ScoreTile& scores, const DropoutParams& dro
     const int row = n / kBlocks * 16, column = n % kBlocks * 16;
     const tile::DropoutBits bits(dropout, (first_query + row) / 16, (first_key + column) / 16, lane,
                                  head);
-#pragma unroll
+#pragma unroll sizeof(Acc) == 8 ? 1 : 8  // sums of doubles leave no registers for more
     for (int e = 0; e < 8; ++e) {
       const int i = row + tile::lane_row(lane) + tile::fragment_row(e);
       const int j = column + tile::lane_column(lane) + tile::fragment_column(e);

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.arguments import backward_arguments, dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.attention import SIMT_KIB
 from cuattn.gpu.dispatch.backward import (
     BackwardCall,
     BackwardLaunches,
@@ -83,9 +84,13 @@ SIMT_FUSED_TILES = {
 }
 
 
-def simt_config(dtype: str, head_dim: int, *, keys_stationary: bool) -> SimtGradientConfig:
+def simt_config(
+    dtype: str, head_dim: int, arch: str, *, keys_stationary: bool
+) -> SimtGradientConfig:
     """The simt pass for rows of a padded head_dim."""
     *tile, blocks = SIMT_TILES[8 if dtype == "float64" else 4][head_dim]
+    # No more blocks than shared memory holds of the largest: registers then suffice everywhere.
+    blocks = min(blocks, SHARED_KIB.get(capability(arch), 100) // SIMT_KIB)
     if keys_stationary and head_dim == 128:
         blocks = 2  # three leave 168 registers, of which sm_120 spills four
     return SimtGradientConfig(dtype, keys_stationary, head_dim, *tile, blocks)
@@ -96,8 +101,8 @@ def padded_dim(head_dim: int) -> int:
     return next(n for n in SIMT_TILES[4] if head_dim <= n)
 
 
-def _pass_variant(dtype: str, head_dim: int, *, keys_stationary: bool) -> Variant:
-    config = simt_config(dtype, head_dim, keys_stationary=keys_stationary)
+def _pass_variant(dtype: str, head_dim: int, arch: str, *, keys_stationary: bool) -> Variant:
+    config = simt_config(dtype, head_dim, arch, keys_stationary=keys_stationary)
     return Variant("gradients/backward_simt.cu", "backward_simt", config)
 
 
@@ -256,7 +261,7 @@ class SimtBackward:
         return _launches(
             call,
             *(
-                _pass_variant(spec.dtype.name, dim, keys_stationary=keys)
+                _pass_variant(spec.dtype.name, dim, call.forward.arch, keys_stationary=keys)
                 for dim, keys in zip(dims, (False, True), strict=True)
             ),
         )
@@ -269,7 +274,7 @@ class SimtBackward:
             yield _bias_variant(dtype)
             for head_dim in SIMT_TILES[4]:
                 for keys_stationary in (False, True):
-                    yield _pass_variant(dtype, head_dim, keys_stationary=keys_stationary)
+                    yield _pass_variant(dtype, head_dim, arch, keys_stationary=keys_stationary)
                 for general in (False, True):
                     fused = _fused_variant(dtype, head_dim, general, arch)
                     if fused is not None:

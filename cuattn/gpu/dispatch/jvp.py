@@ -10,7 +10,6 @@ from typing import Protocol
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.arguments import dropout_arguments, forward_arguments, jvp_arguments
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.attention import SIMT_KIB
 from cuattn.gpu.dispatch.backward import rows_grid
 from cuattn.gpu.dispatch.gradients import SIMT_TILES, padded_dim, simt_config
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
@@ -154,10 +153,7 @@ class SimtJvp:
 
 
 def _simt_variant(dtype: str, head_dim: int, arch: str) -> Variant:
-    config = simt_config(dtype, head_dim, keys_stationary=False)
-    # As many blocks as shared memory holds: registers then suffice everywhere.
-    blocks = min(config.blocks_per_sm, SHARED_KIB.get(capability(arch), 100) // SIMT_KIB)
-    config = dataclasses.replace(config, blocks_per_sm=blocks)
+    config = simt_config(dtype, head_dim, arch, keys_stationary=False)
     return Variant("gradients/jvp_simt.cu", "jvp_simt", config)
 
 
