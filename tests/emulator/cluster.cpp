@@ -32,6 +32,7 @@ void run_wait(Warp& warp, const Instr&) {
   if (arrivals > async.generation) {
     if (!all_arrived(cluster, async.generation)) return warp.wait("the cluster's barrier");
     ++async.generation;
+    cluster.met = true;
   }
 }
 

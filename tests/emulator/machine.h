@@ -271,6 +271,7 @@ struct Barrier {
 
 struct Cluster {
   std::vector<Block*> blocks;       // by rank
+  bool met = false;                 // in a phase of its barrier: all blocks have begun
   std::array<uint32_t, 3> first{};  // ctaid of rank 0
   std::shared_ptr<void> async;      // what cluster instructions keep
 };

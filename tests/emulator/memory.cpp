@@ -61,6 +61,11 @@ uint8_t* Warp::shared(uint32_t address, size_t bytes, size_t alignment) {
       fail("shared address " + hexadecimal(address) + " names a block outside of the cluster");
     owner = block->cluster->blocks[rank - 1];
   }
+  if (owner != block && !block->cluster->met)
+    fail(
+        "shared memory of another block, which may not have begun: no phase of the cluster's "
+        "barrier is complete");
+  if (owner->live_warps == 0) fail("shared memory of another block, which has ended");
   if (offset < kSharedBase || offset + bytes > owner->shared.size()) {
     fail("shared address " + hexadecimal(address) + ": " + std::to_string(bytes) +
          " bytes there are outside of the block's [" + hexadecimal(kSharedBase) + ", " +

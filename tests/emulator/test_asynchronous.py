@@ -15,20 +15,24 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def run(request, monkeypatch):
-    """Compile a kernel of one warp and launch it; asynchronous work is late."""
+    """Compile a kernel of blocks of one warp, one block or a cluster, and launch it; asynchronous
+    work is late."""
     if not request.config.getoption("emulate"):
         pytest.skip("of the emulator itself")
     monkeypatch.setenv("CUATTN_EMULATE", "sm_90 late=1 seed=1")
 
-    def launch(body: str, *arguments) -> None:
-        headers = ("ptx/shared.cuh", "ptx/mbarrier.cuh", "ptx/bulk.cuh", "ptx/cp_async.cuh")
-        text = "\n".join((source_root() / name).read_text(encoding="utf-8") for name in headers)
+    def launch(body: str, *arguments, blocks: int = 1) -> None:
+        names = ("shared", "mbarrier", "bulk", "cp_async", "cluster")
+        headers = [source_root() / "ptx" / f"{name}.cuh" for name in names]
+        text = "\n".join(header.read_text(encoding="utf-8") for header in headers)
         lines = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma"))]
-        kernel = 'extern "C" __global__ void example(const float4* from, float4* to) {'
+        kernel = f"""
+        extern "C" __global__ void __cluster_dims__({blocks})
+            example(const float4* from, float4* to) {{"""
         code = "\n".join((*lines, kernel, body, "}"))
         options = ("-std=c++17", "-arch=sm_90a")
         function = cupy.RawModule(code=code, options=options).get_function("example")
-        function((1,), (32,), arguments)
+        function((blocks,), (32,), arguments)
 
     return launch
 
@@ -78,3 +82,35 @@ def test_misuse_of_an_mbarrier_is_named(run, body, message):
     rows = cupy.zeros((2, 32, 4), np.float32)
     with pytest.raises(EmulationError, match=message):
         run(f"__shared__ ptx::Mbarrier barrier; if (threadIdx.x == 0) {{ {body} }}", *rows)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("to[rank] = other;", "has ended|may not have begun"),
+        (
+            "ptx::cluster_barrier(); if (rank == 1) return;"
+            "for (int i = 0; i < 1000; ++i) __nanosleep(1);"
+            "to[0] = other;",
+            "has ended",
+        ),
+        ("ptx::cluster_barrier(); to[rank] = other; ptx::cluster_barrier();", None),
+    ],
+)
+def test_other_blocks_shared_memory_is_there_while_they_run(run, body, message):
+    from cupy._errors import EmulationError
+
+    rows = cupy.zeros((2, 32, 4), np.float32)
+    body = f"""
+        __shared__ alignas(16) float4 row;
+        const int rank = ptx::cluster_ctarank();
+        row.x = rank;
+        float4& other = *ptx::mapa(&row, 1 - rank);
+        {body}
+        """
+    if message is None:
+        run(body, *rows, blocks=2)
+        assert rows[1, :2, 0].get().tolist() == [1, 0]
+    else:
+        with pytest.raises(EmulationError, match=message):
+            run(body, *rows, blocks=2)
