@@ -427,6 +427,7 @@ def mla_arguments(
         row_tiles=row_tiles,
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
+        capacity=spec.seqlen_k,
     )
 
 

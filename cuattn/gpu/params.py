@@ -92,7 +92,7 @@ MLA_PARAMS = Struct(
     ("Strides", "q_rope_stride"),
     ("PageStrides", "rope_stride"),
     ("long long", "index_stride"),
-    ("int", "tokens sequences row_tiles window_left window_right"),
+    ("int", "tokens sequences row_tiles window_left window_right capacity"),
     call_id="call_id",
 )
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "decoding/params.cuh"
+#include "tile/ragged.cuh"
 #include "tile/visibility.cuh"
 
 // Partial results of a tile of rows that combine.cu merges, left by the block that has the last of
@@ -40,6 +41,7 @@ struct MlaParams {
   int tokens, sequences;
   int row_tiles;                  // of a sequence, where all have as many queries
   int window_left, window_right;  // with `indices`, where DecodeParams has none
+  int capacity;                   // tokens that a sequence's pages have room for
 };
 
 namespace mla {
@@ -79,8 +81,7 @@ __device__ __forceinline__ Tokens tokens_of(const DecodeParams& params, const Ml
   const int sequence = sequence_of_query(mla, index);
   const int begin = mla.cu_tokens == nullptr ? sequence * mla.tokens : mla.cu_tokens[sequence];
   const int end = mla.cu_tokens == nullptr ? begin + mla.tokens : mla.cu_tokens[sequence + 1];
-  const int capacity = params.table_stride << params.page_shift;
-  const int length = max(0, min(mla.lengths[sequence], capacity));
+  const int length = tile::clamped(mla.lengths[sequence], 0, mla.capacity);
   const tile::Visibility visibility = {-mla.window_left, mla.window_right + 1, length};
   const tile::Range keys = visibility.keys(length - (end - index));
   return {mla.indices + index * mla.index_stride, sequence, max(keys.begin, 0), keys.end};

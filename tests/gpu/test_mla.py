@@ -258,6 +258,21 @@ def test_sparse_ragged_rows(rng, tier):
     cache.check(cache.queries(rng, 4, 16), cu, indices)
 
 
+@pytest.mark.parametrize("stride", ["none", "wide"])
+def test_sparse_over_a_page_table_of_other_strides(rng, tier, stride):
+    cache = Cache(rng, [300, 300], BFLOAT16)
+    for sequences in (cache.rows, cache.table):
+        sequences[1] = sequences[0]
+    width = cache.table.shape[1]
+    tables = {
+        "none": cupy.broadcast_to(cupy.asarray(cache.table[0]), cache.table.shape),
+        "wide": cupy.asarray(np.pad(cache.table, ((0, 0), (1, 9))))[:, 1 : 1 + width],
+    }
+    cache.table = tables[stride]
+    indices = np.stack([rng.permutation(300)[:100] for _ in range(2)])[:, None].astype(np.int32)
+    cache.check(cache.queries(rng, 2, 1, 16), indices=indices)
+
+
 def test_fixed_splits_do_not_depend_on_the_batch(rng, tier):
     cache = Cache(rng, [3000, 1100, 5, 2500], BFLOAT16)
     q = cache.queries(rng, 4, 1, 16)
