@@ -1,8 +1,9 @@
 """The pipeline of mla/decode_few_sm90.cu: thread blocks of a cluster, each with the producing and
-consuming warps of mla/decode_sm90.cu for blocks of keys of its own, and what they send each other.
+consuming warps of mla/decode_sm90.cu for blocks of keys of its own, and what they send each other;
+and clusters, which leave their results to the last one.
 
 An input is a launch: how many blocks of keys each thread block of the cluster has. Two thread
-blocks stand for a cluster's.
+blocks stand for a cluster's. Of `clusters`, an input is how many of them have keys.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.pipelines.mla_decode_sm90 import EACH, FIRST, PARTS, SIDE, WARPS, sec
 KERNEL = "mla/decode_few_sm90.cu"
 BLOCKS = 2  # that are modelled
 MOST_KEYS = 5  # blocks of keys that a thread block has
+CLUSTERS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +94,7 @@ class Warp(mla_decode_sm90.Warp):
             return
         block, odd, warp = self.block, self.odd, self.warp
         count = counts[block]
-        if (
-            odd + warp == 0
-        ):  # Q's place, and barriers, are there; what the cluster will send is known
-            senders = sum(map(bool, counts)) * 2 * WARPS
-            yield Arrive(f"{block}:received", copies=senders)
-        yield from of_block(block, self.compute(count))
+        yield from of_block(block, self.compute(count, sum(map(bool, counts))))
         yield from of_block(block, self.stage(count))
         yield Wait("cluster")
         for owner in range(BLOCKS) if count else ():
@@ -112,10 +109,12 @@ class Warp(mla_decode_sm90.Warp):
         if odd + warp == 0:
             yield Write(f"{block}:runs")  # it may end: no other block is at its memory any more
 
-    def compute(self, count: int) -> Iterator[NamedTuple]:
+    def compute(self, count: int, senders: int) -> Iterator[NamedTuple]:
         yield Write(f"q.{self.odd}.{self.warp}")
         yield Sync("requested", EACH * 32)
         yield Read("runs")
+        if self.odd + self.warp == 0:  # what the cluster will send is known
+            yield Arrive("received", copies=senders * 2 * WARPS)
         yield Sync("both", EACH * 32)
         operations: list[NamedTuple] = []
         if count:
@@ -129,6 +128,28 @@ class Warp(mla_decode_sm90.Warp):
         yield Arrive("cluster")  # leave_queries
         yield from operations[last:]
         yield Advance("q")
+
+    def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
+        """Scores are issued before the even block's values are."""
+        for pair in range(pairs):
+            has_block = not (ends_even and pair + 1 == pairs)
+            if has_block:
+                yield from self.issue_scores(1)
+            yield from self.other_block(0)
+            if has_block:
+                yield from self.read_keys(1)
+                yield from self.soften(1)
+            yield from self.values(0)
+            yield from self.probabilities(0)
+            yield Arrive("empty_second.0", EACH)
+            yield Advance("k.0")
+            yield Advance("rotated.0", 2)
+            if has_block:
+                yield Advance("rounds")
+                for _ in range(2):
+                    yield from self.values(1)
+                yield Arrive("empty_second.1", EACH)
+                yield Advance("k.1")
 
     def stage(self, count: int) -> Iterator[NamedTuple]:
         """This warp's rows to the place of odd blocks of keys."""
@@ -177,3 +198,34 @@ def pipeline(p: Protocol) -> Pipeline:
             processes[f"block {block} consumer {odd} warp {warp}"] = Warp(block, odd, warp)
     inputs = [(a, b) for a in range(MOST_KEYS + 1) for b in (a, a - 1) if b >= 0]
     return Pipeline(rings, barriers, memory, processes, tuple(inputs))
+
+
+def clusters() -> Pipeline:
+    """What clusters leave for the last one that has keys, each with a flag in global memory; of a
+    launch, which begins when the one before has ended."""
+    processes = {
+        f"cluster {cluster} warp {warp}": functools.partial(merge, cluster, warp)
+        for cluster, warp in itertools.product(range(CLUSTERS), range(WARPS))
+    }
+    barriers = {f"both.{cluster}": ("once", WARPS) for cluster in range(CLUSTERS)}
+    barriers |= {f"flag.{cluster}": ("once", 1) for cluster in range(CLUSTERS)}
+    memory = {
+        f"partial.{cluster}.{warp}": "once"
+        for cluster, warp in itertools.product(range(CLUSTERS), range(WARPS))
+    }
+    return Pipeline({"once": 1}, barriers, memory, processes, tuple(range(1, CLUSTERS + 1)))
+
+
+def merge(cluster: int, warp: int, own, count) -> Iterator[NamedTuple]:
+    """A warp of a thread block that merges its columns of all clusters."""
+    if count == END or cluster >= count:
+        return
+    before = range(count - 1)
+    if cluster < count - 1:
+        yield Write(f"partial.{cluster}.{warp}")
+    else:
+        yield from (Wait(f"flag.{other}") for other in before)
+        yield from (Read(f"partial.{o}.{w}") for o, w in itertools.product(before, range(WARPS)))
+    yield Sync(f"both.{cluster}")
+    if cluster < count - 1 and warp == 0:
+        yield Arrive(f"flag.{cluster}")

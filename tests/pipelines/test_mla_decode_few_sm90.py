@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from tests.pipelines import explorer
-from tests.pipelines.mla_decode_few_sm90 import pipeline, protocols
+from tests.pipelines.mla_decode_few_sm90 import clusters, pipeline, protocols
 
 (PROTOCOL,) = protocols()
 
@@ -28,6 +28,21 @@ def test_a_count_that_changes_alone_is_found(name, change):
         explorer.run(model, model.inputs[-1:])
 
 
+def without(model, kind, barrier):
+    """The model in which nobody uses a barrier in a way."""
+
+    def left_out(role):
+        def other(own, given):
+            for operation in role(own, given):
+                if not (isinstance(operation, kind) and operation[0] == barrier):
+                    yield operation
+
+        return other
+
+    roles = {name: left_out(role) for name, role in model.processes.items()}
+    return dataclasses.replace(model, processes=roles)
+
+
 @pytest.mark.parametrize(
     ("kind", "barrier"),
     [
@@ -44,15 +59,21 @@ def test_a_count_that_changes_alone_is_found(name, change):
 )
 def test_every_barrier_is_needed(kind, barrier):
     model = pipeline(PROTOCOL)
-
-    def left_out(role):
-        def other(own, counts):
-            for operation in role(own, counts):
-                if not (isinstance(operation, kind) and operation[0] == barrier):
-                    yield operation
-
-        return other
-
-    roles = {name: left_out(role) for name, role in model.processes.items()}
     with pytest.raises(explorer.Fault):
-        explorer.run(dataclasses.replace(model, processes=roles), model.inputs[-1:])
+        explorer.run(without(model, kind, barrier), model.inputs[-1:])
+
+
+def test_every_cluster_ends():
+    model = clusters()
+    for count in model.inputs:
+        explorer.run(model, [count])
+
+
+@pytest.mark.parametrize(
+    ("kind", "barrier"),
+    [(explorer.Wait, "flag.0"), (explorer.Sync, "both.1"), (explorer.Arrive, "flag.1")],
+)
+def test_clusters_need_every_flag(kind, barrier):
+    model = clusters()
+    with pytest.raises(explorer.Fault):
+        explorer.run(without(model, kind, barrier), model.inputs[-1:])
