@@ -107,7 +107,8 @@ __device__ __forceinline__ void load_all(const DecodeParams& params, const Maps&
   const int key_of_lane = first_unit * kWarpKeys + lane * box_keys;
   const bool has_box = lane < kLoadedUnits * tile_boxes;
   const kvcache::PageTable table = page_table(params);
-  const bool read_once = params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= kRows;
+  // By one tile of rows; as a rule also of ragged rows, whose mean the tile is for.
+  const bool read_once = params.cu_seqlens_q != nullptr || params.seqlen_q * params.group <= kRows;
   const unsigned long long hint = read_once ? ptx::kEvictFirst : ptx::kEvictNormal;
   int stage = 0;
   unsigned phase = 0;

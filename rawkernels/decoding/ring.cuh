@@ -282,9 +282,10 @@ struct Loader {
     return params.page_table != nullptr && !has_table(params);
   }
 
-  // Whether only one tile of rows reads each key.
+  // Whether only one tile of rows reads each key: as a rule also of ragged rows, which get a tile
+  // that the mean of the sequences fits into.
   __device__ __forceinline__ bool read_once() const {
-    return params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= HeadRows::kEach;
+    return params.cu_seqlens_q != nullptr || params.seqlen_q * params.group <= HeadRows::kEach;
   }
 
   __device__ __forceinline__ int first_key() const {
