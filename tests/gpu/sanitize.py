@@ -13,6 +13,7 @@ docs/notes/forward_sm90.md has those that are no races.
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable
 
@@ -332,9 +333,10 @@ def speculation(rng: np.random.Generator) -> None:
 
 
 # What of the kernels' text racecheck gets in another form, as for_racecheck says.
-ONE_LANE = "if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);"
-EACH_LANE = """asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
-    ::"r"(ptx::shared_address(&barrier)) : "memory");"""
+ONE_LANE = re.compile(r"if \(threadIdx\.x % 32 == 0\) ptx::mbarrier_arrive\((.+?)\);\n")
+EACH_LANE = r"""asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+    ::"r"(ptx::shared_address(&\1)) : "memory");
+"""
 #: Of mbarriers, which count 32 for each arrival.
 BY_32 = {
     '"r"(arrivals));': '"r"(32 * arrivals));',
@@ -380,7 +382,7 @@ def for_racecheck(text: str) -> str:
     """The text of a kernel in which racecheck sees the order that there is.
 
     - Every lane arrives at an mbarrier, where otherwise one arrives for its warp after
-      ``__syncwarp`` (``arrive_warp`` of rawkernels/tile/pipeline.cuh). The tool follows the lane
+      ``__syncwarp`` (as ``arrive_warp`` of rawkernels/tile/pipeline.cuh). The tool follows the lane
       that arrives, and takes what the others have read or written before for unordered. All
       mbarriers count 32 times as much, so that any other arrival is one of 32.
     - The warps of decode_sm80.cu that share a slice of keys meet at an mbarrier and not at a named
@@ -389,10 +391,10 @@ def for_racecheck(text: str) -> str:
       consumer that skips a tile's last block may read it while it is written for that block; to
       this consumer either value is right.
     """
-    if ONE_LANE in text:
+    if ONE_LANE.search(text):
         for whole, of_lanes in BY_32.items():
             text = text.replace(whole, of_lanes)
-        text = text.replace(ONE_LANE, EACH_LANE)
+        text = ONE_LANE.sub(EACH_LANE, text)
         changes = "if (threadIdx.x % 32 == 0 && (replaced || block == tile.block_end - 1))"
         text = text.replace(REPLACED, f"{changes} smem.replaced")
     if NAMED_BARRIER in text:
