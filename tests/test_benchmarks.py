@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from benchmarks import report, slim
+import cuattn
+from benchmarks import checks, report, slim
 
 
 def recorded(folder, name, date, speeds, commit="0123456789abcdef"):
@@ -292,3 +294,25 @@ def test_recorded_results_are_slim():
     for file in report.RESULTS.glob("*.json"):
         text = file.read_text(encoding="utf-8")
         assert text == slim.dumps(slim.slim(json.loads(text))), file.name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_by_the_definition_tell_wrong_results(causal, rng):
+    q = rng.standard_normal((2, 30, 4, 16)).astype(np.float32)
+    k, v = (rng.standard_normal((2, 50, 2, 16)).astype(np.float32) for _ in "kv")
+    out = cuattn.flash_attention(q, k, v, causal=causal)
+    rows = list(checks.rows_of_batch(rng, q, k, v, causal=causal))
+    assert len(rows) == checks.ROWS
+    assert checks.largest_difference(out, rows) < 1e-5
+    for wrong in (out * 1.1, np.full_like(out, np.nan), np.zeros_like(out)):
+        assert checks.largest_difference(wrong, rows) > 2e-2
+
+    lengths_q, lengths_k = np.array([12, 0, 5, 43]), np.array([12, 3, 20, 65])
+    q = rng.standard_normal((60, 4, 16)).astype(np.float32)
+    k, v = (rng.standard_normal((100, 2, 16)).astype(np.float32) for _ in "kv")
+    ends = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k))
+    out = cuattn.flash_attention_varlen(q, k, v, *ends, causal=causal)
+    rows = list(checks.rows_of_varlen(rng, q, k, v, lengths_q, lengths_k, causal=causal))
+    assert rows
+    assert checks.largest_difference(out, rows) < 1e-5
+    assert checks.largest_difference(out * 1.1, rows) > 2e-2
