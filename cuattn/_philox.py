@@ -141,7 +141,7 @@ def _halves(seed: np.ndarray, offset: np.ndarray, size: int, stream: int) -> np.
     words = philox4x32(counter, ((seed & _LOW)[:, None], (seed >> _HALF)[:, None]))
     halves = np.empty((len(seed), blocks // 32, 2, 4, 32), np.uint32)
     for number, word in enumerate(words):
-        lanes = word.astype(np.uint32).reshape(len(seed), -1, 32)
+        lanes = word.astype(np.uint32).reshape(len(seed), blocks // 32, 32)
         halves[:, :, 0, number] = lanes & np.uint32(0xFFFF)
         halves[:, :, 1, number] = lanes >> np.uint32(16)
-    return halves.reshape(len(seed), -1)[:, :size]
+    return halves.reshape(len(seed), blocks * 8)[:, :size]

@@ -76,8 +76,8 @@ def quantize(
     -------
     QuantizedArray
         With scales in bfloat16, as far as they are found here: ``max|x| / largest code`` rounded
-        up, at least 2**-126, and 1 where all is 0. An infinity or NaN makes the scale NaN, and all
-        that shares it.
+        up, at least 2**-126, and 1 where all is 0 or there is nothing. An infinity or NaN makes the
+        scale NaN, and all that shares it.
 
     Raises
     ------

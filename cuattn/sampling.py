@@ -601,7 +601,8 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
                 f"{name}: tokens must be ({batch},) or ({batch}, n) as logits are, has shape "
                 f"{tokens.shape}"
             )
-        wanted = spec.token_rows(name, xp, tokens.reshape(batch, -1), batch)
+        rows = tokens if tokens.ndim == 2 else tokens[:, None]
+        wanted = spec.token_rows(name, xp, rows, batch)
     chosen, values, indices = backend(xp, "sampling").logprobs(logits, wanted, top_n)
     if chosen is not None:
         chosen = chosen.reshape(tokens.shape)

@@ -126,6 +126,34 @@ def test_extremes(format):
     assert (np.abs(back - x)[[1, 5]] <= 3e38 * relative_error(format)).all()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token", "channel"])
+@pytest.mark.parametrize("shape", [(0, 2, 16), (3, 0, 2, 16), (0, 4, 2, 16)])
+def test_nothing_has_a_scale_of_one(format, granularity, shape):
+    codes = cuattn.quantize(np.zeros(shape, np.float32), format, granularity=granularity)
+    assert cuattn.dequantize(codes).shape == shape
+    assert (codes.scale == 1).all()
+    if format == "int4":
+        codes = cuattn.quantize(
+            np.zeros(shape, np.float32), format, granularity=granularity, symmetric=False
+        )
+        assert (codes.scale == 1).all()
+        assert (codes.minimum == 0).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_and_codes_of_any_strides(format):
+    x = random(5, 2, 16)
+    want = cuattn.dequantize(cuattn.quantize(x, format))
+    for order in ((2, 1, 0), (1, 2, 0), (2, 0, 1)):
+        strided = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
+        codes = cuattn.quantize(strided, format)
+        assert np.array_equal(cuattn.dequantize(codes), want)
+        data = np.ascontiguousarray(codes.data.transpose(order)).transpose(np.argsort(order))
+        codes = cuattn.QuantizedArray(data, codes.scale, dtype=format, like=np.float32)
+        assert np.array_equal(cuattn.dequantize(codes), want)
+
+
 def test_ties_go_to_even():
     scale = np.full((1, 1), 1, np.float32)
     x = np.array([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, -126.5]], np.float32)

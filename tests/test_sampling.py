@@ -627,3 +627,28 @@ def test_rows_may_be_any_stride_apart(rng):
     )
     across = rng.standard_normal((64, 6)).astype(np.float32).T
     assert np.array_equal(sampling.greedy(across), across.argmax(axis=1))
+
+
+def test_an_empty_batch():
+    logits, rows = np.zeros((0, 40), np.float32), np.zeros(0, np.int32)
+    tokens, words = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
+    assert sampling.greedy(logits).shape == (0,)
+    assert sampling.softmax(logits).shape == (0, 40)
+    assert sampling.top_k(logits, 3)[1].shape == (0, 3)
+    filters = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9}
+    assert sampling.filter_logits(logits, **filters).shape == (0, 40)
+    assert sampling.sample(logits, seed=1, **filters).shape == (0,)
+    assert sampling.sample(logits, seed=rows, allowed=words).shape == (0,)
+    penalized = sampling.apply_penalties(logits, tokens, repetition=2, allowed=words)
+    assert penalized.shape == (0, 40)
+    assert [a.shape for a in sampling.logprobs(logits, rows, top_n=2)] == [(0,), (0, 2), (0, 2)]
+    assert sampling.logprobs(logits, tokens)[0].shape == (0, 3)
+    probs = np.zeros((0, 4, 40), np.float32)
+    for drawn, counts in (
+        sampling.speculative_sample(tokens, probs[:, :3], probs),
+        sampling.speculative_sample_tree(tokens, tokens, probs[:, :3], probs),
+    ):
+        assert drawn.shape == (0, 4)
+        assert counts.shape == (0,)
+    beams = sampling.beam_step(np.zeros((0, 3, 40), np.float32), np.zeros((0, 3), np.float32))
+    assert [a.shape for a in beams] == [(0, 3)] * 3

@@ -165,6 +165,10 @@ def quantize(
             if finds_first:
                 _find_scales(x, array)
             _quantize(x, array, is_static=is_static)
+        elif finds_first:
+            scale.fill(1)
+            if minimum is not None:
+                minimum.fill(0)
         return Codes(array.data, scale, minimum)
 
 

@@ -57,13 +57,16 @@ def quantize(
         Given ones, as many axes as x has; `axes`, `group_size` and `symmetric` then mean nothing.
     """
     with np.errstate(over="ignore"):
-        y = x.astype(np.float32)
+        y = x.astype(np.float32, order="C")
     if offset is not None:
         y -= offset
     if rotate:
         y = rotated(y)
     if scale is None:
         grouped = _grouped(y, y.shape[-1] // group_size)
+        if not grouped.size:  # no number is as if all were 0
+            shape = (1 if i in axes else n for i, n in enumerate(grouped.shape))
+            grouped = np.zeros((*shape,), np.float32)
         if symmetric:
             scale = symmetric_scale(np.abs(grouped), (*axes, -1), FORMATS[format].largest)
         else:
@@ -166,7 +169,7 @@ def values(
     elif format == "int8":
         numbers = data.astype(np.float32)
     else:
-        pairs = data.astype("<u2")  # each byte's halves become bytes
+        pairs = data.astype("<u2", order="C")  # each byte's halves become bytes
         pairs |= pairs << 4
         pairs &= 0x0F0F
         nibbles = pairs.view(np.int8)

@@ -187,7 +187,7 @@ def apply_penalties(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
 def _unpack(words: np.ndarray) -> np.ndarray:
     """Bits of 32-bit words, the lowest first."""
     bits = words.view(np.uint32)[..., None] >> np.arange(32, dtype=np.uint32) & 1
-    return bits.reshape(len(words), -1).astype(bool)
+    return bits.reshape(len(words), 32 * words.shape[1]).astype(bool)
 
 
 def speculative_sample(

@@ -86,6 +86,15 @@ def test_the_bits_of_numpy(rng, head_dim, dtype):
         np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
+def test_nothing_has_a_scale_of_one(granularity):
+    for symmetric in (True, False):
+        x = cupy.zeros((3, 0, 2, 16), np.float16)
+        codes = cuattn.quantize(x, "int4", granularity=granularity, symmetric=symmetric)
+        assert (codes.scale.get() == 1).all()
+        assert symmetric or not codes.minimum.get().any()
+
+
 @pytest.mark.parametrize("formats", list(itertools.product(("", *FORMATS), repeat=2)), ids="-".join)
 def test_decode_simt(rng, formats):
     """Any format, at any granularity, in any dtype; what is past a sequence's length is NaN."""
