@@ -199,7 +199,7 @@ def check_integer(function: str, name: str, value: Any) -> int:
 def check_float_dtype(function: str, name: str, dtype: Any) -> np.dtype:
     """Check that `dtype` is one that attention computes in, and return it as NumPy's."""
     try:
-        given = np.dtype(dtype)
+        given = None if dtype is None else np.dtype(dtype)  # which takes None for float64
     except TypeError:
         given = None
     if given not in FLOAT_DTYPES:
