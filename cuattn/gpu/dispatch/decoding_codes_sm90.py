@@ -23,7 +23,7 @@ from cuattn.gpu.dispatch.decoding import (
     partitioned,
 )
 from cuattn.gpu.dispatch.decoding_sm80 import CODE_ROWS
-from cuattn.gpu.dispatch.decoding_sm90 import CLUSTER_HEAD_DIMS
+from cuattn.gpu.dispatch.decoding_sm90 import CODE_HEAD_DIMS
 from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
 from cuattn.gpu.dispatch.routing import rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS
@@ -103,7 +103,7 @@ class Sm90CodesDecode:
             return None
         if not all(addressable(array[:-1]) for array in call.strides[1:3]) or call.elementwise:
             return None
-        if spec.head_dim != spec.head_dim_v or spec.head_dim not in CLUSTER_HEAD_DIMS:
+        if spec.head_dim != spec.head_dim_v or spec.head_dim not in CODE_HEAD_DIMS:
             return None
         if spec.keys == "paged" and spec.page_size < SMALL_PAGE_KEYS:
             return None
@@ -141,7 +141,7 @@ class Sm90CodesDecode:
         if capability(arch) != 90:
             return
         for dtype, head_dim, formats in itertools.product(
-            ("float16", "bfloat16"), CLUSTER_HEAD_DIMS, CODE_FORMATS
+            ("float16", "bfloat16"), CODE_HEAD_DIMS, CODE_FORMATS
         ):
             for heads in _head_counts(head_dim, formats):
                 rows = CODE_ROWS[head_dim] if heads == 1 else (1, 2, 3, 8)

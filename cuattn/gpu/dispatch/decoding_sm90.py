@@ -67,7 +67,7 @@ MOST_OF_GRID = 65535  # along its second and third axis
 #: Rows of a tile, and head_dims, that it comes with; and head_dims of codes.
 CLUSTER_ROWS = (8, 16)
 HEAD_DIMS = (64, 128, 256)
-CLUSTER_HEAD_DIMS = (64, 128)
+CODE_HEAD_DIMS = (64, 128)
 
 #: How many keys a pair has at most, and all pairs together, by rows of a tile, head_dim and size of
 #: a cluster: beyond, decode_sm80.cu starts later but reads faster, though less so in its tile for
@@ -179,7 +179,7 @@ class Sm90Decode:
             return None
         head_dim = next(n for n in HEAD_DIMS if max(dims) <= n)
         whole_rows = dims == (head_dim, head_dim)
-        if spec.quantized and not (whole_rows and head_dim in CLUSTER_HEAD_DIMS):
+        if spec.quantized and not (whole_rows and head_dim in CODE_HEAD_DIMS):
             return None
         if spec.keys == "paged" and spec.page_size < CLUSTER_TILE_KEYS:
             return None
@@ -215,7 +215,7 @@ class Sm90Decode:
                     for config, whole in itertools.product(configs, (True, False)):
                         yield _sm90_variant(dataclasses.replace(config, whole_rows=whole))
                 for dim, rows, names in itertools.product(
-                    CLUSTER_HEAD_DIMS, CLUSTER_ROWS, CLUSTER_FORMATS
+                    CODE_HEAD_DIMS, CLUSTER_ROWS, CLUSTER_FORMATS
                 ):
                     formats = format_number(names[0]), format_number(names[1])
                     yield _sm90_variant(_sm90_config(dtype, dim, rows, max(CLUSTERS), formats))

@@ -18,7 +18,7 @@ from cuattn.gpu.dispatch.backward import (
     statistics_variant,
 )
 from cuattn.gpu.dispatch.gradients_sm80 import (
-    SM80_TILES,
+    SM80_DIMS,
     SUMS_THREADS,
     sm80_adds_dq,
     sm80_fused,
@@ -211,7 +211,7 @@ class Sm80Backward:
         ):
             return None
         general = call.forward.has_score or spec.dropout != 0.0 or spec.scale <= 0.0
-        padded = next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1])
+        padded = next(tile for tile in SM80_DIMS if dims[0] <= tile[0] and dims[1] <= tile[1])
         arguments = spec.dtype.name, padded, general, call.forward.arch
         fused = None if general else sm80_fused(spec.dtype.name, padded, call.forward.arch)
         if fused is not None and spec.seqlen_k and not (call.deterministic or call.grad_alibi):
@@ -227,7 +227,7 @@ class Sm80Backward:
         """Every variant that `serves` can choose."""
         if capability(arch) < 80:
             return
-        for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_TILES):
+        for dtype, dims in itertools.product(("float16", "bfloat16"), SM80_DIMS):
             for general in (False, True):
                 arguments = dtype, dims, general, arch
                 yield from sm80_passes(*arguments)

@@ -41,38 +41,45 @@ class Sm80BackwardConfig(Config):
         return 2 * self.tile_m * dims + 2 * self.tile_n * (2 * dims + 8) + ds
 
 
-#: (tile_n, blocks_per_sm) by (head_dim, head_dim_v), the first that is large enough, where a
-#: multiprocessor has 228 KiB of shared memory, 164 and 100.
-SM80_TILES = {
-    (64, 64): ((64, 2), (64, 2), (64, 2)),
-    (128, 128): ((32, 2), (32, 2), (32, 1)),
-    (192, 128): ((32, 2), (32, 1), (16, 1)),
-    (256, 256): ((32, 1), (32, 1), (16, 1)),
-}
+#: What (head_dim, head_dim_v) are padded to: the first that is large enough.
+SM80_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
-#: (tile_m, tile_n, blocks_per_sm, warp_rows) by (head_dim, head_dim_v), whether keys are stationary
-#: and whether scores are general, where another tile than SM80_TILES's is faster. With 32 rows a
-#: warp each fragment of columns serves two products, with 64 columns each step's bookkeeping twice
-#: as many; and with 128 rows at head_dim 256 a multiprocessor has eight warps instead of four.
-SM80_OTHER_TILES: dict[
-    tuple[tuple[int, int], bool, bool], tuple[tuple[int, int, int, int], ...]
-] = {
-    ((64, 64), False, False): ((128, 64, 2, 32),) * 3,
-    ((64, 64), True, False): ((128, 32, 2, 32),) * 3,
+#: (tile_m, tile_n, blocks_per_sm, warp_rows) by padded (head_dim, head_dim_v), whether keys are
+#: stationary and whether scores are general, where a multiprocessor has 228 KiB of shared memory,
+#: 164 and 100. With 32 rows a warp each fragment of columns serves two products, with 64 columns
+#: each step's bookkeeping twice as many; but general scores are many instructions each, and so is
+#: what unrolling makes of them. With 128 rows at head_dim 256 a multiprocessor has eight warps
+#: instead of four.
+SM80_TILES = {
+    ((64, 64), False, False): ((128, 64, 2, 32), (128, 64, 2, 32), (128, 64, 2, 32)),
+    ((64, 64), True, False): ((128, 32, 2, 32), (128, 32, 2, 32), (128, 32, 2, 32)),
     ((64, 64), False, True): ((64, 32, 3, 16), (64, 32, 3, 16), (64, 32, 2, 16)),
     ((64, 64), True, True): ((64, 32, 3, 16), (64, 32, 3, 16), (64, 32, 2, 16)),
     ((128, 128), False, False): ((128, 32, 2, 32), (128, 32, 1, 32), (64, 32, 1, 16)),
     ((128, 128), True, False): ((64, 64, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
     ((128, 128), False, True): ((64, 64, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
-    **{
-        ((256, 256), keys_stationary, general): (
-            (128, 32, 1, 16),
-            (64, 32, 1, 16),
-            (64, 16, 1, 16),
-        )
-        for keys_stationary in (False, True)
-        for general in (False, True)
-    },
+    ((128, 128), True, True): ((64, 32, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
+    ((192, 128), False, False): ((64, 32, 2, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((192, 128), True, False): ((64, 32, 2, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((192, 128), False, True): ((64, 32, 2, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((192, 128), True, True): ((64, 32, 2, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((256, 256), False, False): ((128, 32, 1, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((256, 256), True, False): ((128, 32, 1, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((256, 256), False, True): ((128, 32, 1, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((256, 256), True, True): ((128, 32, 1, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+}
+
+#: The same of passes that repair, whatever is stationary, by padded dims and whether scores are
+#: general. At head_dim 256 32 columns and the loop over blocks are more registers than there are.
+SM80_REPAIR_TILES = {
+    ((64, 64), False): ((64, 64, 2, 16), (64, 64, 2, 16), (64, 64, 2, 16)),
+    ((64, 64), True): ((64, 32, 2, 16), (64, 32, 2, 16), (64, 32, 2, 16)),
+    ((128, 128), False): ((64, 32, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
+    ((128, 128), True): ((64, 32, 2, 16), (64, 32, 2, 16), (64, 32, 1, 16)),
+    ((192, 128), False): ((64, 32, 2, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((192, 128), True): ((64, 32, 2, 16), (64, 32, 1, 16), (64, 16, 1, 16)),
+    ((256, 256), False): ((64, 16, 1, 16), (64, 16, 1, 16), (64, 16, 1, 16)),
+    ((256, 256), True): ((64, 16, 1, 16), (64, 16, 1, 16), (64, 16, 1, 16)),
 }
 
 
@@ -92,21 +99,25 @@ def sm80_passes(
     if sum(dims) > 256:
         roles = [(False, True, False), (True, True, False), (True, False, True)]
     for keys_stationary, first, second in roles[1:] if adds_dq else roles:
-        tile_n, blocks = SM80_TILES[dims][shared]
-        # General scores are many instructions each, and so is what unrolling makes of them.
-        tile_n = min(tile_n, 32) if general else tile_n
-        if repairs and dims[0] == 256:
-            tile_n = 16  # 32 and the loop over blocks are more registers than there are
+        if repairs:
+            tiles = SM80_REPAIR_TILES[dims, general]
+        else:
+            tiles = SM80_TILES[dims, keys_stationary, general]
+        tile_m, tile_n, blocks, warp_rows = tiles[shared]
         config = Sm80BackwardConfig(
-            dtype, keys_stationary, first, second, general, *dims, tile_n, blocks, repairs
+            dtype,
+            keys_stationary,
+            first,
+            second,
+            general,
+            *dims,
+            tile_n,
+            blocks,
+            repairs=repairs,
+            tile_m=tile_m,
+            warp_rows=warp_rows,
+            adds_dq=adds_dq and first,
         )
-        other = SM80_OTHER_TILES.get((dims, keys_stationary, general))
-        if other is not None and not repairs:
-            tile_m, tile_n, blocks, warp_rows = other[shared]
-            config = dataclasses.replace(
-                config, tile_m=tile_m, tile_n=tile_n, blocks_per_sm=blocks, warp_rows=warp_rows
-            )
-        config = dataclasses.replace(config, adds_dq=adds_dq and first)
         yield Variant("gradients/backward_sm80.cu", "backward_sm80", config)
 
 
