@@ -202,7 +202,7 @@ def check_float_dtype(function: str, name: str, dtype: Any) -> np.dtype:
         given = None if dtype is None else np.dtype(dtype)  # which takes None for float64
     except TypeError:
         given = None
-    if given not in FLOAT_DTYPES:
+    if given is None or given not in FLOAT_DTYPES:
         allowed = ", ".join(FLOAT_DTYPES.values())
         shown = dtype if given is None else given
         raise TypeError(f"{function}: {name} is {shown}, must be one of {allowed}")
