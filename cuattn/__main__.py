@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import cuda.bindings.nvrtc  # noqa: F401
     except ImportError as error:
-        parser.exit(1, f"compile: {error}; pip install cuattn[cuda13] brings the compiler\n")
+        parser.exit(
+            1, f"compile: {error}; in a checkout, pip install '.[cuda13]' brings the compiler\n"
+        )
     from cuattn.gpu.report import compile_report
 
     return compile_report(arguments.arch, arguments.jobs, arguments.digest)

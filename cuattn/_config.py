@@ -34,7 +34,7 @@ def _lines() -> Iterator[str]:
         import cupy
     except ImportError as error:
         yield f"cupy          not available ({error}); NumPy arrays are served"
-        yield f"{'':13} pip install cuattn[cuda13] adds the GPU"
+        yield f"{'':13} in a checkout of cuattn, pip install '.[cuda13]' adds the GPU"
         return
     yield f"cupy          {cupy.__version__}"
     yield f"cuda-bindings {_version('cuda-bindings')}"

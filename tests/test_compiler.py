@@ -390,4 +390,4 @@ def test_command_without_the_compiler_says_what_brings_it(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["compile"])
     assert exit.value.code == 1
-    assert "pip install cuattn[cuda13]" in capsys.readouterr().err
+    assert "pip install '.[cuda13]'" in capsys.readouterr().err
