@@ -78,7 +78,7 @@ class QuantizedArray:
     rotation : None or "hadamard"
         Whether codes are of features that :func:`cuattn.quantize` has rotated.
     like : dtype
-        What :func:`cuattn.dequantize` returns by default.
+        What :func:`cuattn.dequantize` returns by default; bfloat16 where it is not given.
 
     Attributes
     ----------

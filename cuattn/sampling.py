@@ -73,7 +73,7 @@ def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     Returns
     -------
     array of float32, of the shape of `logits`
-        Rows sum to 1, save that an all -inf row is 0 and a bad row NaN.
+        Rows sum to 1, save that an all -inf row is 0, and one with a NaN or +inf is NaN.
 
     Raises
     ------
@@ -147,9 +147,9 @@ def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     Returns
     -------
     values : array (batch, k)
-        Of the dtype of `logits`; NaN in a bad row.
+        Of the dtype of `logits`; NaN in a row with a NaN or +inf.
     indices : array (batch, k) of int32
-        -1 in a bad row.
+        -1 in such a row.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def filter_logits(
     Returns
     -------
     array of float32, of the shape of `logits`
-        A bad row is NaN.
+        A row with a NaN or +inf is NaN.
 
     Raises
     ------
