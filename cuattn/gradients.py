@@ -495,7 +495,7 @@ def flash_attention_jvp(
 
 def _unfolded(dbias: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
     """The gradient of a bias of `shape` from that of what :func:`fold_terms` made of it."""
-    if len(shape) > 3 and dbias.shape[0] > 1:
+    if len(shape) > 3 and dbias.shape[0] != 1:
         own = shape[:-3]
         own = (1,) * (len(lead) - len(own)) + own
         dbias = dbias.reshape(*lead, *dbias.shape[1:])

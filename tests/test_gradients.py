@@ -319,6 +319,16 @@ def test_any_number_of_leading_axes(rng, bias_shape):
     assert tangent.shape == out.shape
 
 
+def test_a_leading_axis_of_length_0():
+    q, k = np.zeros((0, 2, 5, 4, 8)), np.zeros((0, 2, 6, 2, 8))
+    bias = np.zeros((2, 4, 1, 6))
+    out, pullback = cuattn.flash_attention_vjp(q, k, k, bias=bias, grad_bias=True)
+    grads = pullback(out)
+    assert grads.dk.shape == k.shape
+    assert grads.dbias.shape == bias.shape
+    assert not grads.dbias.any()
+
+
 def test_strides_do_not_matter(rng):
     inputs = arrays(rng, (2, 11, 17, 4, 2, 8, 5), np.float32)
     out, lse = cuattn.flash_attention(*inputs, return_lse=True)
