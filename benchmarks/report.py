@@ -272,9 +272,15 @@ def options(records: list[dict[str, Any]]) -> str:
     for r in records:
         cells.setdefault(r["option"], {})[r["head_dim"], r["seqlen"]] = f"{r['of_plain']:.0%}"
     heading = [f"head_dim {head_dim}, {seqlen} tokens" for head_dim, seqlen in columns]
+    return _by_option(dict(zip(columns, heading, strict=True)), cells)
+
+
+def _by_option(columns: dict[Any, str], cells: dict[str, dict[Any, str]]) -> str:
+    """A Markdown table with a row for each option; `columns` gives the heading of each key of a
+    row."""
     return "\n".join(
         [
-            "| option | " + " | ".join(heading) + " |",
+            "| option | " + " | ".join(columns.values()) + " |",
             "|" + " --- |" * (1 + len(columns)),
             *(
                 f"| {option} | " + " | ".join(row.get(column, "") for column in columns) + " |"
@@ -296,16 +302,7 @@ def gradient_options(records: list[dict[str, Any]]) -> str:
         row = cells.setdefault(r["option"], {})
         row[r["head_dim"], r["causal"]] = f"{r['of_plain']:.0%}{peer}"
     heading = [f"head_dim {head_dim}{', causal' * causal}" for head_dim, causal in columns]
-    return "\n".join(
-        [
-            "| option | " + " | ".join(heading) + " |",
-            "|" + " --- |" * (1 + len(columns)),
-            *(
-                f"| {option} | " + " | ".join(row.get(column, "") for column in columns) + " |"
-                for option, row in cells.items()
-            ),
-        ]
-    )
+    return _by_option(dict(zip(columns, heading, strict=True)), cells)
 
 
 def random_shapes(records: list[dict[str, Any]]) -> str:
