@@ -90,8 +90,9 @@ needs_emulator = pytest.mark.skipif(bool(missing()), reason=missing())
 
 @needs_emulator
 def test_every_kernel_runs():
-    """With copies and products as late as waits allow, and warps in an order of their own."""
-    _, launches = emulate(*(f"tests/gpu/{test}" for test in TESTS), options="late=1 seed=1")
+    """With copies and products as late as waits allow, and warps in an order of their own; without
+    a race in shared memory."""
+    _, launches = emulate(*(f"tests/gpu/{test}" for test in TESTS), options="late=1 seed=1 races=1")
     missed = {variant.entry for variant in dispatch.variants("sm_90a")} - launches.keys()
     assert not missed, f"{', '.join(sorted(missed))}: no test of TESTS launches these kernels"
 

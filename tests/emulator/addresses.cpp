@@ -84,6 +84,10 @@ Pointers pointers(Warp& warp, const Instr& in, const Access& access) {
 void read_address(const Statement& statement, const Operand& operand, Instr& instr,
                   Decoding& decoding, Access& access) {
   for (const std::string& part : statement.parts) {
+    if (part == "atom" || part == "red" || part == "volatile" || part == "relaxed")
+      access.strong = true;
+    if (part == "acquire" || part == "acq_rel") access.strong = access.acquires = true;
+    if (part == "release" || part == "acq_rel") access.strong = access.releases = true;
     if (part == "global") access.space = Space::kGlobal;
     if (part.starts_with("shared")) access.space = Space::kShared;
     if (part == "local") access.space = Space::kLocal;

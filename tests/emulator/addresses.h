@@ -18,6 +18,8 @@ struct Access {
   int register_bytes = 0;
   bool is_signed = false;
   int count = 1;  // of elements
+  // Of the memory consistency model: atomic, volatile, relaxed or stronger; and what is stronger.
+  bool strong = false, acquires = false, releases = false;
 };
 
 inline const Access& access_of(const Instr& in) { return *static_cast<const Access*>(in.detail); }

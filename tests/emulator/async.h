@@ -69,7 +69,8 @@ struct ClusterAsync {
   // The mbarriers that are initialised, by where they are in the host's memory, as they last were.
   std::unordered_map<const uint8_t*, uint64_t> mbarriers;
   uint64_t generation = 0;  // completed phases of the cluster's barrier
-  int timeouts = 0;         // of waits for an mbarrier, one after the other
+  ClusterRaces* races = nullptr;
+  int timeouts = 0;  // of waits for an mbarrier, one after the other
 };
 
 WarpAsync& async_of(Warp& warp);

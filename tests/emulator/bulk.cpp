@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "async.h"
+#include "races.h"
 #include "tensor_map.h"
 
 namespace emulator {
@@ -54,6 +55,7 @@ void run_bulk_load(Warp& warp, const Instr& instr) {
     uint8_t* to = warp.shared(operands.to.shared(warp, lane), bytes, kChunkBytes);
     const uint8_t* from = warp.global(operands.from.at(warp, lane), bytes, kChunkBytes);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
+    if (warp.races) races::begin_write(warp, instr, lane, to, bytes, barrier, true);
     perform(warp, to, [=, &async] {
       std::memcpy(to, from, bytes);
       mbarrier_complete_tx(async, barrier, bytes);
@@ -70,6 +72,7 @@ void run_bulk_reduce(Warp& warp, const Instr& instr) {
         reinterpret_cast<float*>(warp.global(operands.to.at(warp, lane), bytes, kChunkBytes));
     work->from = warp.shared(operands.from.shared(warp, lane), bytes, kChunkBytes);
     work->bytes = bytes;
+    if (warp.races) races::begin_bulk_read(warp, instr, lane, work->from, bytes);
     if (!warp.block->launch->late) {
       work->add();
       return;
@@ -84,11 +87,13 @@ void run_bulk_reduce(Warp& warp, const Instr& instr) {
 }
 
 void run_commit(Warp& warp, const Instr&) {
+  if (warp.races) races::commit(warp, WarpRaces::kBulk);
   for_active(warp, [&](int lane) { async_of(warp).bulk[lane].commit(); });
 }
 
 // Sums that were read stay among the pending ones until a wait without .read.
 void run_wait_read(Warp& warp, const Instr& instr) {
+  if (warp.races) races::wait(warp, WarpRaces::kBulk, instr.imm);
   for_active(warp, [&](int lane) {
     auto& bulk = async_of(warp).bulk[lane];
     const uint64_t first = bulk.begun - bulk.pending.size();
@@ -98,6 +103,7 @@ void run_wait_read(Warp& warp, const Instr& instr) {
 }
 
 void run_wait(Warp& warp, const Instr& instr) {
+  if (warp.races) races::wait(warp, WarpRaces::kBulk, instr.imm);
   for_active(warp, [&](int lane) {
     auto& bulk = async_of(warp).bulk[lane];
     for (const auto& work : bulk.take(bulk.before_latest(instr.imm))) work->add();
@@ -176,6 +182,7 @@ void run_tensor_load(Warp& warp, const Instr& instr) {
     const auto bytes = static_cast<uint32_t>(rows.size() * pitch);
     uint8_t* to = warp.shared(address, bytes, 128);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
+    if (warp.races) races::begin_write(warp, instr, lane, to, bytes, barrier, true);
     const uint32_t swizzle = span ? span - kChunkBytes : 0;  // the bits of an address that change
     perform(warp, to, [=, &async, rows = std::move(rows)] {
       std::vector<uint8_t> line(pitch);

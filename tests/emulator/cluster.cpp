@@ -3,16 +3,20 @@
 #include <algorithm>
 
 #include "async.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
 
-void run_arrive(Warp& warp, const Instr&) {
+constexpr uint32_t kRelaxed = 1;
+
+void run_arrive(Warp& warp, const Instr& instr) {
   if (!warp.converged()) return warp.wait("the warp's other lanes");
   WarpAsync& async = async_of(warp);
   if (async.cluster_arrivals > async_of(*warp.block->cluster).generation)
     fail("a warp arrives twice at the cluster's barrier");
   ++async.cluster_arrivals;
+  if (warp.races) races::cluster_arrive(warp, instr.flags & kRelaxed);
 }
 
 // A phase is complete when all warps have arrived that have not exited.
@@ -33,7 +37,9 @@ void run_wait(Warp& warp, const Instr&) {
     if (!all_arrived(cluster, async.generation)) return warp.wait("the cluster's barrier");
     ++async.generation;
     cluster.met = true;
+    if (cluster.races) cluster.races->cluster_phase.reset();
   }
+  if (warp.races) races::cluster_wait(warp);
 }
 
 uint32_t shared_of_rank(const Warp& warp, uint32_t address, uint32_t rank, int lane) {
@@ -74,6 +80,7 @@ void run_store(Warp& warp, const Instr& instr) {
     for (int i = 0; i < n; ++i) values[i] = warp.row<uint32_t>(operands.values[i])[lane];
     uint8_t* to = warp.shared(operands.to.shared(warp, lane), sizeof values, sizeof values);
     uint8_t* barrier = warp.shared(operands.barrier.shared(warp, lane), 8, 8);
+    if (warp.races) races::begin_write(warp, instr, lane, to, sizeof values, barrier, false);
     perform(warp, to, [=, &async] {
       std::memcpy(to, values.data(), sizeof values);
       mbarrier_complete_tx(async, barrier, sizeof values);
@@ -81,7 +88,10 @@ void run_store(Warp& warp, const Instr& instr) {
   });
 }
 
-Handler decode_arrive(const Statement&, Instr&, Decoding&) { return run_arrive; }
+Handler decode_arrive(const Statement& statement, Instr& instr, Decoding&) {
+  if (statement.has("relaxed")) instr.flags |= kRelaxed;
+  return run_arrive;
+}
 
 Handler decode_wait(const Statement&, Instr&, Decoding&) { return run_wait; }
 

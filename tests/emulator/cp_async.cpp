@@ -1,6 +1,7 @@
 // cp.async: copies of 4, 8 or 16 bytes by each lane, in groups that the lane commits and waits for.
 // In a launch with `late` they happen when they are waited for.
 #include "async.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -38,6 +39,7 @@ void run_copy(Warp& warp, const Instr& instr) {
       fail("cp.async of " + std::to_string(work.bytes) +
                " bytes from an address that is no multiple",
            lane);
+    if (warp.races) races::begin_copy(warp, instr, lane, work.to, work.bytes);
     if (warp.block->launch->late)
       async_of(warp).copies[lane].add(work);
     else
@@ -46,10 +48,12 @@ void run_copy(Warp& warp, const Instr& instr) {
 }
 
 void run_commit(Warp& warp, const Instr&) {
+  if (warp.races) races::commit(warp, WarpRaces::kCopies);
   for_active(warp, [&](int lane) { async_of(warp).copies[lane].commit(); });
 }
 
 void run_wait_group(Warp& warp, const Instr& instr) {
+  if (warp.races) races::wait(warp, WarpRaces::kCopies, instr.imm);
   for_active(warp, [&](int lane) {
     Groups<Copy>& copies = async_of(warp).copies[lane];
     for (const Copy& work : copies.take(copies.before_latest(instr.imm))) copy(work);
@@ -57,6 +61,7 @@ void run_wait_group(Warp& warp, const Instr& instr) {
 }
 
 void run_wait_all(Warp& warp, const Instr&) {
+  if (warp.races) races::wait_for_all_copies(warp);
   for_active(warp, [&](int lane) {
     Groups<Copy>& copies = async_of(warp).copies[lane];
     for (const Copy& work : copies.take(copies.begun)) copy(work);
@@ -69,6 +74,7 @@ void run_arrive(Warp& warp, const Instr& instr) {
   const AddressOperand& address = *static_cast<const AddressOperand*>(instr.detail);
   for_active(warp, [&](int lane) {
     uint8_t* barrier = warp.shared(address.shared(warp, lane), 8, 8);
+    if (warp.races) races::arrive_after_copies(warp, instr, lane, barrier);
     WarpAsync& async = async_of(warp);
     ClusterAsync& cluster = async_of(*warp.block->cluster);
     const uint64_t end = async.copies[lane].begun;

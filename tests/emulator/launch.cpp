@@ -6,6 +6,8 @@
 #include <numeric>
 #include <sstream>
 
+#include "async.h"
+#include "races.h"
 #include "text.h"
 #include "warp.h"
 
@@ -49,9 +51,10 @@ struct ResidentCluster {
 class Runner {
  public:
   Runner(Program& program, const Dimensions& grid, const Dimensions& block, uint32_t dynamic_shared,
-         uint32_t multiprocessors, const Options& options)
+         uint32_t multiprocessors, const Options& options, RaceLog& races)
       : program_(program),
         options_(options),
+        races_(races),
         shared_bytes_(program.dynamic_shared + dynamic_shared) {
     launch_.grid = grid;
     launch_.block = block;
@@ -135,6 +138,10 @@ class Runner {
       }
       resident->cluster.blocks.push_back(block.get());
       resident->blocks.push_back(std::move(block));
+    }
+    if (options_.races || options_.initcheck) {
+      follow_races(resident->cluster, races_);
+      async_of(resident->cluster).races = resident->cluster.races.get();
     }
     resident_.push_back(std::move(resident));
   }
@@ -316,6 +323,7 @@ class Runner {
 
   Program& program_;
   Options options_;
+  RaceLog& races_;
   Launch launch_;
   Dimensions clusters_{};
   uint32_t shared_bytes_;
@@ -348,6 +356,10 @@ Options read_options(const std::string& text) {
       options.seed = value;
     } else if (name == "late") {
       options.late = value != 0;
+    } else if (name == "races") {
+      options.races = value != 0;
+    } else if (name == "initcheck") {
+      options.initcheck = value != 0;
     } else if (name == "limit") {
       options.limit = value;
     } else if (name == "resident") {
@@ -355,7 +367,8 @@ Options read_options(const std::string& text) {
     } else if (name == "slice") {
       options.slice = std::max<uint32_t>(1, static_cast<uint32_t>(value));
     } else {
-      throw Failure("there is no option '" + name + "': seed, late, limit, resident, slice");
+      throw Failure("there is no option '" + name +
+                    "': seed, late, races, initcheck, limit, resident, slice");
     }
   }
   return options;
@@ -368,7 +381,16 @@ void launch(Program& program, const Dimensions& grid, const Dimensions& block,
     const auto [address, bytes] = program.parameter_places[i];
     std::memcpy(program.parameters.data() + address, arguments[i], bytes);
   }
-  Runner(program, grid, block, dynamic_shared, std::max(1u, multiprocessors), options).run();
+  RaceLog races{program.code.data(), options.initcheck};
+  const std::string title = "races in shared memory";
+  try {
+    Runner(program, grid, block, dynamic_shared, std::max(1u, multiprocessors), options, races)
+        .run();
+  } catch (const Failure& failure) {
+    if (races.text.empty()) throw;
+    throw Failure(failure.what() + ("\n" + title) + races.text);
+  }
+  if (!races.text.empty()) throw Failure(title + races.text);
 }
 
 }  // namespace emulator

@@ -30,6 +30,9 @@ struct Warp;
 struct Block;
 struct Launch;
 class Decoding;
+struct WarpRaces;
+struct ClusterRaces;
+struct Knowledge;
 
 using Handler = void (*)(Warp&, const Instr&);
 
@@ -102,6 +105,7 @@ struct Statement {
   int line = 0;                         // in the PTX text
   const std::string* source = nullptr;  // the file that .loc names, if any
   int source_line = 0;
+  uint64_t used_bytes = ~uint64_t{0};  // of a load: those whose values are used, as a .pragma says
 
   // Whether one of the parts after the first is `modifier`.
   bool has(std::string_view modifier) const;
@@ -218,6 +222,7 @@ struct Warp {
   bool at_barrier = false;          // arrived at a bar.sync whose phase is not complete,
   uint32_t barrier_generation = 0;  // which is this one
   std::shared_ptr<void> async;      // what asynchronous instructions keep for this warp
+  WarpRaces* races = nullptr;       // of a launch that looks for races (races.h)
 
   template <class T>
   T* row(Row row) const {
@@ -267,6 +272,7 @@ struct Barrier {
   uint32_t generation = 0;  // completed phases
   uint32_t reduction_and = 1, reduction_or = 0, reduction_count = 0;
   uint32_t last_and = 0, last_or = 0, last_count = 0;  // of the phase before
+  std::shared_ptr<Knowledge> phase;                    // of those that arrived (races.h)
 };
 
 struct Cluster {
@@ -274,6 +280,7 @@ struct Cluster {
   bool met = false;                 // in a phase of its barrier: all blocks have begun
   std::array<uint32_t, 3> first{};  // ctaid of rank 0
   std::shared_ptr<void> async;      // what cluster instructions keep
+  std::shared_ptr<ClusterRaces> races;
 };
 
 struct Block {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "machine.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -25,11 +26,14 @@ void transpose(const Matrix& from, Matrix& to) {
 }
 
 // Where row g of matrix i is: lane 8i + g has its address.
-uint8_t* row_of_matrix(Warp& warp, const Matrices& matrices, int i, int g) {
+uint8_t* row_of_matrix(Warp& warp, const Instr& instr, int i, int g, Touch touch) {
+  const Matrices& matrices = *static_cast<const Matrices*>(instr.detail);
   const int lane = 8 * i + g;
   const uint64_t base = matrices.address_bytes == 8 ? warp.row<uint64_t>(matrices.base)[lane]
                                                     : warp.row<uint32_t>(matrices.base)[lane];
-  return warp.shared(static_cast<uint32_t>(base + matrices.offset), 16, 16);
+  uint8_t* row = warp.shared(static_cast<uint32_t>(base + matrices.offset), 16, 16);
+  if (warp.races) races::touch_row(warp, instr, lane, row, 16, touch);
+  return row;
 }
 
 void run_ldmatrix(Warp& warp, const Instr& instr) {
@@ -37,7 +41,8 @@ void run_ldmatrix(Warp& warp, const Instr& instr) {
   const Matrices& matrices = *static_cast<const Matrices*>(instr.detail);
   Matrix read[4];
   for (int i = 0; i < matrices.count; ++i)
-    for (int g = 0; g < 8; ++g) std::memcpy(read[i][g], row_of_matrix(warp, matrices, i, g), 16);
+    for (int g = 0; g < 8; ++g)
+      std::memcpy(read[i][g], row_of_matrix(warp, instr, i, g, Touch::kRead), 16);
   for (int i = 0; i < matrices.count; ++i) {
     Matrix transposed;
     if (matrices.transposed) transpose(read[i], transposed);
@@ -54,7 +59,7 @@ void run_stmatrix(Warp& warp, const Instr& instr) {
     std::memcpy(held, warp.row<uint32_t>(matrices.registers[i]), sizeof held);
     if (matrices.transposed) transpose(held, transposed);
     for (int g = 0; g < 8; ++g)
-      std::memcpy(row_of_matrix(warp, matrices, i, g),
+      std::memcpy(row_of_matrix(warp, instr, i, g, Touch::kWrite),
                   matrices.transposed ? transposed[g] : held[g], 16);
   }
 }

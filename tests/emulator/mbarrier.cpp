@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "async.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -44,6 +45,7 @@ void write(ClusterAsync& async, uint8_t* barrier, Mbarrier state) {
     state.phase ^= 1;
     state.pending = state.expected;
     async.timeouts = 0;
+    if (async.races) races::complete_phase(*async.races, barrier);
   }
   const auto word = std::bit_cast<uint64_t>(state);
   std::memcpy(barrier, &word, sizeof word);
@@ -75,6 +77,7 @@ struct Operands {
   bool expects = false;  // arrive: the count is of bytes
   bool parity = false;   // wait: the count is the parity, not a state
   Predicate done;
+  bool relaxed = false, cluster = false;  // of the memory consistency model
 };
 
 uint8_t* barrier_of(Warp& warp, const Operands& operands, int lane) {
@@ -95,7 +98,9 @@ void run_init(Warp& warp, const Instr& instr) {
     Mbarrier state{};
     state.expected = state.pending = count;
     state.valid = 1;
-    write(async, barrier_of(warp, operands, lane), state);
+    uint8_t* barrier = barrier_of(warp, operands, lane);
+    write(async, barrier, state);
+    if (warp.races) races::init_mbarrier(warp, instr, lane, barrier);
   });
 }
 
@@ -118,6 +123,7 @@ void run_arrive(Warp& warp, const Instr& instr) {
     if (operands.has_state)
       warp.row<uint64_t>(operands.state)[lane] = std::bit_cast<uint64_t>(state);
     const uint32_t count = count_of(warp, operands, lane);
+    if (warp.races) races::arrive(warp, instr, lane, barrier, operands.relaxed);
     if (operands.expects) expect(state, count);
     arrive(state, operands.expects ? 1 : count);
     write(async, barrier, state);
@@ -177,6 +183,17 @@ void run_wait(Warp& warp, const Instr& instr) {
     return warp.wait(async.waits_for);
   }
   if (gives_up) async.timed_out = async.timeout_queued = false;
+  if (warp.races) {
+    for (uint32_t lanes = done; lanes;) {
+      const uint8_t* barrier = barrier_of(warp, operands, __builtin_ctz(lanes));
+      uint32_t together = 0;
+      for_active(warp, [&](int lane) {
+        if (done >> lane & 1 && barrier_of(warp, operands, lane) == barrier) together |= 1u << lane;
+      });
+      if (!operands.relaxed) races::wait(warp, instr, together, barrier, operands.cluster);
+      lanes &= ~together;
+    }
+  }
   warp.set_predicate(operands.done, done);
 }
 
@@ -208,6 +225,7 @@ Handler decode_expect_tx(const Statement& statement, Instr& instr, Decoding& dec
 Handler decode_arrive(const Statement& statement, Instr& instr, Decoding& decoding) {
   Operands operands = operands_at(statement, decoding, 1, 4);
   operands.expects = statement.has("expect_tx");
+  operands.relaxed = statement.has("relaxed");
   operands.has_state = statement.operands[0].kind != Operand::Kind::kSink;
   if (operands.has_state) operands.state = decoding.target_row(statement.operands[0], 8);
   instr.detail = decoding.keep(operands);
@@ -218,6 +236,8 @@ Handler decode_wait(const Statement& statement, Instr& instr, Decoding& decoding
   const bool parity = statement.has("parity");
   Operands operands = operands_at(statement, decoding, 1, parity ? 4 : 8);
   operands.parity = parity;
+  operands.relaxed = statement.has("relaxed");
+  operands.cluster = statement.has("cluster");
   operands.done = decoding.target_predicate(statement.operands[0]);
   instr.detail = decoding.keep(operands);
   return run_wait;

@@ -5,6 +5,7 @@
 
 #include "addresses.h"
 #include "narrow.h"
+#include "races.h"
 #include "types.h"
 
 namespace emulator {
@@ -96,6 +97,7 @@ template <class T>
 void update_memory(Warp& warp, const Instr& in) {
   const Access& access = access_of(in);
   const Pointers to = pointers(warp, in, access);
+  if (warp.races) races::touch(warp, in, access, to, Touch::kUpdate);
   const auto update = static_cast<Update>(in.imm);
   in_turn(warp, [&](int lane) {
     for (int k = 0; k < access.count; ++k) {
@@ -116,6 +118,7 @@ template <class Half, int parts>
 void update_halves(Warp& warp, const Instr& in) {
   const Access& access = access_of(in);
   const Pointers to = pointers(warp, in, access);
+  if (warp.races) races::touch(warp, in, access, to, Touch::kUpdate);
   const auto update = static_cast<Update>(in.imm);
   in_turn(warp, [&](int lane) {
     for (int k = 0; k < access.count; ++k) {

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "lanes.h"
+#include "races.h"
 #include "types.h"
 
 namespace emulator {
@@ -27,6 +28,7 @@ Handler decode_branch(const Statement& statement, Instr& instr, Decoding& decodi
 }
 
 void leave(Warp& warp, const Instr&) {
+  if (warp.races) races::leave(warp);
   warp.alive &= ~warp.active;
   warp.group &= ~warp.active;
   warp.event = nullptr;
@@ -77,6 +79,7 @@ void complete_if_full(Block& block, Barrier& barrier) {
   barrier.arrived = barrier.expected = barrier.reduction_or = barrier.reduction_count = 0;
   barrier.reduction_and = 1;
   ++barrier.generation;
+  barrier.phase.reset();
 }
 
 void arrive(Warp& warp, const Instr& in, Barrier& barrier) {
@@ -103,11 +106,13 @@ void barrier(Warp& warp, const Instr& in) {
   if (!warp.at_barrier) {
     warp.barrier_generation = barrier.generation;
     arrive(warp, in, barrier);
+    if (warp.races) races::arrive(warp, barrier);
   }
   complete_if_full(*warp.block, barrier);
   if (in.flags & kArrives) return;
   warp.at_barrier = barrier.generation == warp.barrier_generation;
   if (warp.at_barrier) return warp.wait("the block's other warps");
+  if (warp.races) races::depart(warp);
   switch (in.flags & 3) {
     case kAnd:
       return warp.set_predicate(in.p, barrier.last_and ? kAllLanes : 0);
@@ -144,6 +149,22 @@ Handler decode_barrier(const Statement& statement, Instr& instr, Decoding& decod
   return barrier;
 }
 
+// Fences have no effect but on what is known of races.
+Handler decode_fence(const Statement& statement, Instr&, Decoding&) {
+  if (statement.has("mbarrier_init"))
+    return [](Warp& warp, const Instr&) {
+      if (warp.races) races::fence_inits(warp);
+    };
+  if (statement.opcode.starts_with("fence.proxy.async"))
+    return [](Warp& warp, const Instr&) {
+      if (warp.races) races::fence_proxy(warp);
+    };
+  if (statement.has("proxy")) return [](Warp&, const Instr&) {};
+  return [](Warp& warp, const Instr&) {
+    if (warp.races) races::fence_memory(warp);
+  };
+}
+
 // setmaxnreg: a warp gives registers back, or waits until others have given as many. Blocks with it
 // have a multiprocessor to themselves, and threads begin with even shares of its registers.
 void change_registers(Warp& warp, const Instr& in) {
@@ -174,8 +195,8 @@ const Opcode bar{"bar", decode_barrier};
 const Opcode barrier_{"barrier", decode_barrier};
 const Opcode nanosleep_{"nanosleep", decode_nanosleep};
 const Opcode createpolicy{"createpolicy", decode_createpolicy};
-const Opcode fence{"fence", decode_nothing};
-const Opcode membar{"membar", decode_nothing};
+const Opcode fence{"fence", decode_fence};
+const Opcode membar{"membar", decode_fence};
 const Opcode setmaxnreg{"setmaxnreg", decode_setmaxnreg};
 const Opcode griddepcontrol{"griddepcontrol", decode_nothing};
 const Opcode prefetch{"prefetch", decode_nothing};

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "addresses.h"
+#include "races.h"
 #include "types.h"
 
 namespace emulator {
@@ -16,6 +17,7 @@ template <class Memory, class Register>
 void load(Warp& warp, const Instr& in) {
   const Access& access = access_of(in);
   const Pointers from = pointers(warp, in, access);
+  if (warp.races) races::touch(warp, in, access, from, Touch::kRead);
   for (int k = 0; k < access.count; ++k) {
     for_lanes<Register>(warp, in.rows[k], [&](int i) {
       Memory value;
@@ -25,10 +27,27 @@ void load(Warp& warp, const Instr& in) {
   }
 }
 
+// The lanes whose stores change nothing.
+template <class Memory, class Register>
+uint32_t unchanged(const Warp& warp, const Instr& in, const Pointers& to) {
+  uint32_t same = 0;
+  each_lane(warp.active, [&](int lane) {
+    bool equal = true;
+    for (int k = 0; k < access_of(in).count; ++k) {
+      const auto value = static_cast<Memory>(lanes<Register>(warp, in.rows[k])[lane]);
+      equal = equal && std::memcmp(to[lane] + k * sizeof(Memory), &value, sizeof value) == 0;
+    }
+    same |= static_cast<uint32_t>(equal) << lane;
+  });
+  return same;
+}
+
 template <class Memory, class Register>
 void store(Warp& warp, const Instr& in) {
   const Access& access = access_of(in);
   const Pointers to = pointers(warp, in, access);
+  if (warp.races)
+    races::touch(warp, in, access, to, Touch::kWrite, unchanged<Memory, Register>(warp, in, to));
   for (int k = 0; k < access.count; ++k) {
     const Register* values = lanes<Register>(warp, in.rows[k]);
     each_lane(warp.active, [&](int lane) {

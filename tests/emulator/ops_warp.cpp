@@ -2,10 +2,20 @@
 #include <cstdint>
 
 #include "lanes.h"
+#include "races.h"
 #include "types.h"
 
 namespace emulator {
 namespace {
+
+// Tells of lanes that have met, by their masks.
+void meet(Warp& warp, const uint32_t* mask) {
+  for (uint32_t lanes = warp.active; lanes;) {
+    const uint32_t together = mask[first_lane(lanes)] & warp.alive;
+    races::meet(warp, together);
+    lanes &= ~together;
+  }
+}
 
 // Runs body() for those active lanes whose partners have all come here, as `warp.active`; the
 // others wait. A lane's partners are the lanes of its mask, a row, that have not exited.
@@ -25,6 +35,7 @@ void with_partners(Warp& warp, Row masks, Body body) {
   }
   if (ready) {
     warp.active = ready;
+    if (warp.races) meet(warp, mask);
     body();
   }
   if (ready != all) {

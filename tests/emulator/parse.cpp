@@ -241,6 +241,11 @@ class Parser {
         for (Variable& variable : variables()) declare(std::move(variable));
         lexer_.expect(";");
       } else if (token.is(".pragma")) {
+        lexer_.take();
+        const std::string words(lexer_.peek().text);
+        constexpr std::string_view kUsed = "used_bytes_mask ";
+        if (words.starts_with(kUsed))
+          used_bytes_ = std::stoull(words.substr(kUsed.size()), nullptr, 0);
         skip_to_semicolon();
       } else {
         label_or_statement();
@@ -275,6 +280,7 @@ class Parser {
     statement.line = lexer_.peek().line;
     statement.source = source_;
     statement.source_line = source_line_;
+    statement.used_bytes = std::exchange(used_bytes_, ~uint64_t{0});
     if (lexer_.take_if("@")) {
       const bool negated = lexer_.take_if("!");
       statement.guard = operand("");
@@ -425,6 +431,7 @@ class Parser {
   int scope_ = 0;
   const std::string* source_ = nullptr;
   int source_line_ = 0;
+  uint64_t used_bytes_ = ~uint64_t{0};
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // wgmma.mma_async. Each warp computes its own 16 rows. In a launch with `late` it reads operands in
 // shared memory and adds to the accumulators when it waits for them.
 #include "async.h"
+#include "races.h"
 #include "wgmma_rows.h"
 
 namespace emulator {
@@ -36,11 +37,27 @@ uint64_t uniform(const Warp& warp, Row row) {
   return lanes[0];
 }
 
+SharedBytes shared_of(const Warp& warp) {
+  const std::vector<uint8_t>& bytes = warp.block->shared;
+  return {bytes.data() + kSharedBase, kSharedBase, static_cast<uint32_t>(bytes.size())};
+}
+
+// Where a warp's part of the product reads shared memory.
+std::vector<uint32_t> addresses_of(const Warp& warp, const WgmmaWork& work) {
+  const Wgmma& wgmma = *work.wgmma;
+  std::vector<uint32_t> addresses;
+  uint16_t elements[kMaxWgmmaColumns][kWgmmaDepth];
+  if (!wgmma.rows_in_registers)
+    SharedOperand{work.a, wgmma.a_mn_major}.read(shared_of(warp), warp.index % 4 * 16, 16, elements,
+                                                 &addresses);
+  SharedOperand{work.b, wgmma.b_mn_major}.read(shared_of(warp), 0, wgmma.columns, elements,
+                                               &addresses);
+  return addresses;
+}
+
 void multiply(Warp& warp, const WgmmaWork& work) {
   const Wgmma& wgmma = *work.wgmma;
-  const std::vector<uint8_t>& bytes = warp.block->shared;
-  const SharedBytes shared{bytes.data() + kSharedBase, kSharedBase,
-                           static_cast<uint32_t>(bytes.size())};
+  const SharedBytes shared = shared_of(warp);
   uint16_t elements[16][kWgmmaDepth];
   alignas(64) float a[16][kWgmmaDepth];
   static WgmmaColumns b;  // a launch is a single thread
@@ -76,6 +93,7 @@ void run_wgmma(Warp& warp, const Instr& instr) {
   const uint32_t accumulate = warp.predicate(wgmma.accumulate);
   if (accumulate != 0 && accumulate != kAllLanes) fail("scale-d differs between lanes");
   work->accumulate = accumulate != 0;
+  if (warp.races) races::begin_wgmma(warp, instr, addresses_of(warp, *work));
   if (warp.block->launch->late)
     async_of(warp).wgmma.add(std::move(work));
   else
@@ -89,10 +107,12 @@ void run_fence(Warp& warp, const Instr&) {
 void run_commit(Warp& warp, const Instr&) {
   if (!warp.converged()) return warp.wait("the warp's other lanes");
   async_of(warp).wgmma.commit();
+  if (warp.races) races::commit_wgmma(warp);
 }
 
 void run_wait(Warp& warp, const Instr& instr) {
   if (!warp.converged()) return warp.wait("the warp's other lanes");
+  if (warp.races) races::wait_for_wgmma(warp, instr.imm);
   auto& groups = async_of(warp).wgmma;
   for (const auto& work : groups.take(groups.before_latest(instr.imm))) multiply(warp, *work);
 }

@@ -74,8 +74,8 @@ void multiply_quads(const Rows& a, const float (*panel)[16], int first, bool acc
 
 }  // namespace
 
-void SharedOperand::read(SharedBytes shared, int first, int count,
-                         uint16_t (*to)[kWgmmaDepth]) const {
+void SharedOperand::read(SharedBytes shared, int first, int count, uint16_t (*to)[kWgmmaDepth],
+                         std::vector<uint32_t>* addresses) const {
   const int span = kSwizzleBytes[descriptor >> kSwizzleBit];
   if (span == 16) throw std::runtime_error("a wgmma operand without a swizzle");
   if (descriptor >> kBaseOffsetBit & 7)
@@ -88,6 +88,7 @@ void SharedOperand::read(SharedBytes shared, int first, int count,
     if (address < shared.base || address + 16 > shared.end)
       throw std::runtime_error("a matrix descriptor leads out of shared memory, to " +
                                std::to_string(address));
+    if (addresses) addresses->push_back(address);
     return shared.bytes + (address - shared.base);
   };
   if (!mn_major) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "floats.h"
 
@@ -23,8 +24,10 @@ struct SharedOperand {
   bool mn_major;  // rows of A or columns of B are contiguous, not those of the sum
 
   // Reads `count` rows of A (columns of B) from `first` on, 16 elements each. Both are multiples of
-  // 8. Throws std::runtime_error with what the descriptor cannot mean.
-  void read(SharedBytes shared, int first, int count, uint16_t (*to)[kWgmmaDepth]) const;
+  // 8. Throws std::runtime_error with what the descriptor cannot mean. `addresses`, if it is not
+  // null, gets that of each 16 bytes that are read.
+  void read(SharedBytes shared, int first, int count, uint16_t (*to)[kWgmmaDepth],
+            std::vector<uint32_t>* addresses = nullptr) const;
 };
 
 // B as `multiply_rows` takes it: 16 columns make a panel, of which row k has the 16 floats of k. A

@@ -294,6 +294,8 @@ class RawModule:
             raise _errors.NotEmulated(f"modules with {', '.join(others)}")
         if not any("-arch" in option for option in options):
             options = (*options, "-arch=sm_{}{}".format(*_settings.current().capability))
+        if any(word in _settings.current().options for word in ("races", "initcheck")):
+            options = (*options, "-lineinfo")  # reports name lines of the source
         self.code, self.options = code, (*options, *compiler.CUPY_OPTIONS)
 
     def compile(self, log_stream: Any = None) -> None:
