@@ -31,6 +31,7 @@ TESTS = (
     "test_decoding.py::test_a_page_that_does_not_exist_disturbs_nobody_else",
     "test_decoding.py::test_merge[2-float16]",
     "test_quantized_decoding.py::test_rows[codes_sm90-8-1-64-paged-int4/int4]",
+    "test_quantized_decoding.py::test_four_heads_of_a_block_with_several_splits[2]",
     "test_mla.py::test_every_page_size[mla_sm90-256-True]",
     "test_mla.py::test_every_width[mla_sm80-widths0]",
     "test_mla.py::test_sparse[mla_sm90-16-3]",

@@ -10,7 +10,7 @@ import pytest
 
 import cuattn
 from cuattn._quantized import FORMATS
-from cuattn.gpu import dispatch
+from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.dispatch import decoding_codes_sm90
 from cuattn.gpu.dispatch.decoding import CODE_FORMATS
 from cuattn.reference.quantization import rotated
@@ -236,6 +236,20 @@ def test_neighbouring_heads(rng, tiers, formats, dim, heads):
     for paged in (False, True):
         result = decode(q, k, v, lens, paged, **given)
         check(result, q, k.values, v.values, lens, causal=True, **options)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_four_heads_of_a_block_with_several_splits(rng, monkeypatch, group):
+    """A warp multiplies four rows, or eight, of which a head has fewer: none past the tile's, where
+    the next split's are on their way."""
+    monkeypatch.setattr(decoding_codes_sm90, "MANY_KEYS", 0)
+    monkeypatch.setattr(compiler, "multiprocessors", lambda device: 2)
+    lens = [300, 33, 70]
+    k, v = (Cache(rng, lens, 8, 64, "int4") for _ in "kv")
+    q = rng.standard_normal((len(lens), 1, 8 * group, 64)).astype(np.float16)
+    with dispatch.use_tiers(*TIERS["codes_sm90"]):
+        result = decode(q, k, v, lens, True)
+    check(result, q, k.values, v.values, lens, causal=True)
 
 
 SCALES: dict[str, dict[str, Any]] = {
