@@ -373,7 +373,9 @@ def mla_prefill(
     Raises
     ------
     TypeError, ValueError, IndexError
-        An argument does not fit; the message names it.
+        An argument does not fit; the message names it. Of NumPy arrays what they hold is checked
+        too: `cu_seqlens_q`, the pages that are used, that sequences have as many tokens as queries,
+        and `max_prefix`.
 
     Examples
     --------
