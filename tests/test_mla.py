@@ -53,7 +53,7 @@ class Layer:
         )
 
     def absorbed(self, q_nope):
-        return np.einsum("...hd,hdc->...hc", q_nope, self.w_uk)
+        return (q_nope[..., None, :] @ self.w_uk)[..., 0, :]
 
     def decode(self, q_latent, q_rope, dtype=np.float64, **options):
         arrays = (q_latent, q_rope, self.latent_pages, self.rope_pages)
@@ -65,8 +65,10 @@ class Layer:
         """Attention of a sequence's heads by the formula of the paper: (seqlen_q, heads, dim_v) and
         (heads, seqlen_q)."""
         c, r = self.latents[b], self.rotated[b]
-        k = np.einsum("hdc,nc->nhd", self.w_uk, c)
-        v = np.einsum("hdc,nc->nhd", self.w_uv, c)
+        k, v = (
+            (c @ weights.reshape(-1, self.latent).T).reshape(len(c), *weights.shape[:2])
+            for weights in (self.w_uk, self.w_uv)
+        )
         k = np.concatenate([k, np.broadcast_to(r[:, None], (*k.shape[:2], r.shape[-1]))], -1)
         q = np.concatenate([q_nope, q_rope], -1)
         options = {"scale": self.scale, "causal": True} | options
@@ -75,7 +77,7 @@ class Layer:
 
     def values(self, out):
         """Heads' results from weighted sums of latents."""
-        return np.einsum("...hc,hdc->...hd", out.astype(np.float64), self.w_uv)
+        return (self.w_uv @ out.astype(np.float64)[..., None])[..., 0]
 
 
 OPTIONS = {
