@@ -489,8 +489,7 @@ def main(argv: list[str] | None = None) -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
-    chart = markdown("attention.png", "README.md")
-    readme.write_text(f"{before}{BEGIN}\n{chart}\n\n{summary}\n{END}{after}", encoding="utf-8")
+    readme.write_text(f"{before}{BEGIN}\n{summary}\n{END}{after}", encoding="utf-8")
     page = ROOT / PAGE
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(
