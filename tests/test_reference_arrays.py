@@ -96,6 +96,19 @@ def test_dlpack(rng):
 # Leading axes
 
 
+def test_matrices_are_arrays_of_two_axes(rng):
+    q, bias = rng.standard_normal((2, 6, 4, 8)), rng.standard_normal((6, 6))
+    logits = rng.standard_normal((3, 50), np.float32)
+    with pytest.warns(PendingDeprecationWarning, match="the matrix subclass"):
+        matrices = np.matrix(bias), np.matrix(logits)
+    want = cuattn.flash_attention(q, q, q, bias=bias)
+    assert np.array_equal(cuattn.flash_attention(q, q, q, bias=matrices[0]), want)
+    want = cuattn.sampling.filter_logits(logits, top_p=0.5)
+    got = cuattn.sampling.filter_logits(matrices[1], top_p=0.5)
+    assert type(got) is np.ndarray
+    assert np.array_equal(got, want)
+
+
 def test_any_number_of_leading_axes(rng):
     q, k, v = arrays(rng, (6, 5, 7, 4, 2, 8, 6))
     bias = rng.standard_normal((3, 1, 5, 7), dtype=np.float32)  # of one of two leading axes
