@@ -99,7 +99,7 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
 
 def _as_array(function: str, name: str, array: Any) -> Any:
     check_unmasked(function, name, array)
-    if isinstance(array, np.matrix):  # whose operators and parts mean something else
+    if isinstance(array, getattr(np, "matrix", ())):  # its operators and parts mean something else
         return np.asarray(array)
     if array is None or isinstance(array, np.ndarray):
         return array

@@ -257,6 +257,10 @@ def _check_tokens(function: str, name: str, array: Any, x: Any) -> None:
         raise ValueError(
             f"{function}: {name} has shape {array.shape}, must be (..., seqlen, features)"
         )
+    if not array.shape[-1]:
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}, must have at least 1 feature"
+        )
     if array.shape[:-2] != x.shape[:-2]:
         raise ValueError(
             f"{function}: {name} has shape {array.shape}, whose leading axes must be x's "

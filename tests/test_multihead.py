@@ -147,6 +147,7 @@ ERRORS = [
     ({"x": zeros(2, 5, 6, dtype=int)}, TypeError, "x has dtype int64, must be one of float16"),
     ({"heads": 0}, ValueError, "heads is 0, must be at least 1"),
     ({"heads": 4.0}, TypeError, "heads must be an integer, got 4.0"),
+    ({"x": zeros(2, 5, 0)}, ValueError, "x has shape (2, 5, 0), must have at least 1 feature"),
     ({"kv_heads": 3}, ValueError, "kv_heads is 3, which must divide heads, 4"),
     ({"wq": zeros(5, 8)}, ValueError, "wq has shape (5, 8), must be (6, a multiple of heads, 4)"),
     ({"wq": zeros(6, 9)}, ValueError, "wq has shape (6, 9), must be (6, a multiple of heads, 4)"),
