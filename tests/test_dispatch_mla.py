@@ -117,6 +117,18 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
 
 
+@pytest.mark.parametrize("format", ["", "int8"])
+def test_rows_that_lie_too_far_apart_are_left_to_others(format):
+    call = described(format=format, top_k=None if format else 100)
+    assert "_sm90" in (near := choose_mla(call).main.variant.source) or "codes" in near
+    page, slot = call.latent[:2]
+    for strides in ((-page, slot), (page, -slot), ((16 << 32) // 49 & -16, slot)):
+        far = choose_mla(dataclasses.replace(call, latent=(*strides, *call.latent[2:])))
+        assert far.main.variant.source in ("mla/decode_sm80.cu", "mla/decode_simt.cu")
+    far = choose_mla(dataclasses.replace(call, latent=((15 << 32) // 49 & -16, *call.latent[1:])))
+    assert far.main.variant.source == near
+
+
 @pytest.mark.parametrize(
     ("changes", "clusters", "tiles"),
     [

@@ -178,6 +178,15 @@ def test_every_width(rng, tier, widths):
         cache.check(cache.queries(rng, 2, 1, heads))
 
 
+def test_pages_in_reverse(rng, tier):
+    """Strides of pages and slots are negative."""
+    cache = Cache(rng, [100, 70], BFLOAT16)
+    cache.pages = [
+        cupy.ascontiguousarray(part[::-1, ::-1])[::-1, ::-1] for part in cache.pages
+    ]  # fmt: skip
+    cache.check(cache.queries(rng, 2, 1, 16))
+
+
 @pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 64, "fixed"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_every_split(rng, tier, num_splits, heads):

@@ -75,6 +75,17 @@ class MlaCall:
         return self.aligned and all(stride % 16 == 0 for array in arrays for stride in array[:-1])
 
     @property
+    def within_places(self) -> bool:
+        """Whether where a token's rows begin are numbers of 32 bits, in 16 bytes: what kernels that
+        copy keys one by one count in."""
+        axes = (self.num_pages, self.spec.page_size)
+        for pages in (self.latent, self.rope):
+            ends = [(n - 1) * stride for n, stride in zip(axes, pages[:2], strict=True)]
+            if min(ends) < 0 or sum(ends) >= 16 << 32:
+                return False
+        return True
+
+    @property
     def expandable(self) -> bool:
         """Whether latents are plain, or codes that kernels with tensor cores expand."""
         spec, scales = self.spec, self.scales
@@ -260,6 +271,8 @@ class Sm90Mla:
         mapped = addressable((*call.latent[:2], *call.rope[:2])) and call.num_pages > 0
         gather = call.top_k is not None or spec.page_size < 8 or not mapped
         gather |= call.scales is not None
+        if gather and not call.within_places:
+            return None
         latent = rope = None
         if not gather:
             latent = _panels(call, call.latent, spec.head_dim_v)
@@ -421,7 +434,7 @@ class CodesMla:
         variant = _codes_variant(spec.dtype.name, spec.k_format, call.arch)
         if variant is None or call.scales is None or not call.vectors or not call.expandable:
             return None
-        if spec.head_dim_v % 16 or call.rope_dim % 8 or spec.scale <= 0:
+        if spec.head_dim_v % 16 or call.rope_dim % 8 or spec.scale <= 0 or not call.within_places:
             return None
         if capability(call.arch) == 90 and spec.head_dim_v % 64 == 0:
             one = call.as_call().spec
