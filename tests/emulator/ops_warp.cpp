@@ -8,15 +8,6 @@
 namespace emulator {
 namespace {
 
-// Tells of lanes that have met, by their masks.
-void meet(Warp& warp, const uint32_t* mask) {
-  for (uint32_t lanes = warp.active; lanes;) {
-    const uint32_t together = mask[first_lane(lanes)] & warp.alive;
-    races::meet(warp, together);
-    lanes &= ~together;
-  }
-}
-
 // Runs body() for those active lanes whose partners have all come here, as `warp.active`; the
 // others wait. A lane's partners are the lanes of its mask, a row, that have not exited.
 template <class Body>
@@ -35,7 +26,7 @@ void with_partners(Warp& warp, Row masks, Body body) {
   }
   if (ready) {
     warp.active = ready;
-    if (warp.races) meet(warp, mask);
+    if (warp.races) races::exchange(warp, ready);
     body();
   }
   if (ready != all) {
@@ -45,7 +36,15 @@ void with_partners(Warp& warp, Row masks, Body body) {
 }
 
 void synchronise(Warp& warp, const Instr& in) {
-  with_partners(warp, in.a, [] {});
+  with_partners(warp, in.a, [&] {
+    if (!warp.races) return;
+    const uint32_t* mask = lanes<uint32_t>(warp, in.a);
+    for (uint32_t rest = warp.active; rest;) {
+      const uint32_t together = mask[first_lane(rest)] & warp.alive;
+      races::meet(warp, together);
+      rest &= ~together;
+    }
+  });
 }
 
 Handler decode_warp_barrier(const Statement& statement, Instr& instr, Decoding& decoding) {

@@ -117,6 +117,7 @@ Agent WarpRaces::agent(const Instr& in, int lane) const {
   agent.lane = static_cast<uint32_t>(lane);
   agent.self_lanes = 1u << lane;
   agent.clock = clock;
+  agent.reads_met = reads_met;
   agent.place = static_cast<uint32_t>(&in - cluster->log->code);
   agent.common = &common;
   agent.own = own[lane].get();
@@ -204,6 +205,10 @@ void meet(Warp& warp, uint32_t lanes) {
     const auto shared = std::make_shared<const Knowledge>(std::move(together));
     each_lane(lanes, [&](int lane) { races.own[lane] = shared; });
   }
+}
+
+void exchange(Warp& warp, uint32_t lanes) {
+  if (lanes == warp.alive) warp.races->reads_met = warp.races->clock++;
 }
 
 void leave(Warp& warp) {

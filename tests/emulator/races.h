@@ -60,6 +60,7 @@ struct WarpRaces {
   BlockRaces* block = nullptr;
   uint32_t slots = 0;  // of its lanes
   uint32_t clock = 1;
+  uint32_t reads_met = 0;  // the clock as its lanes last exchanged values
   // What all lanes know, and what a lane has come to know since all of them met, if anything.
   Knowledge common;
   std::array<std::shared_ptr<const Knowledge>, kLanes> own;
@@ -131,6 +132,8 @@ void touch_row(Warp& warp, const Instr& in, int lane, const uint8_t* at, uint32_
                Touch touch);
 // Lanes of a mask wait for each other.
 void meet(Warp& warp, uint32_t lanes);
+// They exchange values, which orders no memory; but what they read before has been read.
+void exchange(Warp& warp, uint32_t lanes);
 void leave(Warp& warp);
 void fence_memory(Warp& warp);
 void fence_proxy(Warp& warp);

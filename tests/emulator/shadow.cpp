@@ -57,9 +57,13 @@ void Shadow::check(const Touched& before, uint32_t address, const Agent& agent, 
   const bool together = touch == Touch::kWrite && before.slots == agent.slots &&
                         before.clock == agent.clock &&
                         (before.place & ~Touched::kFlags) == agent.place;
-  if (together) return;
+  const bool was_read = !before.is(Touched::kUpdates) && before.slots == agent.self_slots &&
+                        before.clock <= agent.reads_met;
+  if (together || was_read) return;
   if (!knows(agent, before)) {
-    const bool equal = agent.same && before.is(Touched::kUpdates);
+    // A store of what is there already changes nothing for other writers and for its own warp.
+    const bool equal =
+        agent.same && (before.is(Touched::kUpdates) || before.slots == agent.self_slots);
     if (!equal && (!agent.strong || !before.is(Touched::kStrong)))
       listener_->wrong(Wrong::kUnordered, *this, address, agent, touch, before);
   } else if (agent.async && before.is(Touched::kUpdates) && !before.is(Touched::kAsync) &&

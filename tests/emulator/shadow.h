@@ -26,6 +26,8 @@ struct Agent {
   const Knowledge* own;
   // Its own thread's accesses, which come before in program order: some of the 32 slots of a warp.
   uint32_t self_slots, self_lanes;
+  // What the lanes of its warp read until this clock has been read.
+  uint32_t reads_met;
   // Its own thread's copies that it has waited for: a slot and a clock of each kind.
   std::array<uint32_t, 2> waited_slots, waited_clocks;
 

@@ -92,6 +92,15 @@ RULES = {
     "a barrier of the warp": (
         32, RACE, "x[t] = t; «__syncwarp();|» out[t] = x[31 - t];",
     ),
+    "a shuffle is no barrier": (
+        32, RACE,
+        "x[t] = t; «__syncwarp();|if (__shfl_xor_sync(~0u, t, 1) < 0) return;» out[t] = x[31 - t];",
+    ),
+    "a shuffle after reads": (
+        32, RACE,
+        """x[t] = t; __syncwarp(); int y = x[31 - t]; «y = __shfl_xor_sync(~0u, y, 1);|»
+        x[t] = 0; out[t] = y;""",
+    ),
     "a barrier of half the warp": (
         32, RACE, """x[t] = t; if (t < 16) { __syncwarp(0xffff); out[t] = x[«15|16» - t]; }""",
     ),
