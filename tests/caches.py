@@ -48,6 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
             xp=self.xp,
         )
         self.tokens: dict[int, list[int]] = {}
+        self.copied: dict[int, list[int]] = {}  # what was there when a copy was made
 
     def extend_and_write(self, ids, counts, tokens_of, tell):
         new = [list(tokens_of(id, n)) for id, n in zip(ids, counts, strict=True)]
@@ -165,6 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache._manager.kept
             )
 
+    @precondition(lambda self: self.tokens != self.copied)  # a copy of a copy shows nothing
     @rule(way=st.sampled_from(["save", "deepcopy", "pickle"]))
     def go_on_with_a_copy(self, way):
         before = self.cache
@@ -177,6 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache = pickle.loads(pickle.dumps(self.cache))
         else:
             self.cache = copy.deepcopy(self.cache)
+        self.copied = {id: list(tokens) for id, tokens in self.tokens.items()}
         self.holds_what_the_dict_holds()
         for array in before._store.arrays.values():
             array[...] = -1

@@ -582,12 +582,18 @@ def test_real_model_writes_what_transformers_writes(smollm2, dtype, draft):
     tokenizer = llama.Tokenizer(smollm2[0])
     network = llama.Llama(*smollm2)
     writer = Engine(network, network.cache(4096, dtype), -1, draft=draft, temperature=0)
+    # The long prompt is read once in float32: with drafts, which change nothing of how it is read.
+    replies = {
+        prompt: reply
+        for prompt, reply in TRANSFORMERS.items()
+        if len(prompt) < 100 or draft or dtype != "float32"
+    }
     texts = {
         prompt: writer.add(Text(tokenizer.encode(prompt), len(expected)))
-        for prompt, expected in TRANSFORMERS.items()
+        for prompt, expected in replies.items()
     }
     run(writer)
-    for prompt, expected in TRANSFORMERS.items():
+    for prompt, expected in replies.items():
         assert texts[prompt].reply == expected, prompt
 
 
