@@ -8,6 +8,10 @@ import os
 import secrets
 import zlib
 
+# Before NumPy is loaded, here and in the programs that tests start: OpenBLAS's threads wait for
+# each other by spinning, which takes ten times as long where something else has a core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import numpy as np
 import pytest
