@@ -9,6 +9,15 @@ const char* verb(bool reads, bool updates) {
   return updates ? reads ? "updates" : "writes" : "reads";
 }
 
+// Where an instruction is; a wgmma has its accumulator's registers, of which a few are enough.
+std::string shown(const Instr& instr) {
+  constexpr size_t kMost = 120;
+  std::string text = place(*instr.statement);
+  const size_t line = std::min(text.find('\n'), text.size());
+  if (line > kMost) text.replace(kMost, line - kMost, " …");
+  return "\n  " + text;
+}
+
 }  // namespace
 
 void RaceLog::add(uint32_t kind, uint32_t place, uint32_t before, const std::string& what) {
@@ -25,8 +34,8 @@ void ClusterRaces::wrong(Wrong what, const Shadow& where, uint32_t address, cons
   for (const auto& block : blocks)
     if (&block->shadow == &where) text += names[block->begun_slot];
   const std::string now = names[agent.slots + agent.lane] + " " +
-                          verb(touch != Touch::kWrite, touch != Touch::kRead) + " it\n  " +
-                          emulator::place(*log->code[agent.place].statement);
+                          verb(touch != Touch::kWrite, touch != Touch::kRead) + " it" +
+                          shown(log->code[agent.place]);
   if (what == Wrong::kUninitialised) {
     log->add(2, agent.place, before_place, text + " was never written: " + now);
     return;
@@ -42,8 +51,8 @@ void ClusterRaces::wrong(Wrong what, const Shadow& where, uint32_t address, cons
     }
   }
   const std::string earlier = names[before.slots + lane] + " " +
-                              verb(false, before.is(Touched::kUpdates)) + " it, too\n  " +
-                              emulator::place(*log->code[before_place].statement);
+                              verb(false, before.is(Touched::kUpdates)) + " it, too" +
+                              shown(log->code[before_place]);
   log->add(static_cast<uint32_t>(what), agent.place, before_place,
            text +
                (what == Wrong::kUnordered
