@@ -208,7 +208,7 @@ def check_varlen(rng: np.random.Generator, kind: str, dtype: np.dtype, asarray: 
     lengths = rng.integers(0, 3, (2, count))
     match kind:
         case "one beside thousands":
-            lengths[:, rng.integers(count)] = rng.integers(1000, 2000, 2)
+            lengths[:, rng.integers(count)] = rng.integers(600, 1200, 2)
         case "many queries":
             lengths = np.array([np.full(60, 100), rng.integers(0, 4, 60)])
             lengths[0, 7] = 10_000
