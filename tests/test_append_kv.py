@@ -131,6 +131,7 @@ TABLES = zeros(8, 4), zeros(8, 4)
         ({"left_padding": np.array([0, -1])}, ValueError, "left_padding has -1, must be at least"),
         ({"left_padding": zeros(2)}, TypeError, "left_padding has dtype float32"),
         ({"rope": 5}, TypeError, "rope is 5, must be a pair"),
+        ({"rope": (zeros(8, 4), 1)}, TypeError, r"rope\[1\] must be a NumPy or CuPy array"),
         ({"rope": (zeros(8, 9), zeros(8, 9))}, ValueError, r"rope\[0\] has shape \(8, 9\)"),
         ({"rope": (zeros(7, 4), zeros(7, 4))}, IndexError, "rope leads to position 7"),
         ({"rope": TABLES, "interleaved": 1}, TypeError, "interleaved must be True or False"),

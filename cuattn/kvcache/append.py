@@ -115,8 +115,7 @@ head_dim_v)
         slots=slots,
         cu_seqlens=cu_seqlens,
         left_padding=left_padding,
-        cos=cos,
-        sin=sin,
+        **{"rope[0]": cos, "rope[1]": sin},
     )
     keys, values, new_k, new_v, *numbers, cos, sin = arrays
     lens, table, places, bounds, padding = numbers

@@ -755,7 +755,7 @@ class PagedKVCache:
         contiguous features, and the tables of `rope`."""
         check_given(name, k=k, v=v)
         cos, sin = pair(name, rope)
-        xp, (keys, values, cos, sin) = as_arrays(name, k=k, v=v, cos=cos, sin=sin)
+        xp, (keys, values, cos, sin) = as_arrays(name, k=k, v=v, **{"rope[0]": cos, "rope[1]": sin})
         if xp is not self._store.xp:
             raise ValueError(
                 f"{name}: k is an array of {xp.__name__}, must be {self._store.xp.__name__}"
