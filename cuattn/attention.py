@@ -571,6 +571,17 @@ def scaled_dot_product_attention(
     return result if query.ndim == 4 else result.reshape(*query.shape[:-1], value.shape[-1])
 
 
+def attend_for(function: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """:func:`flash_attention` on behalf of another public function, which is what errors name."""
+    try:
+        return flash_attention(q, k, v, **options)
+    except (TypeError, ValueError) as error:
+        own, _, message = str(error).partition(": ")
+        if own != "flash_attention":
+            raise
+        raise type(error)(f"{function}: {message}") from None
+
+
 def _forward(
     function: str,
     xp: Any,

@@ -18,7 +18,7 @@ from cuattn._spec import (
     checked_varlen,
 )
 from cuattn._typing import AttentionOptions
-from cuattn.attention import as_batch, flash_attention, fold, fold_terms
+from cuattn.attention import as_batch, attend_for, fold, fold_terms
 
 MAX_GRADIENT_DIM = 256  # of heads
 
@@ -367,7 +367,7 @@ def flash_attention_vjp(
     name = "flash_attention_vjp"
     _check_options(name, options)
     return_lse = check_bool(name, "return_lse", return_lse)
-    result, lse = flash_attention(q, k, v, return_lse=True, **options)
+    result, lse = attend_for(name, q, k, v, return_lse=True, **options)
     _check_head_dims(name, q, v)
 
     def pullback(dout: Any, dlse: Any = None) -> AttentionGrads:

@@ -19,7 +19,7 @@ from cuattn._arrays import (
 from cuattn._backend import backend, contiguous_last_axis, on_their_gpu, reshaped, temporaries
 from cuattn._keywords import explain_keywords
 from cuattn._typing import Array, MultiHeadOptions, NumPyArray
-from cuattn.attention import flash_attention
+from cuattn.attention import attend_for
 from cuattn.positions import rope as rotate
 
 if TYPE_CHECKING:
@@ -221,10 +221,10 @@ def multi_head_attention(
             **{"bias": bias, "mask": mask, "key_mask": key_mask, "alibi_slopes": alibi_slopes},
             **{"sinks": sinks, "dropout": dropout, "seed": seed},
         }
-        attended: Any = None if return_lse else flash_attention(q, k, v, **options)
+        attended: Any = None if return_lse else attend_for(name, q, k, v, **options)
     lse = None
     if return_lse:  # lse is a result, which is not to be in memory of the call's own
-        attended, lse = flash_attention(q, k, v, return_lse=True, **options)
+        attended, lse = attend_for(name, q, k, v, return_lse=True, **options)
     attended = attended.reshape(-1, wo.shape[0])
     if out is None:
         out = project(attended, wo, bo).reshape(result_shape)
