@@ -501,7 +501,8 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
 
 
 def check_number(function: str, name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
+    """Check that an argument is a finite number, and no boolean, and return it as a float."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be a number, got {type(value).__qualname__}")
     number = float(value)
     if not math.isfinite(number):

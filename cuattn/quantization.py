@@ -120,7 +120,7 @@ def quantize(
     arrays |= {
         label: given
         for label, given in (("scale", scale), ("minimum", minimum))
-        if not isinstance(given, numbers.Real)
+        if not isinstance(given, numbers.Real) or isinstance(given, bool)
     }
     xp, checked = as_arrays(name, **arrays)
     arrays = dict(zip(arrays, checked, strict=True))

@@ -99,6 +99,7 @@ FLASH_ATTENTION_CASES = [
     ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     ({"scale": [1.0]}, TypeError, "scale must be a number, got list"),
     ({"scale": 1j}, TypeError, "scale must be a number, got complex"),
+    ({"scale": True}, TypeError, "scale must be a number, got bool"),
     ({"scale": float("nan")}, ValueError, "scale is nan, must be finite"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0, must be positive, or None for no cap"),
     ({"softcap": zeros(1)}, TypeError, "softcap must be a number, got ndarray"),

@@ -305,6 +305,7 @@ def test_extreme_scales():
         (("x", "int8"), {"scale": np.ones((3, 1), np.float32)}, r"shape \(3, 1\), which must"),
         (("x", "int8"), {"scale": np.ones(48, np.float32)}, "its last axis must divide 64"),
         (("x", "int8"), {"scale": 0}, "scale has 0.0, must be above 0"),
+        (("x", "int8"), {"scale": True}, "scale must be a NumPy or CuPy array"),
         (("x", "int8"), {"scale": np.float32([1, -1] * 32)}, "scale has -1.0, must be above 0"),
         (("x", "int8"), {"scale": np.ones(1)}, "scale has dtype float64, must be bfloat16 or"),
         (("odd", "int4"), {}, "x has head_dim 7, must be even for int4"),
