@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -83,10 +84,12 @@ CASES = {
 }
 
 
-def case(rng: np.random.Generator, name: str, dtype: Any) -> tuple[np.ndarray, dict[str, Any]]:
+def case(
+    rng: np.random.Generator, name: str, dtype: Any, tokens: int = 9
+) -> tuple[np.ndarray, dict[str, Any]]:
     """x and keywords of a case, in `dtype`."""
     options = {"heads": 4, "kv_heads": 4, **CASES[name]}
-    x = rng.standard_normal((2, 9, 32)).astype(dtype)
+    x = rng.standard_normal((2, tokens, 32)).astype(dtype)
     context = options.pop("context", None)
     if context is not None:
         options["context"] = rng.standard_normal(context).astype(dtype)
@@ -97,13 +100,19 @@ def case(rng: np.random.Generator, name: str, dtype: Any) -> tuple[np.ndarray, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_formula(rng, name, dtype):
-    x, options = case(rng, name, dtype)
+    x, options = case(rng, name, dtype, tokens=48)
     out, lse = cuattn.multi_head_attention(x, **options, return_lse=True)
     assert out.dtype == dtype
     exact, exact_lse = formula(x, **options, precision=np.longdouble)
     plain, plain_lse = formula(x, **options, precision=dtype)
     assert_accurate(out, exact, plain)
-    assert_accurate(lse, exact_lse, plain_lse)
+    # The largest error is that of one score, the product of a rounded query and a rounded key:
+    # luck decides how exact it is in the plain formula. Of all rows together it does not.
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    assert_accurate(lse, exact_lse, plain_lse, slack=4 * unit * np.abs(exact_lse).max())
+    ours, usual = (np.linalg.norm(np.float64(x - exact_lse)) for x in (lse, plain_lse))
+    few_units = 4 * float(np.finfo(lse.dtype).eps) * np.linalg.norm(np.float64(exact_lse))
+    assert ours <= 1.2 * usual + few_units
 
 
 def test_any_leading_axes_and_out(rng):
