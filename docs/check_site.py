@@ -14,6 +14,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,7 +119,8 @@ def too_wide(root: pathlib.Path, command: list[str]) -> list[str]:
     )
     text = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
     found, done = [], False
-    with tempfile.TemporaryDirectory() as profile:
+    # A browser's own processes may outlive it by a moment and still write into the profile.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         page = root / "measure.html"
         page.write_text(text, encoding="utf-8")
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-remote-fonts"]
@@ -128,8 +130,13 @@ def too_wide(root: pathlib.Path, command: list[str]) -> list[str]:
             [*command, *flags, "--remote-debugging-port=0", page.resolve().as_uri()],
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
-        timer = threading.Timer(TIMEOUT_S, process.kill)
+
+        def kill() -> None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(TIMEOUT_S, kill)
         timer.start()
         for line in process.stderr or ():
             if '"WIDE ' in line:
@@ -138,7 +145,7 @@ def too_wide(root: pathlib.Path, command: list[str]) -> list[str]:
                 done = True
                 break
         timer.cancel()
-        process.kill()
+        kill()
         process.wait()
         page.unlink()
     return found if done else [*found, f"{command[0]} did not lay out all pages"]
