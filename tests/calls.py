@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cuattn
 from cuattn.reference import attention as attention_of_tiles
 from cuattn.reference import products, tiles
-from tests.formulas import DTYPES, assert_accurate, attention
+from tests.formulas import DTYPES, assert_accurate, attention, orders
 
 SHAPES = [
     # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
@@ -91,28 +91,34 @@ def feature(rng, name: str, shape) -> dict[str, Any]:
 FEATURES = ["causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes", "sinks"]
 
 
+def plain_results(q, k, v, formula=attention, **options):
+    """The formula's (out, lse) in the precision we compute in, with several orders of features."""
+    acc = np.float64 if q.dtype == np.float64 else np.float32
+    return [
+        formula(q[..., order], k[..., order], v, precision=acc, **options)
+        for order in orders(q.shape[-1])
+    ]
+
+
 def judge(out, lse, q, k, v, formula=attention, rows=..., rounded=(), **options):
     """Compare `rows` of a result with the formula, in float64 and in the precision we compute in.
 
-    A score's rounding decides the error of a whole row, and the formula may be lucky: q.k is summed
-    in three orders, and few rows are allowed the rounding of a term of q.k. `rounded` are results
-    that were rounded to q's dtype on the way to this one.
+    Few rows are allowed the rounding of a term of q.k. `rounded` are results that were rounded to
+    q's dtype on the way to this one.
     """
     acc = np.float64 if q.dtype == np.float64 else np.float32
     assert out.dtype == q.dtype
     assert lse.dtype == acc
-    head_dim = q.shape[-1]
-    orders = (np.arange(head_dim) * factor % head_dim for factor in (1, -1, head_dim // 2 + 1))
     exact, exact_lse = formula(q, k, v, **options)
-    plain = [formula(q[..., order], k[..., order], v, precision=acc, **options) for order in orders]
-    outs, lses = zip(*plain, strict=True)
+    outs, lses = zip(*plain_results(q, k, v, formula, **options), strict=True)
 
     def largest(a):
         return np.abs(a[np.isfinite(a)].astype(np.float64)).max(initial=0.0)
 
     unit = (256 if acc == np.float64 else 1) * np.finfo(acc).eps
     if lse.size < 200:
-        unit *= max(1.0, largest(q) * largest(k) * abs(options.get("scale", 1 / np.sqrt(head_dim))))
+        scale = options.get("scale", 1 / np.sqrt(q.shape[-1]))
+        unit *= max(1.0, largest(q) * largest(k) * abs(scale))
     last = float(ml_dtypes.finfo(q.dtype).eps) * max(map(largest, (exact, *rounded)))
     assert_accurate(
         out[rows], exact[rows], *(a[rows] for a in outs), slack=unit * largest(v) + last

@@ -94,19 +94,16 @@ def on(asarray: Callable, options: dict[str, Any]) -> dict[str, Any]:
 def judge(
     out: Any, lse: Any, formula: Callable, q: np.ndarray, k: np.ndarray, v: np.ndarray
 ) -> None:
-    """Judge a result by ``formula(q, k, v, precision=...)``.
-
-    The rounding of one score decides the error of a whole row, and where there are few the formula
-    may be lucky: q·k is summed in three orders then.
-    """
+    """Judge a result by ``formula(q, k, v, precision=...)``."""
     exact, exact_lse = formula(
         q, k, v, precision=np.longdouble if q.dtype == np.float64 else np.float64
     )
     dim = q.shape[-1]
-    factors = (1, -1, dim // 2 + 1) if exact_lse.size < 20_000 else (1,)
-    orders = [np.arange(dim) * factor % dim for factor in factors]
     plain, plain_lse = zip(
-        *(formula(q[..., order], k[..., order], v, precision=q.dtype) for order in orders),
+        *(
+            formula(q[..., order], k[..., order], v, precision=q.dtype)
+            for order in formulas.orders(dim, 8 if exact_lse.size < 20_000 else 1)
+        ),
         strict=True,
     )
 

@@ -77,22 +77,14 @@ def of_sequence(options: dict[str, Any], b: int, rows: int, keys: int) -> dict[s
 def judge(
     dtype: np.dtype, parts: list[tuple], sequences: list[tuple], options: dict[str, Any]
 ) -> None:
-    """Judge each sequence's (out, lse) by the formula on its (q, k, v).
-
-    The formula in their own precision is taken with several orders of the features: by the luck of
-    one, few numbers would be judged too hard.
-    """
+    """Judge each sequence's (out, lse) by the formula on its (q, k, v)."""
     wide = np.longdouble if dtype == np.float64 else np.float64
     outs, lses = [], []  # of each sequence: the result, the exact one, the plain ones
     for b, ((out, lse), (q, k, v)) in enumerate(zip(parts, sequences, strict=True)):
         own = of_sequence(options, b, len(q), len(k))
         of_formula = [formulas.attention(q[None], k[None], v[None], precision=wide, **own)]
-        for step in (1, -1, 2):
-            ordered = np.concatenate(
-                [np.arange(q.shape[-1])[i :: abs(step)] for i in range(abs(step))]
-            )
-            ordered = ordered[:: 1 if step > 0 else -1]
-            arrays = q[None, ..., ordered], k[None, ..., ordered], v[None]
+        for order in formulas.orders(q.shape[-1]):
+            arrays = q[None, ..., order], k[None, ..., order], v[None]
             of_formula.append(formulas.attention(*arrays, precision=dtype, **own))
         for collected, results in zip(
             (outs, lses), zip((out, lse), *of_formula, strict=True), strict=True

@@ -138,7 +138,7 @@ def test_every_dtype_is_as_exact_as_the_formula(rng, dtype):
 
     # In several orders, since luck decides how exact one is; and all heads in one product, as
     # mla_decode has them: BLAS sums a product of one row in several parts, which is more exact.
-    orders = slice(None), slice(None, None, -1), np.argsort(np.arange(112) % 2, kind="stable")
+    orders = list(formulas.orders(112))
     for b in range(2):
         k = np.concatenate([layer.latents[b], layer.rotated[b]], -1)[None, :, None]
         q = np.concatenate([q_latent, q_rope], -1)[b : b + 1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from tests.calls import arrays, feature, judge, small_tiles
+from tests.calls import arrays, feature, judge, plain_results, small_tiles
 from tests.formulas import DTYPES, assert_accurate, attention, varlen_attention
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -84,20 +84,20 @@ def test_varlen_of_nothing(rng):
 def test_sdpa_layout(rng):
     """(..., heads, L, E) with any leading axes, or none."""
     q, k, v = (a.swapaxes(1, 2) for a in arrays(rng, (6, 9, 12, 4, 4, 8, 5)))
-    exact, _ = attention(*(a.swapaxes(1, 2) for a in (q, k, v)))
-    plain, _ = attention(*(a.swapaxes(1, 2) for a in (q, k, v)), precision=np.float32)
-    exact, plain = exact.swapaxes(1, 2), plain.swapaxes(1, 2)
+    by_axes = [a.swapaxes(1, 2) for a in (q, k, v)]
+    exact, *plain = (
+        out.swapaxes(1, 2) for out, _ in (attention(*by_axes), *plain_results(*by_axes))
+    )
     out = cuattn.scaled_dot_product_attention(q, k, v)
-    assert_accurate(out, exact, plain)
+    assert_accurate(out, exact, *plain)
     for lead in ((6, 4), (2, 3, 4), (1, 6, 4)):
         shaped = [a.reshape(*lead, *a.shape[-2:]) for a in (q, k, v)]
         result = cuattn.scaled_dot_product_attention(*shaped)
         assert result.shape == (*lead, 9, 5)
-        assert_accurate(result.reshape(out.shape), exact, plain)
-    assert_accurate(cuattn.scaled_dot_product_attention(q[0], k[0], v[0]), exact[0], plain[0])
-    assert_accurate(
-        cuattn.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0]), exact[0, 0], plain[0, 0]
-    )
+        assert_accurate(result.reshape(out.shape), exact, *plain)
+    for first in (0, (0, 0)):
+        one = cuattn.scaled_dot_product_attention(q[first], k[first], v[first])
+        assert_accurate(one, exact[first], *(a[first] for a in plain))
 
 
 def test_sdpa_causal_is_top_left():

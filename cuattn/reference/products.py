@@ -19,6 +19,7 @@ BLOCK_ROWS = 8  # fewer rows a block are slower; with fewer rows in all, columns
 BLOCK_LENGTH = 128  # of their pieces
 PANEL = 64  # columns of a right operand that lie together: 32 KiB of head_dim 128
 PANEL_ROWS = 32  # of a block that meets a panel
+LONGEST_SUM = 320  # terms: two sums of half the length round off less, as in BLAS's large products
 PACKED = 2**15  # elements of keys that are packed at a time
 CACHE_LINE = 64  # bytes
 ARRAYS = 8  # at most, that share a block
@@ -123,6 +124,12 @@ def matmul_panels(a: np.ndarray, panels: np.ndarray, out: np.ndarray) -> None:
     """``a @ b`` of stacks of matrices, where the columns of b, as many as out has, lie in panels
     (stack, panels, inner, PANEL)."""
     stack, num_rows, inner = a.shape
+    if inner > LONGEST_SUM:
+        half, rest = inner // 2, np.empty_like(out)
+        matmul_panels(a[:, :, :half], panels[:, :, :half], out)
+        matmul_panels(a[:, :, half:], panels[:, :, half:], rest)
+        out += rest
+        return
     full, wide = _pieces(out.shape[-1], PANEL)
     size = _block_rows(inner, PANEL, min(PANEL_ROWS, num_rows))
     down, long = _pieces(num_rows, size)
