@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import cupy
@@ -211,20 +210,28 @@ def _quantize(x: cupy.ndarray, array: QuantizedArray, *, is_static: bool) -> Non
 def _dequantize(
     pairs: list[tuple[cupy.ndarray, QuantizedArray]], **where: cupy.ndarray | None
 ) -> None:
-    """Launch the kernel that makes numbers of codes, for one array or for two of the same shape,
-    dtype and order; `where` as of `_params`."""
+    """Make numbers of codes, of one array or of two of the same shape, dtype and order, which have
+    a launch together where one kernel serves both; `where` as of `_params`."""
     operands = [_operands(*pair) for pair in pairs]
-    lanes = min(lanes for _, _, lanes in operands)
-    packed = [
-        _params(x, codes, array, is_static=True, **where)
-        for (x, codes, _), (_, array) in zip(operands, pairs, strict=True)
+    page_size = 0 if where.get("page_table") is None else operands[0][1].shape[1]
+    variants = [
+        dispatch.dequantize(x.dtype.name, lanes, array, page_size)
+        for (x, _, lanes), (_, array) in zip(operands, pairs, strict=True)
     ]
-    x = operands[0][0]
-    variant = dispatch.dequantize(x.dtype.name, lanes)
-    kernel = compiler.kernel(variant, x.device.id)
-    blocks = -(-math.prod(x.shape[:-1]) // variant.config.rows)
-    arguments = (as_kernel_argument(packed[0] + packed[-1]),)
-    kernel((blocks, len(pairs)), (variant.config.threads,), arguments)
+    for variant in dict.fromkeys(variants):
+        config = variant.config
+        block_tokens = max(config.tokens, 1)
+        packed = [
+            _params(x, codes, array, is_static=True, block_tokens=block_tokens, **where)
+            for (x, codes, _), (_, array), its in zip(operands, pairs, variants, strict=True)
+            if its == variant
+        ]
+        x = operands[0][0]
+        kernel = compiler.kernel(variant, x.device.id)
+        pages, tokens, heads = x.shape[:-1]
+        blocks = -(-pages * -(-tokens // block_tokens) * heads // config.rows)
+        arguments = (as_kernel_argument(packed[0] + packed[-1]),)
+        kernel((blocks, len(packed)), (config.threads,), arguments)
 
 
 def _operands(x: cupy.ndarray, array: QuantizedArray) -> tuple[cupy.ndarray, cupy.ndarray, int]:

@@ -9,6 +9,39 @@
 
 namespace tile {
 
+// Eight neighbouring features: the numbers that their codes stand for, and numbers to memory.
+template <int kFormat>
+__device__ __forceinline__ void expand_eight(float (&x)[8], const unsigned (&words)[2],
+                                             bool has_minimum) {
+  if constexpr (kFormat == kE4m3 || kFormat == kE5m2) {
+    expand_floats<kFormat>(x, words);
+  } else {
+    // As number_of_code: bits of a float beyond 2^23, of which a code is the lowest byte.
+    const bool is_int4 = kFormat == kInt4;
+    const unsigned low = is_int4 ? words[0] & 0x0f0f0f0f : words[0] ^ 0x80808080;
+    const unsigned high = is_int4 ? words[0] >> 4 & 0x0f0f0f0f : words[1] ^ 0x80808080;
+    const float middle = !is_int4 ? 128.0f : has_minimum ? 0.0f : 8.0f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const bool is_high = is_int4 ? e % 2 != 0 : e >= 4;
+      const int byte = is_int4 ? e / 2 : e % 4;
+      x[e] = __uint_as_float(__byte_perm(is_high ? high : low, 0x4b000000, 0x7650 + byte)) -
+             (0x1p23f + middle);
+    }
+  }
+}
+template <class T>
+__device__ __forceinline__ void store_eight(T* to, const float (&x)[8]) {
+  constexpr int kEach = 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < 8; i += kEach) {
+    Vec<T, kEach> vec;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) vec.x[e] = static_cast<T>(x[i + e]);
+    __stcs(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4&>(vec));
+  }
+}
+
 // Of each quarter of the features lane c of kLanes neighbouring ones has eight, from 8 c on: the
 // partners of RoPE, and whatever 2^5 features of a group or of the Hadamard transform are its own.
 // Groups are of a power of two, 8 or more. Pointers are aligned to 8 features.
@@ -101,17 +134,8 @@ struct LaneRow {
 
   template <class T>
   __device__ __forceinline__ void store(T* row, int) const {
-    constexpr int kEach = 16 / sizeof(T);
 #pragma unroll
-    for (int part = 0; part < 4; ++part)
-#pragma unroll
-      for (int i = 0; i < 8; i += kEach) {
-        Vec<T, kEach> vec;
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) vec.x[e] = static_cast<T>(x[part][i + e]);
-        __stcs(reinterpret_cast<uint4*>(row + column(part) + i),
-               reinterpret_cast<const uint4&>(vec));
-      }
+    for (int part = 0; part < 4; ++part) store_eight(row + column(part), x[part]);
   }
 
   // Makes codes of the row, and writes them where it exists.
@@ -277,16 +301,7 @@ struct LaneRow {
       else
         reinterpret_cast<uint2&>(words) =
             __ldcs(reinterpret_cast<const uint2*>(from.codes + column(part)));
-      if constexpr (kFormat == kE4m3 || kFormat == kE5m2) {
-        expand_floats<kFormat>(x[part], words);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const unsigned code =
-              kFormat == kInt4 ? words[0] >> 4 * e & 15 : words[e / 4] >> e % 4 * 8 & 0xff;
-          x[part][e] = number_of_code(kFormat, code, from.has_minimum());
-        }
-      }
+      expand_eight<kFormat>(x[part], words, from.has_minimum());
     }
     float scale[4], minimum[4];
     scale[0] = from.scale_at(column(0) >> from.group_shift);

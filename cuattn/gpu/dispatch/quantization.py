@@ -27,6 +27,9 @@ FORMAT_PAIRS = (
     ("int8", "int4"),
 )
 
+#: Neighbouring tokens of a head that a thread of dequantize.cu has at a time, where it can.
+DEQUANTIZED_TOKENS = 4
+
 #: Rows of queries that meet a key head in a sequence, beyond which codes become 16-bit numbers
 #: before attention reads them. A decoding kernel reads and expands the codes once for every 16
 #: rows; to expand them apart, to write the numbers and to read those takes the time of four or five
@@ -63,6 +66,26 @@ class QuantizeConfig(Config):
     def blocks_per_sm(self) -> int:
         """Thread blocks of quantize.cu whose rows come in turn; 0: each has rows once."""
         return 3 if self.in_blocks else 2 if self.format != ANY_FORMAT else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizeConfig(Config):
+    """quantization/dequantize.cu."""
+
+    dtype: str
+    lanes: int  # as in `QuantizeConfig`
+    tokens: int  # of a head that a thread has eight features of; 0: rows as in quantize.cu
+
+    @property
+    def threads(self) -> int:
+        """Several rows' lanes, or eight features each."""
+        return 256
+
+    @property
+    def rows(self) -> int:
+        """Rows of a thread block, or blocks of neighbouring tokens."""
+        row_threads = 4 * self.lanes if self.tokens else self.lanes or 32
+        return self.threads // row_threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +142,32 @@ def quantize(dtype: str, lanes: int, array: QuantizedArray, *, is_static: bool) 
     return Variant("quantization/quantize.cu", "quantize_rows", config)
 
 
-def dequantize(dtype: str, lanes: int) -> Variant:
-    """Choose a variant of quantization/dequantize.cu."""
-    config = QuantizeConfig(dtype, lanes, ANY_FORMAT)
+def dequantize(
+    dtype: str, lanes: int, array: QuantizedArray | None = None, page_size: int = 0
+) -> Variant:
+    """Choose a variant of quantization/dequantize.cu.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the numbers.
+    lanes : int
+        That share a row.
+    array : QuantizedArray, optional
+        The codes; without them, the variant that serves all.
+    page_size : int
+        Tokens of a page of the codes where a table says which pages are whose; 0 where none does.
+    """
+    tokens = 0
+    if array is not None and lanes and dtype in ("float16", "bfloat16"):
+        plain = array.rotation is None and array.offset is None
+        plain &= array.minimum is None or array.dtype == "int4"
+        tokens = DEQUANTIZED_TOKENS if plain and page_size % DEQUANTIZED_TOKENS == 0 else 0
+    return _dequantize_variant(dtype, lanes, tokens)
+
+
+def _dequantize_variant(dtype: str, lanes: int, tokens: int) -> Variant:
+    config = DequantizeConfig(dtype, lanes, tokens)
     return Variant("quantization/dequantize.cu", "dequantize_rows", config)
 
 
@@ -188,7 +234,8 @@ def quantization_variants() -> Iterator[Variant]:
                         continue
                     config = QuantizeConfig(name, lanes, number, in_blocks)
                     yield Variant("quantization/quantize.cu", "quantize_rows", config)
-            config = QuantizeConfig(name, lanes, ANY_FORMAT)
-            yield Variant("quantization/dequantize.cu", "dequantize_rows", config)
+            yield dequantize(name, lanes)
+            if lanes and name in ("float16", "bfloat16"):
+                yield _dequantize_variant(name, lanes, DEQUANTIZED_TOKENS)
         for head_dim in (256, 512):
             yield from extent(name, head_dim)
