@@ -15,6 +15,9 @@ constexpr int kAnyFormat = -1;
 // Where a row's codes and scales are.
 template <int kFormat = kAnyFormat>
 struct CodeRow {
+  static constexpr int kKnownFormat = kFormat;
+  static constexpr bool kStaged = false;
+
   unsigned char* codes;
   void* scale;    // of the first group of features; bfloat16, or float where scale_is_float
   void* minimum;  // likewise; null: none
@@ -42,9 +45,17 @@ struct CodeRow {
   }
   // Only scales that are found are written: they are bfloat16. NaN has more than one pattern.
   __device__ __forceinline__ void put_scale(int place, float found, float least) const {
-    static_cast<unsigned short*>(scale)[place * scale_stride] = bfloat16_bits(found);
-    if (has_minimum())
-      static_cast<unsigned short*>(minimum)[place * minimum_stride] = bfloat16_bits(least);
+    unsigned short* const to = static_cast<unsigned short*>(scale) + place * scale_stride;
+    if (has_minimum()) {
+      unsigned short* const beside = static_cast<unsigned short*>(minimum) + place * minimum_stride;
+      if (beside == to + 1 && reinterpret_cast<unsigned long long>(to) % 4 == 0) {
+        *reinterpret_cast<unsigned*>(to) =
+            bfloat16_bits(found) | static_cast<unsigned>(bfloat16_bits(least)) << 16;
+        return;
+      }
+      *beside = bfloat16_bits(least);
+    }
+    *to = bfloat16_bits(found);
   }
   // Eight codes of 8 bits, or of 4.
   __device__ __forceinline__ void put_codes(int column, uint2 words) const {
@@ -52,6 +63,10 @@ struct CodeRow {
   }
   __device__ __forceinline__ void put_codes(int column, unsigned word) const {
     __stcs(reinterpret_cast<unsigned*>(codes + column / 2), word);
+  }
+  // 32 of 4 bits.
+  __device__ __forceinline__ void put_codes(int column, uint4 words) const {
+    __stcs(reinterpret_cast<uint4*>(codes + column / 2), words);
   }
   __device__ __forceinline__ float least_code() const {
     return format() == kInt4 && has_minimum() ? 0.0f : -largest_code(format());
@@ -64,6 +79,8 @@ struct CodeRow {
 // The same with codes in shared memory, where there is room for those of rows that do not exist.
 template <int kFormat>
 struct StagedCodeRow : CodeRow<kFormat> {
+  static constexpr bool kStaged = true;
+
   __device__ __forceinline__ void put_codes(int column, uint2 words) const {
     *reinterpret_cast<uint2*>(this->codes + column) = words;
   }

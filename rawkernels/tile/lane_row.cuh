@@ -3,44 +3,10 @@
 #pragma once
 
 #include "tile/code_row.cuh"
-#include "tile/expand.cuh"
+#include "tile/eight.cuh"
 #include "tile/softmax.cuh"
-#include "tile/vec.cuh"
 
 namespace tile {
-
-// Eight neighbouring features: the numbers that their codes stand for, and numbers to memory.
-template <int kFormat>
-__device__ __forceinline__ void expand_eight(float (&x)[8], const unsigned (&words)[2],
-                                             bool has_minimum) {
-  if constexpr (kFormat == kE4m3 || kFormat == kE5m2) {
-    expand_floats<kFormat>(x, words);
-  } else {
-    // As number_of_code: bits of a float beyond 2^23, of which a code is the lowest byte.
-    const bool is_int4 = kFormat == kInt4;
-    const unsigned low = is_int4 ? words[0] & 0x0f0f0f0f : words[0] ^ 0x80808080;
-    const unsigned high = is_int4 ? words[0] >> 4 & 0x0f0f0f0f : words[1] ^ 0x80808080;
-    const float middle = !is_int4 ? 128.0f : has_minimum ? 0.0f : 8.0f;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const bool is_high = is_int4 ? e % 2 != 0 : e >= 4;
-      const int byte = is_int4 ? e / 2 : e % 4;
-      x[e] = __uint_as_float(__byte_perm(is_high ? high : low, 0x4b000000, 0x7650 + byte)) -
-             (0x1p23f + middle);
-    }
-  }
-}
-template <class T>
-__device__ __forceinline__ void store_eight(T* to, const float (&x)[8]) {
-  constexpr int kEach = 16 / sizeof(T);
-#pragma unroll
-  for (int i = 0; i < 8; i += kEach) {
-    Vec<T, kEach> vec;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) vec.x[e] = static_cast<T>(x[i + e]);
-    __stcs(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4&>(vec));
-  }
-}
 
 // Of each quarter of the features lane c of kLanes neighbouring ones has eight, from 8 c on: the
 // partners of RoPE, and whatever 2^5 features of a group or of the Hadamard transform are its own.
@@ -236,6 +202,13 @@ struct LaneRow {
         const float high[4] = {x[part][4], x[part][5], x[part][6], x[part][7]};
         words[part] =
             make_uint2(four_codes(to.format(), low) & mask, four_codes(to.format(), high) & mask);
+      }
+    }
+    if constexpr (!To::kStaged && To::kKnownFormat == kInt4 && (kLanes == 2 || kLanes == 4)) {
+      if (end - begin == 4) {  // 16 bytes a lane, not four pieces of a sector
+        const uint4 codes = gathered<kLanes>(words);
+        if (exists) to.put_codes(lane() * 32, codes);
+        return;
       }
     }
     if (!exists) return;
