@@ -50,7 +50,18 @@ def softmax(logits: cupy.ndarray, temperature: Any) -> cupy.ndarray:
 def filter_logits(logits: cupy.ndarray, filters: Filters) -> cupy.ndarray:
     """As :func:`cuattn.reference.sampling.filter_logits`."""
     out = cupy.empty(logits.shape, np.float32)
-    _launch_sampler("filter", logits, filters, filtered=out)
+    rows, vocab = logits.shape
+    k = filters.top_k
+    if (
+        isinstance(k, int)
+        and k <= min(dispatch.MAX_TOP_K, vocab)
+        and _is_number(filters.typical_p, 1)
+    ):
+        top = scratch_array((rows, k), logits.dtype), scratch_array((rows, k), np.dtype(np.int32))
+        _top_k(logits, *top)
+        _launch_sampler("filter_topk", logits, filters, filtered=out, top=top)
+    else:
+        _launch_sampler("filter", logits, filters, filtered=out)
     return out
 
 
@@ -290,8 +301,8 @@ def _penalty_lengths(penalties: Penalties) -> tuple[int, int]:
 
 def _launch_sampler(kernel: str, logits: cupy.ndarray, *given: Any, **arrays: Any) -> None:
     """Launch a kernel that takes a SampleParams, if there are rows: "unfiltered", "filtered",
-    "ranked" or "filter" for sampling/sample_unfiltered.cu, sample_filtered.cu in its two variants,
-    and filter.cu."""
+    "ranked", "filter" or "filter_topk" for sampling/sample_unfiltered.cu, sample_filtered.cu in its
+    two variants, filter.cu, and filter_topk.cu."""
     if len(logits):
         addresses, constants = _sampler_inputs(logits, *given, **arrays)
         device = cupy.cuda.runtime.getDevice()
@@ -377,6 +388,8 @@ def _sampler_plan(
     smem_bytes = None
     if kernel == "filter":
         launch, smem_bytes = dispatch.filter_rows(rows, vocab, arch)
+    elif kernel == "filter_topk":
+        launch = dispatch.filter_topk(FLOAT_DTYPES[dtype], rows, vocab)
     elif kernel in ("filtered", "ranked"):
         ranked = kernel == "ranked"
         launch = dispatch.sample_filtered(FLOAT_DTYPES[dtype], rows, arch, ranked=ranked)

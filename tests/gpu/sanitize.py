@@ -267,6 +267,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.sampling.softmax(logits)
         cuattn.sampling.top_k(logits, 5)
         cuattn.sampling.top_k(logits, 129)
+        cuattn.sampling.filter_logits(logits, top_k=20, top_p=0.9, min_p=0.01)
         for options in (
             {}, {"temperature": 0.0}, *filters, {"min_p": 0.1}, {"typical_p": 0.9}, {"top_k": 300}
         ):  # fmt: skip

@@ -97,6 +97,36 @@ def test_filters_keep_what_numpy_keeps(rng, vocab, parameters):
     assert np.array_equal(found[same], expected[same])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(3, 9001), (20, 4096), (140, 257)])
+def test_filters_of_a_short_top_k(rng, dtype, rows, vocab):
+    """Rows of any alignment, with parameters of their own, and some that have little to keep."""
+    wide = logits_of(rng, rows, vocab + 3, dtype)
+    wide[0, ::2], wide[1], wide[2, 5] = -np.inf, -np.inf, np.nan
+    logits, there = wide[:, 1:-2], cupy.asarray(wide)[:, 1:-2]
+    each = {"temperature": np.linspace(0, 2, rows), "top_p": np.linspace(0.01, 1, rows)}
+    for options in (
+        {"top_k": 1},
+        {"top_k": 256},
+        {"top_k": 40, "temperature": 0.7, "top_p": 0.9},
+        {"top_k": 20, "min_p": 0.05},
+        {"top_k": 7, "temperature": 0.0},
+        {"top_k": 30, "top_p": 0.0},
+        {"top_k": 60, "min_p": 1.0},
+        {"top_k": 4, **each},
+    ):
+        expected = sampling.filter_logits(logits, **options)
+        given = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+        found = sampling.filter_logits(there, **given).get()
+        if "top_p" not in options:
+            np.testing.assert_array_equal(found, expected)
+            continue
+        # The token at the crossing may fall on either side: sums are of float32 exponentials.
+        differ = ~((found == expected) | np.isnan(found) & np.isnan(expected))
+        assert differ.sum() <= 2
+        assert (np.maximum(found, expected)[differ] > -np.inf).all()
+
+
 def test_ties_rank_by_index():
     logits = cupy.zeros((2, 200_000), np.float32)
     logits[1, 150_000:] = 1

@@ -22,6 +22,7 @@ PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes, at
 MAX_TOP_K = 256  # of sampling/sample_filtered.cu: kMaxTopK of topk.cuh
 MAX_RANKED = 1 << 24  # tokens of a row, at most, that a draw counts in float32
 FILTER_THREADS = 448  # 512 would spill
+FILTERED_SEGMENT = 4096  # tokens of a row that a block of filter_topk.cu takes: kSegment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,19 @@ class FilteredConfig(RowConfig):
     def smem_bytes(self) -> int:
         """The histogram's bins, a column for each thread; or tokens that wait for their draw."""
         return 4 * self.histogram_bins * self.threads
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterTopKConfig(Config):
+    """sampling/filter_topk.cu."""
+
+    dtype: str
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """One for each of the largest."""
+        return MAX_TOP_K
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +185,13 @@ def filter_rows(rows: int, vocab: int, arch: str) -> tuple[Launch, int]:
 
 
 @functools.lru_cache(maxsize=4096)
+def filter_topk(dtype: str, rows: int, vocab: int) -> Launch:
+    """Choose the kernel of filters whose rows' largest tokens are known."""
+    variant = Variant("sampling/filter_topk.cu", "filter_topk", FilterTopKConfig(dtype))
+    return Launch(variant, (rows * -(-vocab // FILTERED_SEGMENT),))
+
+
+@functools.lru_cache(maxsize=4096)
 def softmax(dtype: str, rows: int, vocab: int, arch: str) -> Launch:
     """Choose the kernel of the probabilities."""
     variants = _softmax_variants(dtype, arch)
@@ -218,6 +239,7 @@ def sampling_variants(arch: str) -> Iterator[Variant]:
             for ranked in (False, True):
                 yield _filtered_variant(dtype, cluster, arch, ranked=ranked)
         yield from _softmax_variants(dtype, arch)
+        yield filter_topk(dtype, 1, 1).variant
         yield penalize(dtype, 1, 1, 0, 0)[0].variant
     for resident in (False, True) if hopper else (False,):
         yield _filter_variant(arch, resident=resident)
