@@ -426,7 +426,7 @@ def _quantized_plan(
         for dim, of in zip(dims, scales, strict=True)
     }
     usual = not any(is_static) and all(
-        of is not None and of.has_minimum == (format == "int4")
+        of is not None and (of.paired if format == "int4" else not of.has_minimum)
         for of, format in zip(scales, formats, strict=True)
     )
     variant = dispatch.quantized_cache_write(

@@ -125,58 +125,61 @@ __device__ __forceinline__ void write_side(const Side& side, const Slot& at, int
   row.quantize(side.row<tile::kAnyFormat>(at, head), side.head_dim, exists);
 }
 
-// Where a row's codes go.
-struct Target {
-  int page, slot;
-  bool exists;
-
-  // That of another lane's row.
-  __device__ __forceinline__ Target of_lane(int lane) const {
-    return {__shfl_sync(~0u, page, lane), __shfl_sync(~0u, slot, lane),
-            __shfl_sync(~0u, exists ? 1 : 0, lane) != 0};
-  }
-};
-
-// A warp's rows of keys or of values, and their codes.
+// A warp's rows of keys or of values, and their codes, of one head after the other.
 template <class AnyRow, int kFormat>
 struct Rows {
   static constexpr int kRows = 32 / AnyRow::kRowLanes;
   static constexpr int kBits = kFormat == tile::kInt4 ? 4 : 8;
+  using Numbers = tile::RowBlock<AnyRow::kHeadDim * sizeof(T), kRows>;
   using Codes = tile::RowBlock<AnyRow::kHeadDim * kBits / 8, kRows>;
 
-  tile::RowBlock<AnyRow::kHeadDim * sizeof(T), kRows> numbers;
+  Numbers numbers;
   Codes codes;
 
-  // Where each of this lane's chunks of codes goes.
-  struct Targets {
-    Target of[Codes::kLaneChunks];
+  // What is the same for all heads: places of the first one's, from which those of others are
+  // whole strides away.
+  struct Places {
+    const char* numbers;                       // of this lane's first chunk
+    unsigned char* codes[Codes::kLaneChunks];  // of its chunks; null: nowhere
+    tile::CodeRow<kFormat> row;
 
-    __device__ __forceinline__ explicit Targets(const Target& own) {
+    __device__ __forceinline__ Places(const Side& side, const T* first, long long token_stride,
+                                      const Slot& at, bool exists, int head)
+        : numbers(Numbers::first_chunk(first, token_stride * static_cast<int>(sizeof(T)))),
+          row(side.row<kFormat>(at, head)) {
+      const auto own = reinterpret_cast<unsigned long long>(exists ? row.codes : nullptr);
 #pragma unroll
-      for (int i = 0; i < Codes::kLaneChunks; ++i)
-        of[i] = own.of_lane(Codes::row_of_chunk(i) * AnyRow::kRowLanes);
+      for (int i = 0; i < Codes::kLaneChunks; ++i) {
+        const int lane = Codes::row_of_chunk(i) * AnyRow::kRowLanes;
+        const auto its_row = __shfl_sync(~0u, own, lane);
+        codes[i] = its_row == 0
+                       ? nullptr
+                       : reinterpret_cast<unsigned char*>(its_row) + Codes::byte_of_chunk();
+      }
     }
   };
 
-  __device__ __forceinline__ void request(const T* first, long long stride, int count) {
-    numbers.request(first, stride * static_cast<int>(sizeof(T)), count);
+  // Requests the rows of a head, `heads` after the first.
+  __device__ __forceinline__ void request(const Places& places, long long token_stride,
+                                          long long head_stride, int heads, int count) {
+    constexpr int kSize = sizeof(T);
+    numbers.request_from(places.numbers + heads * head_stride * kSize, token_stride * kSize, count);
     ptx::cp_async_commit();
   }
   __device__ __forceinline__ const T* own_row() {
     return reinterpret_cast<const T*>(numbers.row(threadIdx.x % 32 / AnyRow::kRowLanes));
   }
   // Quantises the rows, of which this lane has a part of one, and writes them.
-  __device__ __forceinline__ void write(AnyRow& row, const Side& side, const Slot& at, int head,
-                                        bool exists, const Targets& targets) {
-    tile::StagedCodeRow<kFormat> to = {side.row<kFormat>(at, head)};
+  __device__ __forceinline__ void write(AnyRow& row, const Side& side, const Places& places,
+                                        int heads, bool exists, bool has_signs) {
+    tile::StagedCodeRow<kFormat> to = {places.row};
     to.codes = codes.row(threadIdx.x % 32 / AnyRow::kRowLanes);
-    row.quantize(to, side.head_dim, exists);
+    to.scale = static_cast<unsigned short*>(to.scale) + heads * side.scale_stride.head;
+    if (to.offset != nullptr) to.offset += heads * side.head_dim;
+    row.quantize(to, side.head_dim, exists, has_signs);
     __syncwarp();
-    codes.write_chunks([&](int i, int) -> void* {
-      const Target& to = targets.of[i];
-      return to.exists ? side.pages + to.page * side.stride.page + to.slot * side.stride.seq +
-                             head * side.stride.head
-                       : nullptr;
+    codes.write_chunks([&](int i) -> void* {
+      return places.codes[i] == nullptr ? nullptr : places.codes[i] + heads * side.stride.head;
     });
   }
 };
@@ -192,6 +195,7 @@ struct WarpMemory {
 template <class AnyRow>
 __device__ __forceinline__ void write_blocks(const WriteParams& params,
                                              const QuantizedWriteParams& codes) {
+  using Fetched = typename AnyRow::template Fetched<T>;
   constexpr int kWarps = Config::threads / 32, kRows = 32 / AnyRow::kRowLanes;
   __shared__ WarpMemory<AnyRow> memory[kWarps];
   WarpMemory<AnyRow>& own = memory[threadIdx.x / 32];
@@ -199,50 +203,60 @@ __device__ __forceinline__ void write_blocks(const WriteParams& params,
   if (first >= params.total) return;
   const int heads = params.heads / gridDim.y, begin = blockIdx.y * heads;
   const int count = min(kRows, params.total - first);
-  const auto request_key = [&](int head) {
-    own.k.request(static_cast<const T*>(params.k) + first * params.k_token + head * params.k_head,
-                  params.k_token, count);
-  };
-  const auto request_value = [&](int head) {
-    own.v.request(static_cast<const T*>(params.v) + first * params.v_token + head * params.v_head,
-                  params.v_token, count);
-  };
-  request_key(begin);
-  request_value(begin);
+  const Side k_side = keys(params, codes, first, begin),
+             v_side = values(params, codes, first, begin);
+  own.k.numbers.request(k_side.source, params.k_token * static_cast<int>(sizeof(T)), count);
+  ptx::cp_async_commit();
+  own.v.numbers.request(v_side.source, params.v_token * static_cast<int>(sizeof(T)), count);
+  ptx::cp_async_commit();
   const int token = first + min(static_cast<int>(threadIdx.x) % 32 / AnyRow::kRowLanes, count - 1);
   const Slot at = find_slot(params, token);
   const bool exists = at.exists && threadIdx.x % 32 / AnyRow::kRowLanes < count;
-  const Target target = {at.page, at.slot, exists};
-  const typename Rows<AnyRow, Config::k_format>::Targets k_targets(target);
-  const typename Rows<AnyRow, Config::v_format>::Targets v_targets(target);
+  const typename Rows<AnyRow, Config::k_format>::Places k_places(k_side, k_side.source,
+                                                                 params.k_token, at, exists, begin);
+  const typename Rows<AnyRow, Config::v_format>::Places v_places(v_side, v_side.source,
+                                                                 params.v_token, at, exists, begin);
+  // The signs of a rotation go to two features at once, unless an offset comes before.
+  const bool k_has_signs = k_side.rotated && k_side.offset == nullptr;
+  const bool v_has_signs = v_side.rotated && v_side.offset == nullptr;
 #pragma unroll 1
-  for (int head = begin; head < begin + heads; ++head) {
-    const bool more = head + 1 < begin + heads;
+  for (int head = 0; head < heads; ++head) {
+    const bool more = head + 1 < heads;
     AnyRow row;
-    typename AnyRow::template Fetched<T> fetched;
-    ptx::cp_async_wait<1>();
-    __syncwarp();
-    fetched.read(own.k.own_row());
+    Fetched fetched;
     // Angles are read again for each head: registers are for the row.
     Slot here = at;
     here.position = static_cast<int>(ptx::opaque(at.position));
-    row.load(fetched, own.k.own_row(), rope_of(params, here));
+    const tile::RowRope<T> rope = rope_of(params, here);
+    const bool turns_all = rope.cos != nullptr && !Fetched::turns_some(rope);
+    typename Fetched::Angles angles[4];
+    if (turns_all)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) angles[i] = Fetched::angles_of(rope, i);
+    ptx::cp_async_wait<1>();
+    __syncwarp();
+    fetched.read(own.k.own_row());
+    if (Fetched::turns_some(rope)) fetched.turn_some(own.k.own_row(), rope);
     __syncwarp();
     if (more)
-      request_key(head + 1);
+      own.k.request(k_places, params.k_token, params.k_head, head + 1, count);
     else
       ptx::cp_async_commit();
-    own.k.write(row, keys(params, codes, token, head), at, head, exists, k_targets);
+    if (turns_all) fetched.turn([&](int fourth) { return angles[fourth]; }, rope.interleaved);
+    if (k_has_signs) fetched.change_signs();
+    row.unpack(fetched);
+    own.k.write(row, k_side, k_places, head, exists, k_has_signs);
     ptx::cp_async_wait<1>();
     __syncwarp();
     fetched.read(own.v.own_row());
     __syncwarp();
     if (more)
-      request_value(head + 1);
+      own.v.request(v_places, params.v_token, params.v_head, head + 1, count);
     else
       ptx::cp_async_commit();
+    if (v_has_signs) fetched.change_signs();
     row.unpack(fetched);
-    own.v.write(row, values(params, codes, token, head), at, head, exists, v_targets);
+    own.v.write(row, v_side, v_places, head, exists, v_has_signs);
   }
 }
 

@@ -35,17 +35,19 @@ __device__ __forceinline__ void quantize_in_turn(const QuantizeParams& params) {
   fetched.fetch(row_of_x(params, at));
 #pragma unroll 1
   while (true) {
+    const quantization::Place here = at;
+    const auto codes = quantization::codes_of<Config::format>(params, here);
+    const bool has_signs = codes.rotated && codes.offset == nullptr;
+    if (has_signs) fetched.change_signs();
     AnyRow row;
     row.unpack(fetched);
-    const quantization::Place here = at;
     first += gridDim.x * kRows;
     const bool more = first < params.rows;
     if (more) {
       at = quantization::place_of<AnyRow>(params, first);
       fetched.fetch(row_of_x(params, at));
     }
-    row.quantize(quantization::codes_of<Config::format>(params, here), params.head_dim,
-                 here.exists);
+    row.quantize(codes, params.head_dim, here.exists, has_signs);
     if (!more) return;
   }
 }

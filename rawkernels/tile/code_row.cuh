@@ -76,11 +76,21 @@ struct CodeRow {
   }
 };
 
-// The same with codes in shared memory, where there is room for those of rows that do not exist.
+// The same with codes in shared memory, where there is room for those of rows that do not exist. A
+// minimum of kInt4 lies behind its scale, both in an aligned word.
 template <int kFormat>
 struct StagedCodeRow : CodeRow<kFormat> {
   static constexpr bool kStaged = true;
 
+  __device__ __forceinline__ void put_scale(int place, float found, float least) const {
+    unsigned short* const to =
+        static_cast<unsigned short*>(this->scale) + place * this->scale_stride;
+    if (kFormat == kInt4)
+      *reinterpret_cast<unsigned*>(to) =
+          bfloat16_bits(found) | static_cast<unsigned>(bfloat16_bits(least)) << 16;
+    else
+      *to = bfloat16_bits(found);
+  }
   __device__ __forceinline__ void put_codes(int column, uint2 words) const {
     *reinterpret_cast<uint2*>(this->codes + column) = words;
   }
@@ -134,12 +144,26 @@ __device__ __forceinline__ float mul_rn(float a, float b) { return ptx::mul_rn(a
 __device__ __forceinline__ double mul_rn(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ float add_rn(float a, float b) { return ptx::add_rn(a, b); }
 __device__ __forceinline__ double add_rn(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ float sub_rn(float a, float b) { return ptx::sub_rn(a, b); }
+__device__ __forceinline__ double sub_rn(double a, double b) { return __dsub_rn(a, b); }
 
 template <class T>
 __device__ __forceinline__ float to_float(T x) {
   return static_cast<float>(x);
 }
 __device__ __forceinline__ float to_float(double x) { return ptx::cvt_rn(x); }
+
+// Two neighbouring numbers of 16 bits.
+template <class T>
+__device__ __forceinline__ float2 to_floats(unsigned pair);
+template <>
+__device__ __forceinline__ float2 to_floats<__half>(unsigned pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+template <>
+__device__ __forceinline__ float2 to_floats<__nv_bfloat16>(unsigned pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+}
 
 // RoPE of one row: what rotates it, or nothing where `cos` is null.
 template <class T>
@@ -152,7 +176,7 @@ struct RowRope {
 
   // A pair, not yet rounded to T.
   __device__ __forceinline__ static Acc first(Acc a, Acc b, Acc cos, Acc sin) {
-    return add_rn(mul_rn(a, cos), -mul_rn(b, sin));
+    return sub_rn(mul_rn(a, cos), mul_rn(b, sin));
   }
   __device__ __forceinline__ static Acc second(Acc a, Acc b, Acc cos, Acc sin) {
     return add_rn(mul_rn(b, cos), mul_rn(a, sin));

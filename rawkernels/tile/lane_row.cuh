@@ -2,114 +2,59 @@
 // codes or is made of them: every load and store is of 8 features.
 #pragma once
 
-#include "tile/code_row.cuh"
 #include "tile/eight.cuh"
-#include "tile/softmax.cuh"
+#include "tile/fetched_row.cuh"
 
 namespace tile {
 
-// Of each quarter of the features lane c of kLanes neighbouring ones has eight, from 8 c on: the
-// partners of RoPE, and whatever 2^5 features of a group or of the Hadamard transform are its own.
-// Groups are of a power of two, 8 or more. Pointers are aligned to 8 features.
+// Each lane has the features of LaneColumns. Groups are of a power of two, 8 or more. Pointers are
+// aligned to 8 features.
 template <int kLanes>
 struct LaneRow {
+  using Columns = LaneColumns<kLanes>;
   static constexpr int kRowLanes = kLanes;
-  static constexpr int kHeadDim = 32 * kLanes;
-  static constexpr int kQuarter = 8 * kLanes;
-  static_assert(kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a row must be part of a warp");
+  static constexpr int kHeadDim = Columns::kHeadDim;
 
   float x[4][8];
 
-  // The features of a row as they lie in memory, on their way to registers.
   template <class T>
-  struct Fetched {
-    uint4 words[4][8 * sizeof(T) / 16];
+  using Fetched = FetchedRow<T, kLanes>;
 
-    __device__ __forceinline__ void fetch(const T* row) {
-      constexpr int kEach = 16 / sizeof(T);
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int i = 0; i < 8; i += kEach)
-          words[part][i / kEach] = __ldcs(reinterpret_cast<const uint4*>(row + column(part) + i));
-    }
-    // The same of a row in shared memory.
-    __device__ __forceinline__ void read(const T* row) {
-      constexpr int kEach = 16 / sizeof(T);
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int i = 0; i < 8; i += kEach)
-          words[part][i / kEach] = *reinterpret_cast<const uint4*>(row + column(part) + i);
-    }
-  };
   template <class T>
   __device__ __forceinline__ void unpack(const Fetched<T>& fetched) {
-    constexpr int kEach = 16 / sizeof(T);
 #pragma unroll
-    for (int part = 0; part < 4; ++part)
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        x[part][i] = to_float(
-            reinterpret_cast<const Vec<T, kEach>&>(fetched.words[part][i / kEach]).x[i % kEach]);
+    for (int part = 0; part < 4; ++part) {
+      fetched.get_four(reinterpret_cast<float (&)[4]>(x[part][0]), part, 0);
+      fetched.get_four(reinterpret_cast<float (&)[4]>(x[part][4]), part, 1);
+    }
   }
 
-  __device__ __forceinline__ static int lane() { return threadIdx.x % kLanes; }
-  __device__ __forceinline__ static int column(int part) { return part * kQuarter + lane() * 8; }
+  __device__ __forceinline__ static int lane() { return Columns::lane(); }
+  __device__ __forceinline__ static int column(int part) { return Columns::column(part); }
 
   template <class T>
   __device__ __forceinline__ void load(const T* row, int, const RowRope<T>& rope) {
     Fetched<T> fetched;
-    fetched.fetch(row);
-    load(fetched, row, rope);
-  }
-  // The same of a row that has been fetched.
-  template <class T>
-  __device__ __forceinline__ void load(const Fetched<T>& fetched, const T* row,
-                                       const RowRope<T>& rope) {
-    if (rope.cos != nullptr && (2 * rope.pairs != kHeadDim || sizeof(T) == 8)) {
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[part][e] = to_float(rope.column(row, column(part) + e));
-      return;
+    if (Fetched<T>::turns_some(rope)) {
+      fetched.turn_some(row, rope);
+    } else {
+      fetched.fetch(row);
+      if (rope.cos != nullptr) fetched.turn(rope);
     }
     unpack(fetched);
-    if (rope.cos == nullptr) return;
-    if (rope.interleaved) {
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const auto cos = angles(rope.cos, column(part) / 2);
-        const auto sin = angles(rope.sin, column(part) / 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) turn<T>(x[part][2 * i], x[part][2 * i + 1], cos.x[i], sin.x[i]);
-      }
-    } else {
-#pragma unroll
-      for (int part = 0; part < 2; ++part)
-#pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-          const auto cos = angles(rope.cos, column(part) + i);
-          const auto sin = angles(rope.sin, column(part) + i);
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            turn<T>(x[part][i + e], x[part + 2][i + e], cos.x[e], sin.x[e]);
-        }
-    }
   }
-
   template <class T>
   __device__ __forceinline__ void store(T* row, int) const {
 #pragma unroll
     for (int part = 0; part < 4; ++part) store_eight(row + column(part), x[part]);
   }
 
-  // Makes codes of the row, and writes them where it exists.
+  // Makes codes of the row, and writes them where it exists. It may have the rotation's signs.
   template <class To>
-  __device__ __forceinline__ void quantize(const To& to, int, bool exists) {
+  __device__ __forceinline__ void quantize(const To& to, int, bool exists, bool has_signs = false) {
     if (to.offset != nullptr) shift(to.offset, -1.0f);
     if (to.rotated) {
-      change_signs();
+      if (!has_signs) change_signs();
       transform();
     }
     if (to.is_static())
@@ -299,23 +244,6 @@ struct LaneRow {
       if (!from.has_minimum()) continue;
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[part][e] = ptx::add_rn(x[part][e], minimum[part]);
-    }
-  }
-
-  __device__ __forceinline__ static Vec<float, 4> angles(const void* table, int pair) {
-    return *reinterpret_cast<const Vec<float, 4>*>(static_cast<const float*>(table) + pair);
-  }
-
-  template <class T>
-  __device__ __forceinline__ static void turn(float& a, float& b, float cos, float sin) {
-    const float first = RowRope<T>::first(a, b, cos, sin);
-    const float second = RowRope<T>::second(a, b, cos, sin);
-    a = first;
-    b = second;
-    if constexpr (sizeof(T) == 2) {  // both at once: one at a time is several times as slow
-      const unsigned rounded = pack<T>(first, second);
-      a = to_float(reinterpret_cast<const Vec<T, 2>&>(rounded).x[0]);
-      b = to_float(reinterpret_cast<const Vec<T, 2>&>(rounded).x[1]);
     }
   }
 

@@ -20,46 +20,51 @@ struct RowBlock {
 
   __device__ __forceinline__ unsigned char* row(int row) { return bytes + row * kPitch; }
 
-  // Requests the first `count` rows, `stride` bytes apart in memory; in the place of others the
-  // last one of these.
+  // Requests the first `count` rows, `stride` bytes apart in memory; the others become zeros.
   __device__ __forceinline__ void request(const void* first, long long stride, int count) {
-    each_chunk([&](int, int row, int byte, unsigned char* chunk) {
-      ptx::cp_async_16(ptx::shared_address(chunk),
-                       static_cast<const char*>(first) + min(row, count - 1) * stride + byte);
-    });
+    request_from(first_chunk(first, stride), stride, count);
+  }
+  // Where this lane's first chunk of the rows lies; and the same request from there.
+  __device__ __forceinline__ static const char* first_chunk(const void* first, long long stride) {
+    return static_cast<const char*>(first) + row_of_chunk(0) * stride + byte_of_chunk();
+  }
+  __device__ __forceinline__ void request_from(const char* chunk, long long stride, int count) {
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i)
+      ptx::cp_async_16(ptx::shared_address(own_chunk(i)), chunk + i * kRowsApart * stride,
+                       row_of_chunk(i) < count);
   }
   // Writes the first `count` rows.
   __device__ __forceinline__ void write(void* first, long long stride, int count) {
-    write_chunks([&](int, int row) -> void* {
-      return row < count ? static_cast<char*>(first) + row * stride : nullptr;
+    write_chunks([&](int i) -> void* {
+      const int row = row_of_chunk(i);
+      return row < count ? static_cast<char*>(first) + row * stride + byte_of_chunk() : nullptr;
     });
   }
-  // Writes rows to where `address(i, row)` says that the one begins which has this lane's chunk i;
-  // null: nowhere.
+  // Writes this lane's chunks of rows to where `address(i)` says; null: nowhere.
   template <class Address>
   __device__ __forceinline__ void write_chunks(const Address& address) {
-    each_chunk([&](int i, int row, int byte, unsigned char* chunk) {
-      void* const target = address(i, row);
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i) {
+      void* const target = address(i);
       if (target != nullptr)
-        __stcs(reinterpret_cast<uint4*>(static_cast<char*>(target) + byte),
-               *reinterpret_cast<const uint4*>(chunk));
-    });
+        __stcs(static_cast<uint4*>(target), *reinterpret_cast<const uint4*>(own_chunk(i)));
+    }
   }
 
   static constexpr int kLaneChunks = kRows * kRowChunks / 32;
-  // The row that has this lane's chunk i.
+  static constexpr int kRowsApart = 32 / kRowChunks;  // from one of a lane's chunks to the next
+  // The row that has this lane's chunk i, and where in it.
   __device__ __forceinline__ static int row_of_chunk(int i) {
-    return (i * 32 + static_cast<int>(threadIdx.x) % 32) / kRowChunks;
+    return i * kRowsApart + static_cast<int>(threadIdx.x) % 32 / kRowChunks;
+  }
+  __device__ __forceinline__ static int byte_of_chunk() {
+    return threadIdx.x % 32 % kRowChunks * 16;
   }
 
  private:
-  template <class Visit>
-  __device__ __forceinline__ void each_chunk(const Visit& visit) {
-#pragma unroll
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const int row = row_of_chunk(i), byte = threadIdx.x % 32 % kRowChunks * 16;
-      visit(i, row, byte, bytes + row * kPitch + byte);
-    }
+  __device__ __forceinline__ unsigned char* own_chunk(int i) {
+    return row(row_of_chunk(i)) + byte_of_chunk();
   }
 };
 

@@ -140,6 +140,9 @@ WAYS = {
     "k8v4": "k8v4",
     "groups": cuattn.KVQuantization("int4", "int4", group_size=32),
     "values": cuattn.KVQuantization(None, "int4"),
+    "offset": cuattn.KVQuantization(
+        "int8", "int4", k_offset=np.linspace(-1, 1, 256, dtype=np.float32).reshape(2, 128)
+    ),
     "static": cuattn.KVQuantization(
         "int8",
         "float8_e4m3",
@@ -155,15 +158,27 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_writer_s_bytes(rng, way, dtype, rotary):
     """Pages written on the GPU hold the bytes that NumPy writes, rotated or not."""
+    assert_writers_agree(rng, way, dtype, rotary, heads=2, dim=128)
+
+
+@pytest.mark.parametrize("rotary", [None, "halves", "some", "neighbours"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", ["int8", "float8_e4m3", "int4", "k8v4"])
+def test_the_writer_s_bytes_of_short_rows(rng, way, dtype, rotary):
+    """The same of 64 features, and of more heads than a warp has in turn."""
+    assert_writers_agree(rng, way, DTYPES[dtype], rotary, heads=6, dim=64)
+
+
+def assert_writers_agree(rng, way, dtype, rotary, heads, dim):
     caches = [
         cuattn.PagedKVCache(
-            40, 16, 2, 128, dtype=dtype, quantization=WAYS[way], num_layers=2, xp=xp
+            40, 16, heads, dim, dtype=dtype, quantization=WAYS[way], num_layers=2, xp=xp
         )
         for xp in (np, cupy)
     ]
-    k, v = awkward(rng, (57, 2, 128), dtype), awkward(rng, (57, 2, 128), dtype)
+    k, v = awkward(rng, (57, heads, dim), dtype), awkward(rng, (57, heads, dim), dtype)
     acc = np.float64 if dtype == np.float64 else np.float32
-    pairs = 64 if rotary != "some" else 20
+    pairs = dim // 2 if rotary != "some" else 20
     if rotary:  # products with subnormal numbers may be 0
         k = np.where(np.abs(k) < 1e-30, 0, k).astype(dtype)
     angles = rng.standard_normal((2, 64, pairs)).astype(acc)
