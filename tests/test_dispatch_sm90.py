@@ -270,6 +270,45 @@ def test_few_queries_over_many_keys_have_large_blocks(call, tile, parts):
 
 
 @pytest.mark.parametrize(
+    ("call", "warpgroups", "parts"),
+    [
+        ({"tokens": 1, "keys": 418, "batch": 49, "heads": (768, 16), "dim": 96}, 1, 1),
+        ({"tokens": 1, "keys": 1391, "batch": 342, "heads": (48, 1), "dim": 256}, 1, 1),
+        ({"tokens": 1, "keys": 13312, "batch": 104, "heads": (384, 8), "dim": 64}, 1, 2),
+        ({"tokens": 16, "keys": 8192, "batch": 16}, 1, 1),
+        ({"tokens": 32, "keys": 8192, "batch": 16}, 2, 1),
+        ({"tokens": 12, "keys": 65536, "heads": (32, 8)}, 1, 9),
+        ({"tokens": 64, "keys": 32768, "batch": 16}, 2, 2),  # two tiles
+    ],
+)
+@pytest.mark.parametrize("kind", ["cached", "paged"])
+def test_few_queries_over_caches_fill_a_tile_together(call, kind, warpgroups, parts):
+    launch = dispatch.choose(few_queries(**call, kind=kind))
+    config = launch.variant.config
+    assert (config.pack_gqa, config.seq_lens, config.warpgroups) == (True, True, warpgroups)
+    assert (launch.parts, config.split_kv) == (parts, parts > 1)
+    assert config.out_dtype == ("float32" if parts > 1 else "bfloat16")
+    assert launch.variant in dispatch.variants("sm_90a")
+    forward = FORWARD_PARAMS.unpack(launch.arguments[0].pack(collections.defaultdict(int)))
+    heads, dim = call.get("heads", (32, 8))[0], call.get("dim", 128)
+    assert forward["out_stride"] == (call["tokens"] * heads * dim, heads * dim, dim)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"tokens": 1, "keys": 8192, "batch": 16},
+        {"tokens": 8, "keys": 8192, "batch": 16},  # 32 rows
+        {"tokens": 1, "keys": 300, "heads": (48, 1)},  # a tile on one multiprocessor
+        {"tokens": 40, "keys": 300, "heads": (8, 8)},  # nothing to pack
+    ],
+)
+def test_caches_that_are_left_to_others_than_packed_rows(call):
+    launch = dispatch.choose(few_queries(**call, kind="cached"))
+    assert not getattr(launch.variant.config, "pack_gqa", False)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"window": (100, 0)},

@@ -1,5 +1,5 @@
-"""Keys cut into parts on the forward kernel of Hopper, whose results are merged: against the
-definition in float64."""
+"""Packed rows on the forward kernel of Hopper, and keys cut into parts whose results are merged:
+against the definition in float64."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ cupy = pytest.importorskip("cupy")
 from cuattn._repeat import forget  # noqa: E402
 from cuattn.gpu import compiler, decoding, dispatch, plan  # noqa: E402
 from cuattn.gpu.dispatch import split_sm90  # noqa: E402
+from cuattn.gpu.dispatch.routing import Packing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -33,12 +34,13 @@ def parts(monkeypatch):
         array[...] = np.nan
         return array
 
-    def fix(count, tile_n=None):
+    def fix(count, tile_n=None, warpgroups=2):
         plan.attention_plan.cache_clear()
         forget()
-        monkeypatch.setattr(split_sm90, "best_parts", lambda call: count)
+        packing = Packing(count, warpgroups)
+        monkeypatch.setattr(split_sm90, "best_packing", lambda call: packing)
         if tile_n is not None:
-            monkeypatch.setattr(split_sm90, "split_tile_keys", lambda call, parts: tile_n)
+            monkeypatch.setattr(split_sm90, "split_tile_keys", lambda call, packing: tile_n)
 
     monkeypatch.setattr(decoding, "scratch_array", dirty)
     with dispatch.use_tiers("split_sm90"):
@@ -96,34 +98,52 @@ def test_parts_of_blocks_of_176_keys(rng, parts, heads, count):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 def test_caches_and_pages(rng, parts, page_size, dim, causal):
-    """Lengths that the device knows; what is not to be read is NaN."""
     parts(3)
-    tokens, capacity, heads = 33, 1024, (8, 2)
     lens = np.int32([1024, 33, 100, 700, 5])
-    q, k, v = arrays(rng, len(lens), tokens, capacity, heads, (dim, dim))
+    check_caches(rng, lens, 33, 1024, (8, 2), (dim, dim), page_size, causal=causal)
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 80)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, (48, 1)), (7, (10, 2))])
+@pytest.mark.parametrize(("count", "warpgroups"), [(1, 1), (1, 2), (3, 1)])
+def test_rows_of_one_tile(rng, parts, page_size, dims, tokens, heads, count, warpgroups):
+    """Keys that are left whole, and tiles of one warpgroup."""
+    parts(count, warpgroups=warpgroups)
+    lens = np.int32([320, 0, tokens, 129, 64])
+    sinks = rng.standard_normal(heads[0]).astype(np.float32)
+    check_caches(rng, lens, tokens, 320, heads, dims, page_size, causal=True, sinks=sinks)
+
+
+def check_caches(rng, lens, tokens, capacity, heads, dims, page_size, *, causal, sinks=None):
+    """Lengths that the device knows; what is not to be read is NaN."""
+    q, k, v = arrays(rng, len(lens), tokens, capacity, heads, dims)
     k_cache, v_cache = k.copy(), v.copy()
     for b, n in enumerate(lens):
         k_cache[b, n:] = v_cache[b, n:] = np.nan
     on_device = cupy.asarray(lens)
+    options = {"causal": causal, "return_lse": True}
+    options["sinks"] = None if sinks is None else cupy.asarray(sinks)
     if page_size is None:
         out, lse = cuattn.flash_decode(
-            *map(cupy.asarray, (q, k_cache, v_cache)), on_device, causal=causal, return_lse=True
+            *map(cupy.asarray, (q, k_cache, v_cache)), on_device, **options
         )
     else:
         order = rng.permutation(len(lens) * capacity // page_size)
         table = order.reshape(len(lens), -1).astype(np.int32)
         pages = [
-            cache.reshape(-1, page_size, heads[1], dim)[np.argsort(order)]
+            cache.reshape(-1, page_size, *cache.shape[2:])[np.argsort(order)]
             for cache in (k_cache, v_cache)
         ]
         for b, n in enumerate(lens):
             table[b, -(-n // page_size) :] = 1 << 30
         out, lse = cuattn.paged_attention(
-            *map(cupy.asarray, (q, *pages, table)), on_device, causal=causal, return_lse=True
+            *map(cupy.asarray, (q, *pages, table)), on_device, **options
         )
     for b, n in enumerate(lens):
         one = (slice(b, b + 1), slice(0, n))
-        check((out[b : b + 1], lse[b : b + 1]), q[b : b + 1], k[one], v[one], causal=causal)
+        result = out[b : b + 1], lse[b : b + 1]
+        check(result, q[b : b + 1], k[one], v[one], causal=causal, sinks=sinks)
 
 
 def test_values_that_are_not_finite_reach_the_rows_that_see_them(rng, parts):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
@@ -66,7 +67,7 @@ def prefers_decoding(call: Call) -> bool:
     if call.partial is not None or call.num_splits is not None or spec.quantized:
         return True
     many_rows = rows_of_sequence(spec) > PARTS_FOR_ROWS
-    if many_rows and can_split(call) and best_parts(call) > 1:
+    if many_rows and can_split(call) and best_packing(call) is not None:
         return False
     if spec.keys in ("cached", "paged"):
         if spec.rows == "ragged" and not many_rows:
@@ -191,7 +192,7 @@ def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: 
 #: Keys of a tile of attention/forward_sm90.cu whose rows pack the query heads of a group and whose
 #: keys are cut into parts, by head_dim: whole pages, or part of one.
 SPLIT_TILE_KEYS = {64: 128, 128: 128, 256: 64}
-SPLIT_TILE_ROWS = 128
+WARPGROUP_ROWS = 64
 #: As many keys of a tile in plain arrays, where parts have enough of them, and how much faster its
 #: products are, by head_dim.
 SPLIT_LARGE_BLOCKS = {128: (176, 1.025)}
@@ -207,6 +208,14 @@ PART_US = 0.2  # that merging a part takes at least
 MERGE_BYTES = 2.5e6  # of the parts that are written and read in a microsecond
 TILE_STEPS = 2  # blocks of keys, which a tile's beginning and end take as long as
 SLOWER_FOR_MANY = 1.06  # at most, than tiles that see all keys
+ALONE_SPEED = 0.65  # of a warpgroup's products, of one of two: as SM90_TILES of config_sm90.py say
+
+
+class Packing(NamedTuple):
+    """How Hopper's forward kernel shares out a call with tiles of all heads of a group."""
+
+    parts: int  # that the keys are cut into
+    warpgroups: int  # of 64 rows each
 
 
 def can_split(call: Call) -> bool:
@@ -239,56 +248,77 @@ def split_head_dim(spec: AttentionSpec) -> int:
     return next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
 
 
-def _split_us(
+def _packed_us(
     spec: AttentionSpec,
     multiprocessors: int,
-    parts: int,
+    packing: Packing,
     batch: int,
     tile_n: int,
     speed: float = 1.0,
 ) -> float:
-    """About what a call takes whose keys are cut into parts, with blocks of `tile_n` keys."""
-    group, head_dim = spec.heads_q // spec.heads_kv, split_head_dim(spec)
+    """About what a call takes with packed rows and blocks of `tile_n` keys."""
+    head_dim = split_head_dim(spec)
+    parts, warpgroups = packing
     rate = min(HOPPER.forward_flops, HOPPER.forward_flops_per_column * 2 * head_dim)
-    block_us = 2.0 * SPLIT_TILE_ROWS * tile_n * 2 * head_dim / rate / speed
-    tiles = spec.heads_kv * -(-spec.seqlen_q // (64 // group * (SPLIT_TILE_ROWS // 64)))
+    if warpgroups == 1:
+        speed *= ALONE_SPEED
+    block_us = 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate / speed
+    tiles = spec.heads_kv * _packed_tiles(spec, warpgroups)
     blocks = -(-spec.seqlen_k // tile_n)
-    part_us = spec.seqlen_q * spec.heads_q * (2 * 4 * spec.head_dim_v) / MERGE_BYTES
     waves = -(-tiles * batch * parts // multiprocessors)
     products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
-    reading = _reading_us(spec, HOPPER, batch, multiprocessors)
-    return max(products, reading) + MERGE_US + parts * max(PART_US, batch * part_us)
+    us = max(products, _reading_us(spec, HOPPER, batch, multiprocessors))
+    if parts == 1:
+        return us
+    part_us = spec.seqlen_q * spec.heads_q * (2 * 4 * spec.head_dim_v) / MERGE_BYTES
+    return us + MERGE_US + parts * max(PART_US, batch * part_us)
+
+
+def _packed_tiles(spec: AttentionSpec, warpgroups: int) -> int:
+    """How many tiles of packed rows a sequence and key head have."""
+    queries = WARPGROUP_ROWS // (spec.heads_q // spec.heads_kv) * warpgroups
+    return -(-spec.seqlen_q // queries)
 
 
 @functools.lru_cache(maxsize=4096)
-def _best_parts(spec: AttentionSpec, multiprocessors: int) -> int:
+def _best_packing(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
     tile_n = SPLIT_TILE_KEYS[split_head_dim(spec)]
+    cached = spec.keys in ("cached", "paged")
+    warpgroups = 1 if cached and _packed_tiles(spec, 1) == 1 else 2
 
     def us(parts: int, batch: int) -> float:
-        return _split_us(spec, multiprocessors, parts, batch, tile_n)
+        return _packed_us(spec, multiprocessors, Packing(parts, warpgroups), batch, tile_n)
 
-    cached = spec.keys in ("cached", "paged")
     batch = spec.batch if cached else 1
-    counts = range(2, min(-(-spec.seqlen_k // tile_n), MAX_PARTS) + 1)
+    whole_packed = cached and spec.heads_q > spec.heads_kv and _packed_tiles(spec, warpgroups) == 1
+    counts = range(1 if whole_packed else 2, min(-(-spec.seqlen_k // tile_n), MAX_PARTS) + 1)
     if not cached:
         many = 64 * multiprocessors
         most = SLOWER_FOR_MANY * forward_us(spec, HOPPER, many, multiprocessors)
         counts = [parts for parts in counts if us(parts, many) <= most]
-    parts = min(counts, key=lambda parts: us(parts, batch), default=1)
+    if not counts:
+        return None
+    parts = min(counts, key=lambda parts: us(parts, batch))
     faster = CLEARLY_FORWARD if cached else CLEARLY
-    whole = forward_us(spec, HOPPER, batch, multiprocessors)
-    return 1 if parts == 1 or faster * us(parts, batch) > whole else parts
+    others = forward_us(spec, HOPPER, batch, multiprocessors)
+    if parts == 1:
+        others = min(others, decoding_us(spec, HOPPER, batch, multiprocessors))
+    return Packing(parts, warpgroups) if faster * us(parts, batch) <= others else None
 
 
-def best_parts(call: Call) -> int:
-    """Into how many parts the keys of a call that :func:`can_split` are best cut for Hopper's
-    forward kernel; 1 where they are best left whole."""
-    return _best_parts(call.spec, call.multiprocessors)
+def best_packing(call: Call) -> Packing | None:
+    """How a call that :func:`can_split` is best shared out by Hopper's forward kernel with tiles of
+    all heads of a group; None where others are faster.
+
+    Keys are left whole only where few queries over a cache fill no more than a tile, as several
+    sequences and key heads keep the device busy with: 784 of them with 48 rows and 418 keys of
+    96 features take decode_sm80.cu 95 µs, which computes at a fifth of the rate.
+    """
+    return _best_packing(call.spec, call.multiprocessors)
 
 
-def split_tile_keys(call: Call, parts: int) -> int:
-    """How many keys a block has where those of a call are cut into so many parts: what is best for
-    one sequence, so that the batch has no say."""
+def split_tile_keys(call: Call, packing: Packing) -> int:
+    """How many keys a block has: what is best for one sequence, so that the batch has no say."""
     head_dim = split_head_dim(call.spec)
     speeds = {SPLIT_TILE_KEYS[head_dim]: 1.0}
     if call.spec.keys == "batched" and head_dim in SPLIT_LARGE_BLOCKS:
@@ -296,7 +326,7 @@ def split_tile_keys(call: Call, parts: int) -> int:
         speeds[tile_n] = speed
     return min(
         speeds,
-        key=lambda n: _split_us(call.spec, call.multiprocessors, parts, 1, n, speeds[n]),
+        key=lambda n: _packed_us(call.spec, call.multiprocessors, packing, 1, n, speeds[n]),
     )
 
 

@@ -1,5 +1,5 @@
-"""Calls of attention/forward_sm90.cu whose rows pack the query heads of a group, and whose keys are
-cut into parts, with a result each: few queries over many keys, and a prefix that a batch shares."""
+"""Calls of attention/forward_sm90.cu whose rows pack the query heads of a group, and whose keys may
+be cut into parts, with a result each: few queries, and a prefix that a batch shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cuattn.gpu.dispatch.launch import Call, Launch
 from cuattn.gpu.dispatch.routing import (
     SPLIT_LARGE_BLOCKS,
     SPLIT_TILE_KEYS,
-    best_parts,
+    Packing,
+    best_packing,
     can_split,
     split_head_dim,
     split_tile_keys,
@@ -28,8 +29,8 @@ MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes
 
 
 class Sm90Split:
-    """Few queries over many keys, whose tiles would leave multiprocessors idle: the results of the
-    parts are merged.
+    """Few queries whose heads fill a tile together. Of many keys, where tiles would leave
+    multiprocessors idle, the results of parts are merged.
 
     For keys in plain arrays the number of parts does not depend on the batch, nor does a sequence's
     result, bit for bit.
@@ -43,19 +44,22 @@ class Sm90Split:
         """The launch for a call, or None."""
         if call.partial is not None or not can_split(call) or not call.addressable:
             return None
-        parts = best_parts(call)
-        if parts == 1:
+        packing = best_packing(call)
+        if packing is None:
             return None
-        config = split_config(call.spec, split_tile_keys(call, parts), bounded=True)
-        return _launch(call, config, parts)
+        config = split_config(call.spec, split_tile_keys(call, packing), packing)
+        return _launch(call, config, packing.parts)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
             for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
                 tile_n, large = SPLIT_TILE_KEYS[head_dim], SPLIT_LARGE_BLOCKS.get(head_dim)
-                for cached in (False, True):
-                    yield variant_of(_config(dtype, head_dim, tile_n, paged=cached, lens=cached))
+                yield variant_of(_config(dtype, head_dim, tile_n, paged=False, lens=False))
+                for warpgroups, split in itertools.product((1, 2), (False, True)):
+                    changes = {"warpgroups": warpgroups, "split_kv": split}
+                    config = _config(dtype, head_dim, tile_n, paged=True, lens=True, **changes)
+                    yield variant_of(config)
                 if large is not None:
                     yield variant_of(_config(dtype, head_dim, large[0], paged=False, lens=False))
 
@@ -85,7 +89,7 @@ class Sm90Prefix:
             or spec.seqlen_q * (spec.heads_q // spec.heads_kv) < MIN_PREFIX_ROWS
         ):
             return None
-        config = split_config(spec, SPLIT_TILE_KEYS[split_head_dim(spec)], bounded=False)
+        config = prefix_config(spec)
         return _launch(call, config, prefix_tiles(spec, config, call.multiprocessors)[1])
 
     def variants(self, arch: str) -> Iterator[Variant]:
@@ -116,8 +120,8 @@ def prefix_tiles(
 
 
 def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
-    """The launch for `parts` parts, of which out is (parts, batch, seqlen_q, heads_q, head_dim_v),
-    contiguous; None where TMA cannot address q with its heads packed."""
+    """The launch for `parts` parts, or None where TMA cannot address q with its heads packed. The
+    out of several parts is (parts, batch, seqlen_q, heads_q, head_dim_v), contiguous."""
     spec = call.spec
     tensor_maps: dict[str, TensorMap | None] = maps_of(call, config)
     if not all(m is None or addressable(m.strides) for m in tensor_maps.values()):
@@ -125,13 +129,16 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     tiles = spec.heads_kv * -(-spec.seqlen_q // config.queries_of_tile(spec)) * spec.batch * parts
     if tiles >= 1 << 31:
         return None
-    row = spec.heads_q * spec.head_dim_v
-    out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
+    strides = call.strides
+    if config.split_kv:
+        row = spec.heads_q * spec.head_dim_v
+        out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
+        strides = strides._replace(out=tuple(out))
     return Launch(
         variant_of(config),
         (min(tiles, call.multiprocessors),),
         (
-            forward_arguments(spec, call.strides._replace(out=tuple(out))),
+            forward_arguments(spec, strides),
             kernel_arguments(
                 spec,
                 config,
@@ -149,28 +156,44 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     )
 
 
-def split_config(spec: AttentionSpec, tile_n: int, *, bounded: bool) -> Sm90ForwardConfig:
-    """The Config for a call, of which `bounded` says whether some queries may not see some keys."""
+def split_config(spec: AttentionSpec, tile_n: int, packing: Packing) -> Sm90ForwardConfig:
+    """The Config for a call some of whose queries may not see some keys."""
     cached = spec.keys in ("cached", "paged")
     return _config(
         spec.dtype.name,
         split_head_dim(spec),
         tile_n,
-        bounded=bounded,
-        paged=cached or not bounded,
-        lens=cached and bounded,
+        paged=cached,
+        lens=cached,
+        warpgroups=packing.warpgroups,
+        split_kv=packing.parts > 1,
     )
 
 
+def prefix_config(spec: AttentionSpec) -> Sm90ForwardConfig:
+    """The Config for keys that all queries see."""
+    head_dim = split_head_dim(spec)
+    tile_n = SPLIT_TILE_KEYS[head_dim]
+    return _config(spec.dtype.name, head_dim, tile_n, bounded=False, paged=True, lens=False)
+
+
 def _config(
-    dtype: str, head_dim: int, tile_n: int, *, bounded: bool = True, paged: bool, lens: bool
+    dtype: str,
+    head_dim: int,
+    tile_n: int,
+    *,
+    bounded: bool = True,
+    paged: bool,
+    lens: bool,
+    warpgroups: int = 2,
+    split_kv: bool = True,
 ) -> Sm90ForwardConfig:
     return Sm90ForwardConfig(
         dtype,
         head_dim,
         head_dim,
         tile_n=tile_n,
-        warpgroups=2,
+        warpgroups=warpgroups,
         q_stages=1 if head_dim == 256 or tile_n > 128 else 2,
         bound_left=False,
         bound_right=bounded,
@@ -180,6 +203,6 @@ def _config(
         pack_gqa=True,
         paged_kv=paged,
         seq_lens=lens,
-        split_kv=True,
-        out_dtype="float32",
+        split_kv=split_kv,
+        out_dtype="float32" if split_kv else "",
     )
