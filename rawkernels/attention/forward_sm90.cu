@@ -82,10 +82,13 @@ struct Consumer {
   SoftcapAlibi<kSoftcapAlibi> softcap_alibi{params, sm90};
 
   // Consumers take turns in issuing products, so that one's exponentials run beside another's
-  // products: the ping-pong of FlashAttention-3. A named barrier is one's turn.
-  __device__ __forceinline__ void wait_turn() const { ptx::bar_sync(1 + consumer, 256); }
+  // products: the ping-pong of FlashAttention-3. A named barrier is one's turn. A consumer that is
+  // alone has none.
+  __device__ __forceinline__ void wait_turn() const {
+    if (kWarpgroups > 1) ptx::bar_sync(1 + consumer, 256);
+  }
   __device__ __forceinline__ void pass_turn() const {
-    ptx::bar_arrive(1 + (consumer + 1) % kWarpgroups, 256);
+    if (kWarpgroups > 1) ptx::bar_arrive(1 + (consumer + 1) % kWarpgroups, 256);
   }
 
   // A tile's queries are released as soon as its last scores are there, or a step later, which
@@ -96,6 +99,9 @@ struct Consumer {
   // start apart (2% of plain calls at head_dim 64); with bias or mask they are none, which saves
   // the register that NVRTC 13.5 would spill.
   static constexpr bool kFirstTurn = !Config::elementwise;
+
+  // A consumer that is alone has only its own products to hide exponentials behind.
+  static constexpr bool kExponentiatesFirst = kWarpgroups == 1;
 
   __device__ __forceinline__ void run() {
     if (consumer == kWarpgroups - 1) pass_turn();
@@ -172,9 +178,12 @@ struct Consumer {
     float block_max[2], correction[2];
     const bool rescales = softcap_alibi.needs_rescale(softmax, s, sm90.scale_log2, block_max);
     if (rescales) softcap_alibi.rescale(softmax, block_max, sm90.scale_log2, correction);
-    // Exponentials wait for P V: the tensor cores have the other consumers' products by now, and
-    // the packing of P into the registers that P V reads hides behind the exponentials (5% faster
-    // than exponentials first, on an H200).
+    // Of several consumers exponentials wait for P V: the tensor cores have the others' products by
+    // now, and the packing of P into the registers that P V reads hides behind the exponentials (5%
+    // faster than exponentials first, on an H200).
+    // Of one consumer they do not, with a condition that is always true: ptxas would move the wait
+    // to before them.
+    if (kExponentiatesFirst && block >= 0) exponentiate();
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(o);
     const bool replaced = fresh && was_replaced();
@@ -186,10 +195,14 @@ struct Consumer {
     } else if (rescales) {
       tile::scale_rows(o, correction);
     }
-    softcap_alibi.exponentiate(softmax, s, sm90.scale_log2);
+    if (!kExponentiatesFirst) exponentiate();
     tile::pack_fragment<T>(p, s);
     if (kMasksLate) compute_mask(kept);
     clear_dropped(p, kept);
+  }
+
+  __device__ __forceinline__ void exponentiate() {
+    softcap_alibi.exponentiate(softmax, s, sm90.scale_log2);
   }
 
   // The values of the very last block.

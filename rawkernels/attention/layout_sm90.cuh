@@ -47,9 +47,15 @@ constexpr bool kTakesLate = kDynamic && kStagesQ > 1;
 // at 128 waiting costs 4%).
 constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
 
-// Registers of a thread: the block has 65536, and gets them evenly at first.
-constexpr int kProducerRegisters = Config::elementwise ? 56 : kWarpgroups <= 2 ? 40 : 32;
-constexpr int kConsumerRegisters = (kWarpgroups <= 2 ? 232 : 160) - (Config::elementwise ? 8 : 0);
+// Registers of a thread: the block has 65536, and gets them evenly at first. With one consumer
+// there are more than it and the producers need.
+constexpr int kProducerRegisters = Config::elementwise || kWarpgroups == 1 ? 56
+                                   : kWarpgroups == 2                      ? 40
+                                                                           : 32;
+constexpr int kConsumerRegisters = (kWarpgroups == 1   ? 248
+                                    : kWarpgroups == 2 ? 232
+                                                       : 160) -
+                                   (Config::elementwise ? 8 : 0);
 
 struct Smem {
   alignas(1024) unsigned char q[kStagesQ][kWarpgroups][kPanelsK * kPanelBytesQ];

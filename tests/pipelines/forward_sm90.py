@@ -228,10 +228,12 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
     q = f"q.{consumer}"
 
     def wait_turn() -> Iterator[NamedTuple]:
-        yield Sync(f"turn.{consumer}", 32 * warps)
+        if p.consumers > 1:
+            yield Sync(f"turn.{consumer}", 32 * warps)
 
     def pass_turn() -> Iterator[NamedTuple]:
-        yield Arrive(f"turn.{(consumer + 1) % p.consumers}", 32 * warps)
+        if p.consumers > 1:
+            yield Arrive(f"turn.{(consumer + 1) % p.consumers}", 32 * warps)
 
     def await_values() -> Iterator[NamedTuple]:
         yield Wait("filtered_v" if p.filter_warps else "full_v")

@@ -34,8 +34,11 @@ def test_stages_are_not_taken_for_each_other(name, rng):
     explorer.run(ten, explorer.windows(ten, 2))
 
 
-@pytest.mark.parametrize("name", [n for n, p in PROTOCOLS.items() if p.consumers == 2][:2])
-def test_warps_of_a_consumer_need_not_keep_in_step(name):
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("number", [0, 1])
+def test_warps_of_a_consumer_need_not_keep_in_step(consumers, number):
+    """A consumer that is alone takes no turns, which would keep its warps together."""
+    name = [n for n, p in PROTOCOLS.items() if p.consumers == consumers][number]
     model = pipeline(PROTOCOLS[name], warps=1)
     few = dataclasses.replace(model, inputs=model.inputs[:3])
     explorer.explore(few)
@@ -91,7 +94,8 @@ def test_a_count_that_changes_alone_is_found(name, barrier, change):
 
 @pytest.mark.parametrize("number", [224, 288])
 def test_a_count_of_a_turn_that_changes_alone_is_found(number):
-    p = dataclasses.replace(next(iter(PROTOCOLS.values())), turn_threads=number)
+    p = next(p for p in PROTOCOLS.values() if p.consumers > 1)
+    p = dataclasses.replace(p, turn_threads=number)
     with pytest.raises(explorer.Fault):
         explorer.explore(pipeline(p))
 
