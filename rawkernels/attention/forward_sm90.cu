@@ -319,7 +319,7 @@ struct Consumer {
   // are released.
   __device__ __forceinline__ bool was_replaced() {
     if (kFilterWarps == 0) return false;
-    const bool replaced = smem.replaced[number][0] || smem.replaced[number][1];
+    const bool replaced = smem.replaced[number][0] | smem.replaced[number][1];
     number ^= 1;
     return replaced;
   }

@@ -69,8 +69,10 @@ struct Smem {
   ptx::Mbarrier full_q[kStagesQ][kWarpgroups], empty_q[kStagesQ][kWarpgroups];
   ptx::Mbarrier filtered_v[kStages];  // every filter warp -> all consumers
   // By a filter warp: it has replaced values of a tile. Filter warps are one tile ahead of
-  // consumers at most, as values of a third would need a third stage.
-  bool replaced[2][2];
+  // consumers at most, as values of a third would need a third stage. Volatile, since a consumer
+  // that skips the block its tile ends with may ask while the filter is still at it: that block, of
+  // which none of its rows sees a key, can only add to what is said.
+  volatile bool replaced[2][2];
   TileQueue queue;
   SortedTiles::Shared sorted;  // of the scheduler's warp alone
 };
