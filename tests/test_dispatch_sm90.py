@@ -233,6 +233,18 @@ def test_keys_of_few_queries_are_cut_into_parts(kind, dim):
     assert fields["num_splits"] == launch.parts
 
 
+@pytest.mark.parametrize("kind", ["batched", "cached", "paged"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "consumers"),
+    [(16, (32, 8), 1), (17, (32, 8), 2), (60, (4, 4), 1), (65, (4, 4), 2), (12, (40, 8), 1)],
+)
+def test_queries_that_fit_into_64_rows_have_a_tile_of_these(kind, tokens, heads, consumers):
+    call = few_queries(tokens, 32768, heads=heads, dim=192, kind=kind)
+    launch = dispatch.split_sm90.Sm90Split().serves(call)
+    assert launch.variant.config.warpgroups == consumers
+    assert launch.variant in dispatch.variants("sm_90a")
+
+
 @pytest.mark.parametrize("tokens", [16, 64, 100, 300])
 @pytest.mark.parametrize("keys", [4096, 32768, 131072])
 def test_the_batch_has_no_say_in_the_parts_of_plain_arrays(tokens, keys):

@@ -15,7 +15,7 @@ cupy = pytest.importorskip("cupy")
 from cuattn._repeat import forget  # noqa: E402
 from cuattn.gpu import compiler, decoding, dispatch, plan  # noqa: E402
 from cuattn.gpu.dispatch import split_sm90  # noqa: E402
-from cuattn.gpu.dispatch.routing import Packing  # noqa: E402
+from cuattn.gpu.dispatch.routing import Packing, packed_warpgroups  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -34,11 +34,13 @@ def parts(monkeypatch):
         array[...] = np.nan
         return array
 
-    def fix(count, tile_n=None, warpgroups=2):
+    def fix(count, tile_n=None, warpgroups=None):
+        def packing(call):
+            return Packing(count, warpgroups or packed_warpgroups(call.spec))
+
         plan.attention_plan.cache_clear()
         forget()
-        packing = Packing(count, warpgroups)
-        monkeypatch.setattr(split_sm90, "best_packing", lambda call: packing)
+        monkeypatch.setattr(split_sm90, "best_packing", packing)
         if tile_n is not None:
             monkeypatch.setattr(split_sm90, "split_tile_keys", lambda call, packing: tile_n)
 
@@ -82,6 +84,19 @@ def test_parts_are_the_whole(rng, parts, dims, heads, count):
                 return_lse=True,
             )
             check(result, q, k, v, causal=causal, sinks=sinks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dim", "tile_n"), [(64, 128), (128, 128), (128, 176), (192, 64)])
+def test_a_second_consumer_changes_no_bit(rng, parts, dim, tile_n, causal):
+    """Queries that fit into the 64 rows of one consumer."""
+    q, k, v = map(cupy.asarray, arrays(rng, 2, 40, 530, (2, 2), (dim, dim)))
+    results = []
+    for warpgroups in (1, 2):
+        parts(3, tile_n, warpgroups)
+        results.append(cuattn.flash_attention(q, k, v, causal=causal, return_lse=True))
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_array_equal(one.get(), two.get())
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1)])

@@ -274,6 +274,16 @@ def _packed_us(
     return us + MERGE_US + parts * max(PART_US, batch * part_us)
 
 
+def packed_warpgroups(spec: AttentionSpec) -> int:
+    """How many warpgroups, of 64 rows each, a tile of packed rows has.
+
+    One where it has all queries: a second would multiply as many rows of zeros. Else two, as the
+    parts of a tile's keys are counted from the first key that one of its rows sees: under a causal
+    mask other tiles have other parts, and other bits.
+    """
+    return 1 if _packed_tiles(spec, 1) == 1 else 2
+
+
 def _packed_tiles(spec: AttentionSpec, warpgroups: int) -> int:
     """How many tiles of packed rows a sequence and key head have."""
     queries = WARPGROUP_ROWS // (spec.heads_q // spec.heads_kv) * warpgroups
@@ -284,7 +294,7 @@ def _packed_tiles(spec: AttentionSpec, warpgroups: int) -> int:
 def _best_packing(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
     tile_n = SPLIT_TILE_KEYS[split_head_dim(spec)]
     cached = spec.keys in ("cached", "paged")
-    warpgroups = 1 if cached and _packed_tiles(spec, 1) == 1 else 2
+    warpgroups = packed_warpgroups(spec)
 
     def us(parts: int, batch: int) -> float:
         return _packed_us(spec, multiprocessors, Packing(parts, warpgroups), batch, tile_n)

@@ -18,6 +18,7 @@ from cuattn.gpu.dispatch.routing import (
     Packing,
     best_packing,
     can_split,
+    packed_warpgroups,
     split_head_dim,
     split_tile_keys,
 )
@@ -53,15 +54,19 @@ class Sm90Split:
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
-            for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
-                tile_n, large = SPLIT_TILE_KEYS[head_dim], SPLIT_LARGE_BLOCKS.get(head_dim)
-                yield variant_of(_config(dtype, head_dim, tile_n, paged=False, lens=False))
-                for warpgroups, split in itertools.product((1, 2), (False, True)):
-                    changes = {"warpgroups": warpgroups, "split_kv": split}
-                    config = _config(dtype, head_dim, tile_n, paged=True, lens=True, **changes)
-                    yield variant_of(config)
-                if large is not None:
-                    yield variant_of(_config(dtype, head_dim, large[0], paged=False, lens=False))
+            for dtype, head_dim, warpgroups in _tiles():
+                large = SPLIT_LARGE_BLOCKS.get(head_dim)
+                for tile_n in (SPLIT_TILE_KEYS[head_dim], *(large[:1] if large else ())):
+                    yield variant_of(
+                        _config(dtype, head_dim, tile_n, warpgroups, paged=False, lens=False)
+                    )
+                tile_n = SPLIT_TILE_KEYS[head_dim]
+                for split in (False, True):
+                    yield variant_of(
+                        _config(
+                            dtype, head_dim, tile_n, warpgroups, paged=True, lens=True, split=split
+                        )
+                    )
 
 
 class Sm90Prefix:
@@ -95,11 +100,18 @@ class Sm90Prefix:
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
-            for dtype, head_dim in itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS):
+            for dtype, head_dim, warpgroups in _tiles():
                 tile_n = SPLIT_TILE_KEYS[head_dim]
                 yield variant_of(
-                    _config(dtype, head_dim, tile_n, bounded=False, paged=True, lens=False)
+                    _config(
+                        dtype, head_dim, tile_n, warpgroups, bounded=False, paged=True, lens=False
+                    )
                 )
+
+
+def _tiles() -> Iterator[tuple[str, int, int]]:
+    """Of each dtype and padded head_dim: with how many warpgroups, of 64 rows each."""
+    return itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS, (1, 2))
 
 
 def prefix_tiles(
@@ -163,10 +175,10 @@ def split_config(spec: AttentionSpec, tile_n: int, packing: Packing) -> Sm90Forw
         spec.dtype.name,
         split_head_dim(spec),
         tile_n,
+        packing.warpgroups,
         paged=cached,
         lens=cached,
-        warpgroups=packing.warpgroups,
-        split_kv=packing.parts > 1,
+        split=packing.parts > 1,
     )
 
 
@@ -174,19 +186,27 @@ def prefix_config(spec: AttentionSpec) -> Sm90ForwardConfig:
     """The Config for keys that all queries see."""
     head_dim = split_head_dim(spec)
     tile_n = SPLIT_TILE_KEYS[head_dim]
-    return _config(spec.dtype.name, head_dim, tile_n, bounded=False, paged=True, lens=False)
+    return _config(
+        spec.dtype.name,
+        head_dim,
+        tile_n,
+        packed_warpgroups(spec),
+        bounded=False,
+        paged=True,
+        lens=False,
+    )
 
 
 def _config(
     dtype: str,
     head_dim: int,
     tile_n: int,
+    warpgroups: int,
     *,
     bounded: bool = True,
     paged: bool,
     lens: bool,
-    warpgroups: int = 2,
-    split_kv: bool = True,
+    split: bool = True,
 ) -> Sm90ForwardConfig:
     return Sm90ForwardConfig(
         dtype,
@@ -203,6 +223,6 @@ def _config(
         pack_gqa=True,
         paged_kv=paged,
         seq_lens=lens,
-        split_kv=split_kv,
-        out_dtype="float32" if split_kv else "",
+        split_kv=split,
+        out_dtype="float32" if split else "",
     )
