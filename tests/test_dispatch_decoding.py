@@ -232,6 +232,37 @@ def test_head_lanes_leave_few_blocks_idle(heads, blocks):
     )
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "grid"),
+    [
+        (128, (64, 4), 2048, (4, 32)),  # of 33 groups 32, with four sequences each
+        (8, (64, 4), 65536, (4, 33)),  # a sequence has several groups in any case
+        (130, (64, 4), 2048, (4, 33)),
+        (128, (32, 8), 2048, (8, 16)),
+        (128, (80, 4), 2048, (4, 33)),  # 20 rows: products are the limit
+    ],
+)
+def test_groups_of_blocks_have_whole_sequences(batch, heads, keys, grid):
+    spec = attention_spec(
+        "flash_decode",
+        (batch, 1, heads[0], 128),
+        *[(batch, keys, heads[1], 128)] * 2,
+        *[np.dtype(np.float16)] * 3,
+        keys="cached",
+        causal=True,
+    )
+    launch = choose(spec)
+    assert (launch.variant.entry, launch.grid) == ("decode_sm80", grid)
+
+
+@given(most=st.integers(1, 600), tiles=st.integers(0, 2000))
+def test_even_groups_are_few_less(most, tiles):
+    groups = dispatch.decoding.even_groups(most, tiles)
+    assert 0.95 * most <= groups <= most
+    if groups < most:
+        assert tiles % groups == 0
+
+
 @given(spec=specs(), splits=st.none() | st.just("fixed") | st.integers(1, 1024))
 def test_there_is_a_slot_for_every_partial_result(spec, splits):
     launch = choose(spec, num_splits=splits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
@@ -19,6 +20,7 @@ MOST_STEPS = 1 << 30  # of the kernels' partition of the work, which counts in i
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 INT4 = FORMATS["int4"].number
 CODE_TILE_KEYS = 32  # of a warp, over codes
+LEAST_USED = 0.95  # of the device's blocks: with as few, memory is read as fast
 
 #: Formats of keys and values that tensor cores decode; groups of features that have scales of their
 #: own, where there are several, by formats and head_dim.
@@ -155,14 +157,18 @@ class SimtDecode:
                     yield _simt_variant(dtype, head_dim, **kinds)
 
 
-def partitioned(call: Call, variant: Variant, heads: int = 1) -> Launch:
+def partitioned(call: Call, variant: Variant, heads: int = 1, *, evenly: bool = False) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh; a
-    tile has so many neighbouring key heads."""
+    tile has so many neighbouring key heads. `evenly` where memory alone is the limit, so that a few
+    blocks less cost nothing."""
     spec, config = call.spec, variant.config
     blocks = call.multiprocessors * config.blocks_per_sm
     lanes = decode_head_lanes(spec.heads_kv // heads, blocks)
     rows = config.rows // heads
-    grid = (lanes, blocks // lanes)
+    groups = blocks // lanes
+    if evenly and spec.rows == "batched" and call.num_splits is None:
+        groups = even_groups(groups, _row_tiles(spec, rows) * (spec.heads_kv // heads // lanes))
+    grid = (lanes, groups)
     return Launch(
         variant,
         grid,
@@ -207,7 +213,14 @@ def decode_head_lanes(heads_kv: int, blocks: int) -> int:
     device's blocks without work."""
     lanes = [n for n in range(1, min(heads_kv, blocks) + 1) if heads_kv % n == 0]
     used = {n: blocks // n * n for n in lanes}
-    return max(n for n in lanes if used[n] >= 0.95 * max(used.values()))
+    return max(n for n in lanes if used[n] >= LEAST_USED * max(used.values()))
+
+
+def even_groups(most: int, tiles: int) -> int:
+    """How many groups of blocks, `most` or few less, share so many work tiles, which may all be as
+    long: where possible so that each has whole tiles, and there are no partial results."""
+    counts = range(most, math.ceil(LEAST_USED * most) - 1, -1)
+    return next((n for n in counts if tiles and tiles % n == 0), most)
 
 
 def _kv_block_shift(call: Call, head_lanes: int, rows: int, tile_keys: int) -> int:

@@ -200,7 +200,7 @@ class Sm80Decode:
         elif tile_rows == 8 and _has_split_lines(call):
             config = dataclasses.replace(config, whole_lines=False)
         variant = Variant("decoding/decode_sm80.cu", "decode_sm80", config)
-        return partitioned(call, variant, config.heads)
+        return partitioned(call, variant, config.heads, evenly=tile_rows <= 16)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""

@@ -259,6 +259,8 @@ def _packed_us(
     """About what a call takes with packed rows and blocks of `tile_n` keys."""
     head_dim = split_head_dim(spec)
     parts, warpgroups = packing
+    if spec.keys == "batched":  # by the speed of one, calls would come here that decoding serves
+        warpgroups = 2  # faster: 4 x 12 queries over 32768 keys in 0.88 of the time (H200)
     rate = min(HOPPER.forward_flops, HOPPER.forward_flops_per_column * 2 * head_dim)
     if warpgroups == 1:
         speed *= ALONE_SPEED
@@ -310,10 +312,8 @@ def _best_packing(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
         return None
     parts = min(counts, key=lambda parts: us(parts, batch))
     faster = CLEARLY_FORWARD if cached else CLEARLY
-    others = forward_us(spec, HOPPER, batch, multiprocessors)
-    if parts == 1:
-        others = min(others, decoding_us(spec, HOPPER, batch, multiprocessors))
-    return Packing(parts, warpgroups) if faster * us(parts, batch) <= others else None
+    whole = forward_us(spec, HOPPER, batch, multiprocessors)
+    return Packing(parts, warpgroups) if faster * us(parts, batch) <= whole else None
 
 
 def best_packing(call: Call) -> Packing | None:
