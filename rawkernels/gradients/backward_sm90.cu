@@ -224,7 +224,7 @@ struct Consumer {
   // What is kept of a block of queries.
   __device__ __forceinline__ KeptSigns compute_mask(const Walk& walk) const {
     if constexpr (Config::dropout)
-      return KeptSigns(tile::dropout_of(backward), walk.row(),
+      return KeptSigns(smem, tile::dropout_of(backward), walk.row(),
                        first_key / 16 + threadIdx.x / 32 % 4,
                        tile().batch * params.heads_q + tile().head_kv * sm90.group + walk.head);
     return KeptSigns();
@@ -242,9 +242,12 @@ struct Consumer {
   __device__ __forceinline__ void multiply_gradients(float (&dp)[kQueries / 2],
                                                      const float (&p)[kQueries / 2],
                                                      const KeptSigns& kept, int index) {
-    if constexpr (Config::dropout) kept.restart(dp, smem.dp_start[index]);
+    if constexpr (Config::dropout) {
+      kept.multiply(dp, p, smem.dp_start[index]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) dp[i] *= p[i];
+      for (int i = 0; i < kQueries / 2; ++i) dp[i] *= p[i];
+    }
   }
 
   // This consumer's part of dq of the block whose dS is packed, if there is one.

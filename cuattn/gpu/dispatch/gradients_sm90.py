@@ -47,12 +47,14 @@ class Sm90BackwardConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Keys, values, the stages of queries and dout, two of dS and four of parts of dq (three
-        where three warpgroups compute), and three KiB for statistics, tiles and barriers."""
+        where three warpgroups compute), and three KiB for statistics, tiles and barriers; of
+        these dropout's masks take the last, or, with four stages of statistics, another."""
         stages = 4 if self.head_dim == 64 else 2
         rows = 2 * self.tile_n + 2 * stages * self.tile_m
         ds = 4 * self.tile_m * self.tile_n
         parts = 3 if self.tile_n == 192 else 4
-        return 2 * rows * self.head_dim + ds + (16 * parts + 3) * 1024
+        rest = 4 if self.dropout and stages == 4 else 3
+        return 2 * rows * self.head_dim + ds + (16 * parts + rest) * 1024
 
 
 @dataclasses.dataclass(frozen=True)
