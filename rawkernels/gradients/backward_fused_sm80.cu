@@ -11,6 +11,10 @@
 //     dv += P^T dout, dk += dS^T Q   … and 1 / kHalves of the features, by P and dS of its group;
 //     dq += dS K                     a warp has 32 queries and some features, by dS of all groups.
 //
+//   Where four warps share a group's keys (kSplit) two of them have S, P and dv, the other two dP,
+//   dS and dk, half of the queries or features each: with larger tiles of a warp a fragment serves
+//   more products. dS is made of P as it is rounded for dv.
+//
 //   So P and dS go through shared memory. Nobody waits for the whole block at once: a warp
 //   says that it has written dS before it goes on to dv and dk, and that it has read a stage before
 //   it goes on to dq. dS has two places, so that it can be written while slower warps read the
@@ -18,12 +22,10 @@
 //
 //   0 · NaN is NaN, and a mask hides NaN: where a result is not finite, BackwardParams::nonfinite
 //   is set, and kernels that come after this one compute everything anew.
-#include "gradients/block_sm80.cuh"
+#include "gradients/products_sm80.cuh"
 #include "ptx/bar.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/red.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
@@ -31,11 +33,12 @@
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kGroups = kTileM / 32, kHalves = kWarps / kGroups;
-constexpr int kColumns = kTileN / kHalves;  // queries of a warp's scores
-constexpr int kCols0PerWarp = kDim / kHalves, kCols1PerWarp = kDimV / kHalves;  // of dk, of dv
-constexpr int kDqGroups = kTileN / 32;                                          // of 32 queries
+constexpr bool kSplit = kHalves == 4 && kDim == kDimV;
+constexpr int kParts = kSplit ? kHalves / 2 : kHalves;  // warps that share a product of a group
+constexpr int kColumns = kTileN / kParts;               // queries of a warp's scores
+constexpr int kCols0PerWarp = kDim / kParts, kCols1PerWarp = kDimV / kParts;  // of dk, of dv
+constexpr int kDqGroups = kTileN / 32;                                        // of 32 queries
 constexpr int kDqColumns = kDim / (kWarps / kDqGroups);  // features of dq that a warp has
-using TileP = tile::Swizzled<kTileN / 8>;                // P^T and dS^T, keys × queries
 constexpr int kBytesP = kTileM * TileP::kRowBytes;
 constexpr int kStages = kRows0 + kRows1;  // where the queries' stages begin
 constexpr int kP = kStages + 2 * kStageBytes, kDs = kP + kBytesP;
@@ -47,79 +50,6 @@ static_assert(kColumns % 16 == 0 && kCols0PerWarp % 16 == 0 && kCols1PerWarp % 1
 static_assert(kDs + 2 * kBytesP == Config::smem_bytes, "the host knows the size");
 
 extern __shared__ __align__(128) unsigned char smem[];
-
-// D += A B of 32 rows and kN columns, over kSteps blocks of 16. a(step, m) and b(step, n) read
-// fragments: of a block of 16 rows of A, and of 16 columns of B.
-template <int kSteps, int kN, class A, class B>
-__device__ __forceinline__ void multiply(float (&d)[2][kN / 2], const A& a, const B& b) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    unsigned frag_a[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) a(frag_a[m], step, m);
-#pragma unroll
-    for (int n = 0; n < kN / 16; ++n) {
-      unsigned frag_b[4];
-      b(frag_b, step, n);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        ptx::mma_m16n8k16<T>(&d[m][8 * n], frag_a[m], frag_b[0], frag_b[1]);
-        ptx::mma_m16n8k16<T>(&d[m][8 * n + 4], frag_a[m], frag_b[2], frag_b[3]);
-      }
-    }
-  }
-}
-
-// S += A B^T of 32 rows of A and kN rows of B, both of kSteps chunks of 16 features. Addresses are
-// those of a lane.
-template <class Tile, int kSteps, int kN>
-__device__ __forceinline__ void multiply_rows(float (&s)[2][kN / 2], unsigned a, unsigned b) {
-  multiply<kSteps, kN>(
-      s,
-      [&](unsigned (&frag)[4], int step, int m) {
-        ptx::ldmatrix_x4(frag, Tile::at_chunks(a, step) + m * 16 * Tile::kRowBytes);
-      },
-      [&](unsigned (&frag)[4], int step, int n) {
-        ptx::ldmatrix_x4(frag, Tile::at_chunks(b, step) + n * 16 * Tile::kRowBytes);
-      });
-}
-
-// S += K Q^T and dP += V dout^T, step by step in turns: with few columns each has few chains of
-// sums, which a warp alone would wait for.
-template <class Tile, int kSteps, int kN>
-__device__ __forceinline__ void multiply_rows_in_turns(float (&s)[2][kN / 2],
-                                                       float (&dp)[2][kN / 2], unsigned k,
-                                                       unsigned q, unsigned v, unsigned dout) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      const unsigned a = which == 0 ? k : v, b = which == 0 ? q : dout;
-      multiply<1, kN>(
-          which == 0 ? s : dp,
-          [&](unsigned (&frag)[4], int, int m) {
-            ptx::ldmatrix_x4(frag, Tile::at_chunks(a, step) + m * 16 * Tile::kRowBytes);
-          },
-          [&](unsigned (&frag)[4], int, int n) {
-            ptx::ldmatrix_x4(frag, Tile::at_chunks(b, step) + n * 16 * Tile::kRowBytes);
-          });
-    }
-  }
-}
-
-// O += P B of 32 rows of P^T's group and all queries; `chunk`: of B's first 16 features.
-template <class Tile, int kN>
-__device__ __forceinline__ void multiply_columns(float (&o)[2][kN / 2], unsigned p, unsigned b,
-                                                 int chunk) {
-  multiply<kTileN / 16, kN>(
-      o,
-      [&](unsigned (&frag)[4], int step, int m) {
-        ptx::ldmatrix_x4(frag, TileP::at_chunks(p, step) + m * 16 * TileP::kRowBytes);
-      },
-      [&](unsigned (&frag)[4], int step, int n) {
-        ptx::ldmatrix_x4_trans(frag, Tile::at_chunks(b, chunk + n) + step * 16 * Tile::kRowBytes);
-      });
-}
 
 // Stores a warp's scores, rounded. `tile`: a lane's address in the warp's first 16 rows.
 __device__ __forceinline__ void store_scores(unsigned tile, const float (&s)[2][kColumns / 2],
@@ -207,6 +137,53 @@ __device__ __forceinline__ void add_dq(const ForwardParams& params, const Backwa
     add(params.head_dim);
 }
 
+// Sets scores of keys that their query does not see, or that are not there, to -inf. This lane's
+// first element is of `key` and `query`.
+__device__ __forceinline__ void hide(float (&s)[2][kColumns / 2], const Block& block, int key,
+                                     int query) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const tile::Range seen = block.visibility.keys(query + tile::fragment_column(i));
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int at = key + 16 * m + tile::fragment_row(i);
+      if (at < seen.begin || at >= seen.end) s[m][i] = tile::negative_infinity();
+    }
+  }
+}
+
+// From S to P.
+__device__ __forceinline__ void exponentiate(float (&s)[2][kColumns / 2], float scale_log2,
+                                             const float4* statistics) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const float4 known = statistics[i / 4 * 4];  // lse and delta of two queries
+    const float lse = i % 2 == 0 ? known.x : known.z;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) s[m][i] = ptx::ex2(fmaf(s[m][i], scale_log2, -lse));
+  }
+}
+
+// From dP to dS, with P as the warp at the same scores has stored it.
+__device__ __forceinline__ void multiply_gradients(float (&dp)[2][kColumns / 2], unsigned p_tile,
+                                                   int column, const float4* statistics) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; ++n) {
+      unsigned words[4];
+      ptx::ldmatrix_x4(words,
+                       TileP::at_chunks(p_tile, column / 16 + n) + m * 16 * TileP::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 known = statistics[4 * (2 * n + i / 4)];
+        const float p = static_cast<float>(reinterpret_cast<const T*>(words)[i]);
+        float& x = dp[m][8 * n + i];
+        x = p * (x - (i % 2 == 0 ? known.y : known.w));
+      }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     backward_fused_sm80(const __grid_constant__ ForwardParams params,
                         const __grid_constant__ BackwardParams backward) {
@@ -224,7 +201,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   const unsigned keys = ptx::shared_address(smem), values = keys + kRows0;
-  const int warp = threadIdx.x / 32, group = warp % kGroups, half = warp / kGroups;
+  const int warp = threadIdx.x / 32, group = warp % kGroups,
+            half = kSplit ? warp / kGroups % kParts : warp / kGroups;
+  const bool at_gradients = kSplit && warp >= kWarps / 2;  // at dP, dS and dk
   const int warp_row = group * 32, warp_column = half * kColumns;
   const int dq_row = warp % kDqGroups * 32, dq_column = warp / kDqGroups * kDqColumns;
   const int count = block.heads * block.columns;
@@ -258,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::cp_async_wait_all();
   tile::arrive_warp(stage_ready);
 
+  // Where roles are split dv is what a warp has, whichever it is.
   float dk[2][kCols0PerWarp / 2] = {}, dv[2][kCols1PerWarp / 2] = {};
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
@@ -285,13 +265,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Warps of a group go on together.
     const bool active = row < block.rows && some.overlaps(columns.first, kTileN);
     if (active) {
-      float s[2][kColumns / 2] = {}, dp[2][kColumns / 2] = {};
       const unsigned k = keys + warp_row * Tile0::kRowBytes + Tile0::lane_row_major();
       const unsigned q = stage + warp_column * Tile0::kRowBytes + Tile0::lane_column_major();
       const unsigned v = values + warp_row * Tile1::kRowBytes + Tile1::lane_row_major();
       const unsigned dout =
           stage + kCols0 + warp_column * Tile1::kRowBytes + Tile1::lane_column_major();
-      if constexpr (kDim == kDimV && kColumns <= 32) {
+      float s[2][kColumns / 2] = {}, dp[2][kColumns / 2] = {};
+      if constexpr (kSplit) {
+        multiply_rows<Tile0, kDim / 16, kColumns>(s, at_gradients ? v : k, at_gradients ? dout : q);
+      } else if constexpr (kDim == kDimV && kColumns <= 32) {
         multiply_rows_in_turns<Tile0, kDim / 16, kColumns>(s, dp, k, q, v, dout);
       } else {
         multiply_rows<Tile0, kDim / 16, kColumns>(s, k, q);
@@ -303,40 +285,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           (warp_column + tile::lane_column(lane)) / 2;
       const tile::Range all = block.visibility.rows_of_all(row, row + 31);
       const bool whole = all.contains(column, kColumns) && row + 32 <= block.rows;
-      if (!whole) {
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; ++i) {
-          const tile::Range seen =
-              block.visibility.keys(column + tile::lane_column(lane) + tile::fragment_column(i));
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const int key = row + 16 * m + tile::lane_row(lane) + tile::fragment_row(i);
-            if (key < seen.begin || key >= seen.end) s[m][i] = tile::negative_infinity();
-          }
+      if (!whole && !at_gradients)
+        hide(s, block, row + tile::lane_row(lane), column + tile::lane_column(lane));
+      if constexpr (kSplit) {
+        if (!at_gradients) {
+          exponentiate(s, scale_log2, statistics);
+          store_scores(keys + kP + lane_p, s, warp_column);
         }
+        ptx::bar_sync(1 + group, 32 * kHalves);  // P of the group's keys is there
+        if (at_gradients) {
+          multiply_gradients(s, keys + kP + lane_p, warp_column, statistics);
+          store_scores(ds_tile + lane_p, s, warp_column);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+          const float4 known = statistics[4 * j];  // lse and delta of two queries
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int i = 4 * j + e;
+              const float lse = e % 2 == 0 ? known.x : known.z;
+              const float delta = e % 2 == 0 ? known.y : known.w;
+              s[m][i] = ptx::ex2(fmaf(s[m][i], scale_log2, -lse));
+              dp[m][i] = s[m][i] * (dp[m][i] - delta);
+            }
+        }
+        store_scores(keys + kP + lane_p, s, warp_column);
+        store_scores(ds_tile + lane_p, dp, warp_column);
       }
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const float4 known = statistics[4 * j];  // lse and delta of two queries
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int i = 4 * j + e;
-            const float lse = e % 2 == 0 ? known.x : known.z;
-            const float delta = e % 2 == 0 ? known.y : known.w;
-            s[m][i] = ptx::ex2(fmaf(s[m][i], scale_log2, -lse));
-            dp[m][i] = s[m][i] * (dp[m][i] - delta);
-          }
-      }
-      store_scores(keys + kP + lane_p, s, warp_column);
-      store_scores(ds_tile + lane_p, dp, warp_column);
-    } else {
+    } else if (!kSplit || at_gradients) {
       const float zeros[2][kColumns / 2] = {};
       store_scores(ds_tile + lane_p, zeros, warp_column);
     }
     tile::arrive_warp(ds_ready);
-    if (active) {
+    if (active && kSplit) {
+      if (at_gradients) ptx::bar_sync(1 + kGroups + group, 32 * kParts);  // dS of the group's keys
+      multiply_columns<Tile1, kCols1PerWarp>(
+          dv, (at_gradients ? ds_tile : keys + kP) + lane_p,
+          stage + (at_gradients ? 0 : kCols0) + Tile1::lane_row_major(),
+          half * (kCols1PerWarp / 16));
+    } else if (active) {
       ptx::bar_sync(1 + group, 32 * kHalves);  // P and dS of the group's keys are there
       multiply_columns<Tile1, kCols1PerWarp>(dv, keys + kP + lane_p,
                                              stage + kCols0 + Tile1::lane_row_major(),
@@ -366,8 +356,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (zeros != 0.0f) *backward.nonfinite = 1;
   ptx::cp_async_wait_all();
   __syncthreads();  // keys and values have been read
-  stage_result<Tile0, kCols0PerWarp>(smem, dk, scale, warp_row, half * (kCols0PerWarp / 8));
-  stage_result<Tile1, kCols1PerWarp>(smem + kRows0, dv, 1.0f, warp_row, half * (kCols1PerWarp / 8));
+  if (!kSplit)
+    stage_result<Tile0, kCols0PerWarp>(smem, dk, scale, warp_row, half * (kCols0PerWarp / 8));
+  stage_result<Tile1, kCols1PerWarp>(smem + (at_gradients ? 0 : kRows0), dv,
+                                     at_gradients ? scale : 1.0f, warp_row,
+                                     half * (kCols1PerWarp / 8));
   __syncthreads();
   const long long index = params.cu_seqlens_q != nullptr ? 0 : block.seq.index;
   const long long first = index * params.seqlen_k + block.seq.begin_k + block.first_row;
