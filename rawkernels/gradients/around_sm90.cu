@@ -23,9 +23,10 @@ struct Rows {
 // False where there is nothing to do. The same for all threads; whole warps together.
 __device__ __forceinline__ bool find_rows(Rows& rows, const ForwardParams& params,
                                           const Sm90BackwardParams& sm90) {
-  // Heads go fastest: neighbouring blocks read and write neighbouring memory.
-  const int slot = blockIdx.x / params.heads_q;
-  rows.head = blockIdx.x % params.heads_q;
+  // Heads go fastest: neighbouring blocks read and write neighbouring memory. From the last rows to
+  // the first: what this kernel touched last, or the pass before it, is still in L2.
+  const int number = gridDim.x - 1 - blockIdx.x, slot = number / params.heads_q;
+  rows.head = number % params.heads_q;
   if constexpr (Config::varlen) {
     const tile::Sequence found = tile::varlen_sequence<kStatisticsPad>(params, slot / 2);
     if (found.tile < 0) return false;
@@ -37,7 +38,7 @@ __device__ __forceinline__ bool find_rows(Rows& rows, const ForwardParams& param
         (static_cast<int>(found.begin_q) / kStatisticsPad + found.index) * kStatisticsPad;
     rows.statistics = statistics_row(params, sm90, found.index, rows.head, first + rows.first_row);
   } else {
-    rows.batch = blockIdx.z * gridDim.y + blockIdx.y;
+    rows.batch = gridDim.z * gridDim.y - 1 - (blockIdx.z * gridDim.y + blockIdx.y);
     if (rows.batch >= params.batch) return false;
     rows.first_row = slot * 64;
     rows.seqlen_q = params.seqlen_q;
