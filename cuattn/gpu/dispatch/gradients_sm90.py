@@ -138,6 +138,9 @@ SECTION_BYTES = 24 << 20  # half of Hopper's L2
 SM90_FUSED_HEAD_DIM = 128  # the most with which one kernel computes dk and dv, and also dq
 #: Keys of its blocks: at head_dim 64 registers suffice for three consumers of 64 each.
 SM90_FUSED_KEYS = {64: (128, 192), 128: (128,)}
+#: The same of the kernel that computes dk and dv alone, for every call: what a call's results are
+#: does not depend on what else is in it.
+SM90_SPLIT_KEYS = {64: 192}
 SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
 #: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
 SM90_TIME_OF_192 = 0.91
@@ -178,7 +181,9 @@ class Sm90Backward:
         dropout = spec.dropout != 0.0
         if dropout and not fused:
             return None
-        tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors) if fused else 128
+        tile_n = SM90_SPLIT_KEYS.get(head_dim, 128)
+        if fused:
+            tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors)
         prepare, *passes = _variants(spec.dtype.name, padded, ragged, fused, tile_n, dropout)
 
         slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
@@ -250,7 +255,8 @@ class Sm90Backward:
         for dtype, dims, varlen, fused in itertools.product(
             ("float16", "bfloat16"), SM90_QUERIES_TILES, (False, True), (False, True)
         ):
-            for tile_n in SM90_FUSED_KEYS.get(dims[0], ()) if fused else (128,):
+            split = (SM90_SPLIT_KEYS.get(dims[0], 128),)
+            for tile_n in SM90_FUSED_KEYS.get(dims[0], ()) if fused else split:
                 yield from _variants(dtype, dims, varlen, fused, tile_n)
             if fused and dims[0] in SM90_FUSED_KEYS:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
