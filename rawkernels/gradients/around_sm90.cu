@@ -87,9 +87,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
   const T* const dout = static_cast<const T*>(backward.dout) +
                         (ragged ? 0 : rows.batch * backward.dout_stride.batch) +
                         rows.head * backward.dout_stride.head + lane * 8;
+  const long long head =
+      ragged ? rows.head : static_cast<long long>(rows.batch) * params.heads_q + rows.head;
 #pragma unroll 1
   for (int first = 0; first < 64; first += kRowsEach * kRowsAtOnce) {
     Chunk o[kRowsEach], d[kRowsEach];
+    float lse_of[kRowsEach], dlse_of[kRowsEach];  // asked for with the rows, not after their sums
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) {
       const int query = rows.first_row + first + i * kRowsAtOnce + threadIdx.x / kLanes;
@@ -97,6 +100,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
       if (query < rows.seqlen_q && lane * 8 < params.head_dim_v) {
         o[i].words = *reinterpret_cast<const uint4*>(out + row * params.out_stride.seq);
         d[i].words = *reinterpret_cast<const uint4*>(dout + row * backward.dout_stride.seq);
+      }
+      lse_of[i] = dlse_of[i] = 0.0f;
+      if (query < rows.seqlen_q && lane == 0) {
+        const long long at = head * params.seqlen_q + row;
+        lse_of[i] = static_cast<const float*>(params.lse)[at];
+        if (backward.dlse != nullptr) dlse_of[i] = static_cast<const float*>(backward.dlse)[at];
       }
     }
 #pragma unroll
@@ -112,12 +121,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
       const int query = rows.first_row + in_tile;
       float score_start = 0.0f;
       if (query < rows.seqlen_q) {
-        const long long head =
-            ragged ? rows.head : static_cast<long long>(rows.batch) * params.heads_q + rows.head;
-        const long long at = head * params.seqlen_q + (ragged ? rows.row_q : 0) + query;
-        if (backward.dlse != nullptr) sum -= static_cast<const float*>(backward.dlse)[at];
-        static_cast<float*>(backward.delta)[at] = sum;
-        const float lse = static_cast<const float*>(params.lse)[at];
+        sum -= dlse_of[i];
+        static_cast<float*>(
+            backward.delta)[head * params.seqlen_q + (ragged ? rows.row_q : 0) + query] = sum;
+        const float lse = lse_of[i];
         // In a row that sees no key, every p is to be 0.
         score_start =
             lse == tile::negative_infinity() ? lse : lse * (-tile::kLog2e / sm90.scale_log2);
