@@ -23,7 +23,7 @@ POINTERS += ["nonfinite", "dq_sums"]
 KNOWN = [
     *POINTERS,
     *("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sinks"),
-    *("cu_seqlens_q", "cu_seqlens_k", "seed"),
+    *("cu_seqlens_q", "cu_seqlens_k", "seed", "opened"),
 ]
 
 
@@ -300,3 +300,19 @@ def test_tiers_of_gradients_are_chosen_by_context():
         dispatch.choose_backward(odd, dispatch.BACKWARD.current())
     with pytest.raises(ValueError, match="mla_sm80"), dispatch.use_tiers("backward_sm100"):
         pass
+
+
+def test_sums_do_not_begin_as_zeros_where_queries_see_few_keys():
+    def workspaces(seqlen, **options):
+        rows = (1, seqlen, 2, 128)
+        dtypes = [np.dtype(np.float16)] * 3
+        spec = attention_spec("flash_attention", rows, rows, rows, *dtypes, **options)
+        call = Call.contiguous(spec, "sm_90a")
+        return dict(dispatch.choose_backward(BackwardCall(call, call.strides.out)).workspaces)
+
+    parts = 8 * 2 * 2 * 128  # of 64 queries and columns of two heads, 8 bytes each
+    assert workspaces(8192)["dq_sums"] and "opened" not in workspaces(8192)
+    assert workspaces(8192, window=(1023, 0))["opened"] == parts
+    assert workspaces(2048, causal=True)["opened"] == parts // 4
+    assert workspaces(1024)["opened"] == parts // 8
+    assert "opened" not in workspaces(2048)

@@ -117,6 +117,7 @@ def backward(
             "seed": seed,
             "nonfinite": 0,
             "dq_sums": 0,
+            "opened": 0,
         }
         shared = [scratch_array((n // 4,), np.dtype(np.float32)) for _, n in workspaces]
         addresses |= {name: a.data.ptr for (name, _), a in zip(workspaces, shared, strict=True)}

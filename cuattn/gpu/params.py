@@ -262,6 +262,7 @@ SM90_BACKWARD_PARAMS = Struct(
     "Sm90BackwardParams",
     ("ptx::TensorMap", "q k v dout"),
     ("float*", "score_start dp_start dq_sums"),
+    ("unsigned long long*", "opened"),
     ("int*", "next_tile"),
     ("int", "padded_q slots tiles section late group"),
     ("float", "scale_log2"),

@@ -3,7 +3,8 @@
 //
 //   prepare_sm90      delta = sum(dout * out) - dlse of each row, the starts of S and dP that
 //                     follow from it (over dropout's scale) and from lse, and zeros: as sums of dq
-//                     (Config::sums), as counter of tiles, and for nothing that is not finite.
+//                     (Config::sums) or for none of them begun, as counter of tiles, and for
+//                     nothing that is not finite.
 //   finish_sm90       dq = scale * sums.
 //
 // Rows that a sequence's last 128 rows of statistics are padded with start at 0: their q and dout
@@ -72,7 +73,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
   Rows rows;
   if (!find_rows(rows, params, sm90)) return;
 
-  if constexpr (Config::sums) {
+  if (Config::sums && sm90.opened != nullptr) {
+    if (threadIdx.x < kPanels)
+      sm90.opened[rows.statistics / 64 * kPanels + threadIdx.x] = kUnopened;
+  } else if (Config::sums) {
     float4* const sums = reinterpret_cast<float4*>(sm90.dq_sums + rows.statistics * kDim);
 #pragma unroll
     for (int i = 0; i < 16 * kDim; i += Config::threads)
@@ -153,10 +157,13 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     const float4* const sums =
         reinterpret_cast<const float4*>(sm90.dq_sums + rows.statistics * kDim) +
         part * (kPartFloats / 4) + thread;
+    const bool is_open =
+        sm90.opened == nullptr || sm90.opened[rows.statistics / 64 * kPanels + part] == kOpen;
     float x[32];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float4 four = sums[128 * i];
+      float4 four = sums[128 * i];
+      if (!is_open) four = make_float4(0, 0, 0, 0);
       x[4 * i] = four.x;
       x[4 * i + 1] = four.y;
       x[4 * i + 2] = four.z;

@@ -41,6 +41,9 @@ struct Sm90BackwardParams {
   // (…, heads_q, padded_q / 64, kPanels): parts of 64 rows and 64 columns of dq / scale, each in
   // the order of a warpgroup's accumulators: (8, 128 threads, 4).
   float* dq_sums;
+  // Of each part of dq_sums whether it holds a sum yet, kUnopened to kOpen; null: all begin as
+  // zeros.
+  unsigned long long* opened;
   int* next_tile;  // a counter of tiles that are taken beyond a block's first
   int padded_q;
   int slots, tiles;  // tiles of keys: of a head, and of all
@@ -49,6 +52,9 @@ struct Sm90BackwardParams {
   int group;         // query heads that share a key head
   float scale_log2;  // from a score to the exponent of 2
 };
+
+// What Sm90BackwardParams::opened holds of a part of the sums.
+constexpr unsigned long long kUnopened = 0, kOpening = 1, kOpen = 2;
 
 // The keys of a thread block and the queries that it walks over: blocks of kQueries, of all heads
 // that share the keys.

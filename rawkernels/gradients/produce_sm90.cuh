@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gradients/layout_sm90.cuh"
+#include "ptx/acquire_release.cuh"
 #include "ptx/bulk.cuh"
 
 constexpr int kConsumers = kKeys / 64;     // warpgroups, of 64 keys each
@@ -104,6 +105,28 @@ struct Loader {
   }
 };
 
+// Adds a part of dq to its sums; by one thread. Where sums do not begin as zeros, who comes first
+// opens them: its part is stored, not added, and all others wait until it is there. Nobody waits
+// but for a store that is under way, so tiles may come in any order.
+__device__ __forceinline__ void add_part(const Sm90BackwardParams& sm90, long long part,
+                                         const float* source, bool is_open) {
+  constexpr int kBytes = kPartFloats * 4;
+  float* const sums = sm90.dq_sums + part * kPartFloats;
+  if (!is_open) {
+    unsigned long long* const opened = sm90.opened + part;
+    if (atomicCAS(opened, kUnopened, kOpening) == kUnopened) {
+      ptx::bulk_store(sums, source, kBytes);
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_all();
+      return ptx::store_release(opened, kOpen);
+    }
+    while (ptx::load_acquire(opened) != kOpen) continue;
+  }
+  ptx::fence_proxy_async_global();
+  ptx::bulk_reduce_add(sums, source, kBytes);
+  ptx::bulk_commit_group();
+}
+
 // A warp that adds the parts of dq of one ring to the sums.
 __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
                                        const Sm90BackwardParams& sm90, int ring) {
@@ -123,11 +146,11 @@ __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
                          tile.statistics_row + walk.row());
       const long long part = row / 64 * kPanels + (kAlternate ? 0 : ring);
       const int now = stage.index;
+      // Most sums are open by then, and asked for while the part is still to come.
+      const bool is_open = sm90.opened == nullptr || ptx::load_acquire(sm90.opened + part) == kOpen;
       ptx::mbarrier_wait(smem.full_dq[ring][now], stage.parity);
       if (threadIdx.x % 32 == 0) {
-        ptx::bulk_reduce_add(sm90.dq_sums + part * kPartFloats, smem.dq[ring][now],
-                             kPartFloats * 4);
-        ptx::bulk_commit_group();
+        add_part(sm90, part, smem.dq[ring][now], is_open);
         ptx::bulk_wait_group_read<1>();
         if (reads_another)
           ptx::mbarrier_arrive(smem.empty_dq[ring][now == 0 ? kStagesDq - 1 : now - 1]);

@@ -1,6 +1,7 @@
 // cp.async.bulk: copies of contiguous bytes and of boxes of a tensor (TMA) from global to shared
-// memory, which complete an mbarrier's bytes; and cp.reduce.async.bulk, sums of contiguous floats
-// into global memory, in groups that the lane commits and waits for.
+// memory, which complete an mbarrier's bytes; and copies from shared to global memory, or
+// cp.reduce.async.bulk, sums of contiguous floats there, in groups that the lane commits and waits
+// for.
 #include <algorithm>
 
 #include "async.h"
@@ -9,11 +10,12 @@
 
 namespace emulator {
 
-// A lane's sums: those of float `values` once they are read, which a wait with .read takes.
+// A lane's copy or sums: those of float `values` once they are read, which a wait with .read takes.
 struct BulkReduction {
   float* to;
   const uint8_t* from;
   uint32_t bytes;
+  bool copies;
   std::vector<float> values;
 
   void read() {
@@ -24,7 +26,7 @@ struct BulkReduction {
   }
   void add() {
     read();
-    for (size_t i = 0; i < values.size(); ++i) to[i] += values[i];
+    for (size_t i = 0; i < values.size(); ++i) to[i] = copies ? values[i] : to[i] + values[i];
     values.clear();
   }
 };
@@ -39,6 +41,7 @@ struct BulkOperands {
   AddressOperand to, from;
   Row bytes;
   AddressOperand barrier;
+  bool copies = false;
 };
 
 uint32_t bytes_of(const Warp& warp, const BulkOperands& operands, int lane) {
@@ -72,6 +75,7 @@ void run_bulk_reduce(Warp& warp, const Instr& instr) {
         reinterpret_cast<float*>(warp.global(operands.to.at(warp, lane), bytes, kChunkBytes));
     work->from = warp.shared(operands.from.shared(warp, lane), bytes, kChunkBytes);
     work->bytes = bytes;
+    work->copies = operands.copies;
     if (warp.races) races::begin_bulk_read(warp, instr, lane, work->from, bytes);
     if (!warp.block->launch->late) {
       work->add();
@@ -213,7 +217,21 @@ void require_mbarrier(const Statement& statement) {
     throw std::runtime_error("an unknown kind of bulk copy");
 }
 
+Handler decode_bulk_reduce(const Statement& statement, Instr& instr, Decoding& decoding) {
+  const bool copies = statement.opcode == "cp.async.bulk.global.shared::cta.bulk_group";
+  if (!copies && statement.opcode != "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32")
+    throw std::runtime_error("an unknown kind of bulk reduction");
+  BulkOperands operands;
+  operands.copies = copies;
+  operands.to = address_operand(decoding, statement.operands.at(0));
+  operands.from = address_operand(decoding, statement.operands.at(1));
+  operands.bytes = decoding.row(statement.operands.at(2), 4);
+  instr.detail = decoding.keep(operands);
+  return run_bulk_reduce;
+}
+
 Handler decode_bulk_load(const Statement& statement, Instr& instr, Decoding& decoding) {
+  if (statement.has("bulk_group")) return decode_bulk_reduce(statement, instr, decoding);
   require_mbarrier(statement);
   BulkOperands operands;
   operands.to = address_operand(decoding, statement.operands.at(0));
@@ -222,17 +240,6 @@ Handler decode_bulk_load(const Statement& statement, Instr& instr, Decoding& dec
   operands.barrier = address_operand(decoding, statement.operands.at(3));
   instr.detail = decoding.keep(operands);
   return run_bulk_load;
-}
-
-Handler decode_bulk_reduce(const Statement& statement, Instr& instr, Decoding& decoding) {
-  if (statement.opcode != "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32")
-    throw std::runtime_error("an unknown kind of bulk reduction");
-  BulkOperands operands;
-  operands.to = address_operand(decoding, statement.operands.at(0));
-  operands.from = address_operand(decoding, statement.operands.at(1));
-  operands.bytes = decoding.row(statement.operands.at(2), 4);
-  instr.detail = decoding.keep(operands);
-  return run_bulk_reduce;
 }
 
 Handler decode_commit(const Statement&, Instr&, Decoding&) { return run_commit; }

@@ -145,6 +145,11 @@ SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
 #: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
 SM90_TIME_OF_192 = 0.91
 SM90_FEW_TILES = 4  # a multiprocessor
+#: Keys that a query sees on average, up to which sums of dq do not begin as zeros: writing these
+#: takes as long however much there is to compute. At head_dim 128 a call with a causal mask takes
+#: 9% less at 512 queries and 5% less at 2048, one with a window of 1024 4% less; without a mask
+#: 2048 queries take 1% more.
+SM90_OPENED_KEYS = 1024
 
 
 class Sm90Backward:
@@ -239,13 +244,15 @@ class Sm90Backward:
         if any(launch.grid[0] >= 1 << 31 for launch in launches) or padded_q >= 1 << 31:
             return None
         rows = padded_q * spec.heads_q * (1 if ragged else spec.batch)
-        workspaces = (
+        workspaces: tuple[tuple[str, int], ...] = (
             ("score_start", 4 * rows),
             ("dp_start", 4 * rows),
             ("dq_sums", 4 * rows * head_dim if fused else 0),
             ("next_tile", 4),
             ("nonfinite", 4),
         )
+        if fused and _seen_keys(spec) <= SM90_OPENED_KEYS:
+            workspaces += (("opened", 8 * (rows // _PART_ROWS) * (head_dim // 64)),)
         return BackwardLaunches(tuple(launches), workspaces=workspaces)
 
     def variants(self, arch: str) -> Iterator[Variant]:
@@ -282,6 +289,17 @@ def _keys_of_a_block(spec: AttentionSpec, head_dim: int, multiprocessors: int) -
         return (math.ceil(tiles) if alike else max(tiles, 1.0)) * keys
 
     return 192 if time(192) * SM90_TIME_OF_192 <= time(128) else 128
+
+
+def _seen_keys(spec: AttentionSpec) -> int:
+    """Keys that a query sees on average; in a ragged call, of sequences that are all as long."""
+    sequences = max(spec.batch, 1) if spec.rows == "ragged" else 1
+    queries, keys = spec.seqlen_q // sequences, spec.seqlen_k // sequences
+    if spec.window_left is not None and spec.window_right is not None:
+        return min(keys, spec.window_left + spec.window_right + 1)
+    if spec.window_left is None and spec.window_right is None:
+        return keys
+    return keys - min(queries, keys) // 2
 
 
 def _order(spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int) -> tuple[int, int]:
