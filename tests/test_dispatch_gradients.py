@@ -25,6 +25,7 @@ KNOWN = [
     *("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sinks"),
     *("cu_seqlens_q", "cu_seqlens_k", "seed", "opened"),
 ]
+MAPS = ["q_map", "k_map", "v_map", "dout_map", "dk_map", "dv_map"]  # of Hopper's kernels
 
 
 def small_spec(dtype=np.float32):
@@ -69,7 +70,7 @@ def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
             for arguments in launch.arguments
             for fill in arguments.fills
         }
-        assert filled <= {*names, *KNOWN, "q_map", "k_map", "v_map", "dout_map"}
+        assert filled <= {*names, *KNOWN, *MAPS}
         assert entries[0] == "prepare_sm90"
         assert entries[-1] == "backward_sm80"
         return
@@ -316,3 +317,23 @@ def test_sums_do_not_begin_as_zeros_where_queries_see_few_keys():
     assert workspaces(2048, causal=True)["opened"] == parts // 4
     assert workspaces(1024)["opened"] == parts // 8
     assert "opened" not in workspaces(2048)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1023, 0)}])
+def test_which_calls_have_maps_of_dk_and_dv(head_dim, options):
+    rows = (1, 8192, 2, head_dim)
+    dtypes = [np.dtype(np.float16)] * 3
+    spec = attention_spec("flash_attention", rows, rows, rows, *dtypes, **options)
+    call = Call.contiguous(spec, "sm_90a")
+    backward = BackwardCall(call, call.strides.out)
+    launches = dispatch.choose_backward(backward).launches
+    mapped = [launch for launch in launches if "dk" in launch.tensor_maps]
+    assert all({"dk", "dv"} <= set(launch.tensor_maps) for launch in mapped)
+    entries = [launch.variant.entry for launch in mapped]
+    stores = head_dim == 64 or "window" in options
+    assert entries == ["backward_sm90"] * stores
+    alone = dataclasses.replace(backward, deterministic=True)
+    assert all(
+        "dk" not in launch.tensor_maps for launch in dispatch.choose_backward(alone).launches
+    )

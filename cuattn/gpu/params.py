@@ -260,7 +260,7 @@ BACKWARD_PARAMS = Struct(
 
 SM90_BACKWARD_PARAMS = Struct(
     "Sm90BackwardParams",
-    ("ptx::TensorMap", "q k v dout"),
+    ("ptx::TensorMap", "q k v dout dk dv"),
     ("float*", "score_start dp_start dq_sums"),
     ("unsigned long long*", "opened"),
     ("int*", "next_tile"),

@@ -1,12 +1,14 @@
 // Attention backward on Hopper: dk, dv and the sums of dq in one pass of five products, with wgmma,
 // TMA and specialised warps, after FlashAttention-3 (Shah et al., 2024).
 //
-//   q, k, v, dout: float16 or bfloat16 rows that TMA can address; statistics of the rows and zeroed
-//   sums of dq from gradients/around_sm90.cu, which also makes dq of the sums. scale > 0.
+//   q, k, v, dout: float16 or bfloat16 rows that TMA can address; statistics of the rows, and sums
+//   of dq that are zeros or marked as not begun, from gradients/around_sm90.cu, which also makes dq
+//   of the sums. scale > 0.
 //   A thread block has 128 or 192 keys, 64 a consuming warpgroup, and walks over the queries that
 //   see them, kQueries at a time, of all heads that share the keys; blocks are persistent and take
 //   tile after tile. Warpgroup 0 produces: warp 0 loads, warp 1 finds tiles, warps 2 and 3 each add
-//   one of two consumers' parts of dq to the sums in global memory, or warp 2 those of three.
+//   one of two consumers' parts of dq to the sums in global memory, and have TMA write its dk and
+//   dv (Config::stores_by_tma), or warp 2 does so for three.
 //
 //   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are operands of
 //   dV += P^T dO and dK += dS^T Q straight from registers. dS alone goes through shared memory, for
@@ -21,7 +23,7 @@
 #include "gradients/dropout_sm90.cuh"
 #include "gradients/produce_sm90.cuh"
 #include "gradients/products_sm90.cuh"
-#include "gradients/write_sm90.cuh"
+#include "gradients/results_sm90.cuh"
 #include "ptx/math.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/stmatrix.cuh"
@@ -131,8 +133,7 @@ struct Consumer {
       exponentiate(s, first_query);
       ptx::wgmma_wait_group<2 + kComputesDq>();
       ptx::wgmma_keep(dp);
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
+      multiply_gradients(dp, s, KeptSigns(), now);
       finish_block<kComputesDq>(dq);
       tile::pack_fragment<T>(p, s);
       tile::pack_fragment<T>(ds, dp);
@@ -173,8 +174,7 @@ struct Consumer {
     ptx::wgmma_wait_group<0>();
     exponentiate(s, first_query);
     ptx::wgmma_keep(dp);
-#pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) dp[i] *= s[i];
+    multiply_gradients(dp, s, KeptSigns(), stage.index);
     tile::pack_fragment<T>(p, s);
     tile::pack_fragment<T>(ds, dp);
     if (Config::computes_dq) store_ds();
@@ -312,22 +312,27 @@ struct Consumer {
     if constexpr (!kOneRing) dq_stage.advance();
   }
 
-  __device__ __forceinline__ void write() const {
+  __device__ __forceinline__ void write() {
     const Tile& tile = this->tile();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int key = first_key + 16 * warp + tile::lane_row(lane);
     const long long row = (tile.row_k + key) * params.heads_kv + tile.head_kv;
-    const long long heads = params.heads_kv;
     float scale_of_dv = 1.0f;
     if constexpr (Config::dropout)
       scale_of_dv = static_cast<float>(tile::dropout_of(backward).scale);
-    const float zeros =
-        write_gradient<T, kDim>(dk, static_cast<float>(params.scale),
-                                static_cast<T*>(backward.dk) + row * params.head_dim,
-                                heads * params.head_dim, tile.seqlen_k - key, params.head_dim) +
-        write_gradient<T, kDim>(dv, scale_of_dv,
-                                static_cast<T*>(backward.dv) + row * params.head_dim_v,
-                                heads * params.head_dim_v, tile.seqlen_k - key, params.head_dim_v);
+    float zeros;
+    if constexpr (kStoresByTma) {
+      zeros = send_results(smem, consumer, dq_stage, dk, static_cast<float>(params.scale), dv,
+                           scale_of_dv);
+    } else {
+      zeros = write_gradient<T, kDim>(dk, static_cast<float>(params.scale),
+                                      static_cast<T*>(backward.dk) + row * params.head_dim,
+                                      params.heads_kv * params.head_dim, tile.seqlen_k - key,
+                                      params.head_dim) +
+              write_gradient<T, kDim>(
+                  dv, scale_of_dv, static_cast<T*>(backward.dv) + row * params.head_dim_v,
+                  params.heads_kv * params.head_dim_v, tile.seqlen_k - key, params.head_dim_v);
+    }
     if (zeros != 0.0f) *backward.nonfinite = 1;
   }
 };
@@ -342,34 +347,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensormap(sm90.q);
-    ptx::prefetch_tensormap(sm90.k);
-    ptx::prefetch_tensormap(sm90.v);
-    ptx::prefetch_tensormap(sm90.dout);
-    ptx::mbarrier_init(smem.full_k, 1);
-    ptx::mbarrier_init(smem.full_v, 1);
-    ptx::mbarrier_init(smem.empty_k, 4 * kConsumers);
-    ptx::mbarrier_init(smem.empty_v, 4 * kConsumers);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(smem.full_q[i], 1);
-      ptx::mbarrier_init(smem.full_o[i], 1);
-      ptx::mbarrier_init(smem.empty_q[i], 4 * kConsumers);
-      ptx::mbarrier_init(smem.empty_o[i], 4 * kConsumers);
-    }
-    for (int i = 0; i < kStagesDs; ++i) {
-      ptx::mbarrier_init(smem.full_ds[i], 4 * kConsumers);
-      ptx::mbarrier_init(smem.empty_ds[i], kAlternate ? 4 : 4 * kConsumers);
-    }
-    for (int i = 0; i < kRings * kStagesDq; ++i) {
-      ptx::mbarrier_init(smem.full_dq[i / kStagesDq][i % kStagesDq], 4);
-      ptx::mbarrier_init(smem.empty_dq[i / kStagesDq][i % kStagesDq], 1);
-    }
-    for (int i = 0; i < kTiles; ++i) {
-      ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i], kTileReaders);
-    }
-    ptx::mbarrier_init(smem.queue.loaded, 1);
-    ptx::fence_mbarrier_init();
+    prefetch_maps(sm90);
+    init_barriers(smem);
   }
   __syncthreads();
 

@@ -36,8 +36,9 @@ static_assert(kStatisticsPad % kQueries == 0,
 struct Sm90BackwardParams {
   // Dimensions (head_dim, row, head, outer), see tile::TmaRows.
   ptx::TensorMap q, k, v, dout;
-  float* score_start;  // (…, heads_q, padded_q): -lse / scale, with which scores start
-  float* dp_start;     // -delta, with which dP starts
+  ptx::TensorMap dk, dv;  // boxes of 64 rows
+  float* score_start;     // (…, heads_q, padded_q): -lse / scale, with which scores start
+  float* dp_start;        // -delta, with which dP starts
   // (…, heads_q, padded_q / 64, kPanels): parts of 64 rows and 64 columns of dq / scale, each in
   // the order of a warpgroup's accumulators: (8, 128 threads, 4).
   float* dq_sums;

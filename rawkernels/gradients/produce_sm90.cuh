@@ -5,6 +5,7 @@
 #include "gradients/layout_sm90.cuh"
 #include "ptx/acquire_release.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/tma_store.cuh"
 
 constexpr int kConsumers = kKeys / 64;     // warpgroups, of 64 keys each
 constexpr bool kAlternate = kPanels == 1;  // dq of a block is one part, which they compute in turn
@@ -18,6 +19,11 @@ constexpr int kStagesDs = 2;
 constexpr bool kOneRing = kConsumers == 3;
 constexpr int kRings = kOneRing ? 1 : kConsumers;
 constexpr int kStagesDq = kOneRing ? kConsumers : 2;
+// dk and dv of a tile leave by the stages of dq's parts, of which each takes one, or at head_dim 64
+// both of a consumer: it goes on while TMA writes them. Tiles of 128 features that walk over many
+// queries have no gain from it: consumers write their registers there.
+constexpr bool kStoresByTma = Config::stores_by_tma;
+constexpr int kStagesOfResults = kOneRing ? kConsumers : kPanels;  // of a ring
 // Warps that compute, load and add.
 constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings : 0);
 
@@ -28,7 +34,7 @@ struct Smem {
   alignas(1024) unsigned char dout[kStages][kPanels * kPanelBytesQ];
   alignas(
       1024) unsigned char ds[kStagesDs][kConsumers][kPanelBytesQ];  // queries × a consumer's keys
-  alignas(128) float dq[kRings][kStagesDq][kPartFloats];
+  alignas(1024) float dq[kRings][kStagesDq][kPartFloats];
   alignas(128) float score_start[kStages][kQueries], dp_start[kStages][kQueries];
   // TMA's bytes -> all consumers; every consumer warp -> the loading warp.
   ptx::Mbarrier full_k, full_v, empty_k, empty_v;
@@ -39,11 +45,52 @@ struct Smem {
   TileQueue<Tile> queue;
 };
 
+static_assert(!kStoresByTma || Config::computes_dq, "dk and dv need the stages of dq's parts");
+static_assert(2 * 64 * kDim * sizeof(T) == kPanels * kPartFloats * sizeof(float),
+              "dk and dv of a consumer's keys have the size of a part of dq for each panel");
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 128 * (kConsumers + 1), "one warpgroup loads, the others compute");
 static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
 static_assert(!kOneRing || kAlternate, "with one ring every block of queries has one part of dq");
 static_assert(kQueries == 64 && kPanels <= kConsumers, "a consumer computes one part of dq");
+
+__device__ __forceinline__ void init_barriers(Smem& smem) {
+  ptx::mbarrier_init(smem.full_k, 1);
+  ptx::mbarrier_init(smem.full_v, 1);
+  ptx::mbarrier_init(smem.empty_k, 4 * kConsumers);
+  ptx::mbarrier_init(smem.empty_v, 4 * kConsumers);
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_init(smem.full_q[i], 1);
+    ptx::mbarrier_init(smem.full_o[i], 1);
+    ptx::mbarrier_init(smem.empty_q[i], 4 * kConsumers);
+    ptx::mbarrier_init(smem.empty_o[i], 4 * kConsumers);
+  }
+  for (int i = 0; i < kStagesDs; ++i) {
+    ptx::mbarrier_init(smem.full_ds[i], 4 * kConsumers);
+    ptx::mbarrier_init(smem.empty_ds[i], kAlternate ? 4 : 4 * kConsumers);
+  }
+  for (int i = 0; i < kRings * kStagesDq; ++i) {
+    ptx::mbarrier_init(smem.full_dq[i / kStagesDq][i % kStagesDq], 4);
+    ptx::mbarrier_init(smem.empty_dq[i / kStagesDq][i % kStagesDq], 1);
+  }
+  for (int i = 0; i < kTiles; ++i) {
+    ptx::mbarrier_init(smem.queue.full[i], 1);
+    ptx::mbarrier_init(smem.queue.empty[i], kTileReaders);
+  }
+  ptx::mbarrier_init(smem.queue.loaded, 1);
+  ptx::fence_mbarrier_init();
+}
+
+__device__ __forceinline__ void prefetch_maps(const Sm90BackwardParams& sm90) {
+  ptx::prefetch_tensormap(sm90.q);
+  ptx::prefetch_tensormap(sm90.k);
+  ptx::prefetch_tensormap(sm90.v);
+  ptx::prefetch_tensormap(sm90.dout);
+  if (kStoresByTma) {
+    ptx::prefetch_tensormap(sm90.dk);
+    ptx::prefetch_tensormap(sm90.dv);
+  }
+}
 
 // The warp that loads, one thread of it: block after block of queries and dout with their
 // statistics, and after a tile's first block its values and keys, whose places become free later.
@@ -122,12 +169,35 @@ __device__ __forceinline__ void add_part(const Sm90BackwardParams& sm90, long lo
     }
     while (ptx::load_acquire(opened) != kOpen) continue;
   }
-  ptx::fence_proxy_async_global();
+  if (sm90.opened != nullptr) ptx::fence_proxy_async_global();
   ptx::bulk_reduce_add(sums, source, kBytes);
   ptx::bulk_commit_group();
 }
 
-// A warp that adds the parts of dq of one ring to the sums.
+// Writes dk or dv of a consumer's keys, of the tile's rows `row` and on: by one thread.
+__device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const Tile& tile, int row,
+                                               const float* source) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const float* const from = source + panel * (64 * kRowBytes / 4);
+    const tile::TmaRows& rows = tile.keys;
+    if constexpr (Config::varlen)
+      ptx::tma_store(map, from, 64 * panel, rows.shift + row, tile.head_kv, rows.outer,
+                     tile::kFarRows);
+    else
+      ptx::tma_store(map, from, 64 * panel, rows.shift + row, tile.head_kv, rows.outer);
+  }
+}
+
+// Gives back the stage of a ring before `now` once it has been read; by one thread, after it
+// committed what reads stage `now`.
+__device__ __forceinline__ void release_before(Smem& smem, int ring, int now, bool exists) {
+  ptx::bulk_wait_group_read<1>();
+  if (exists) ptx::mbarrier_arrive(smem.empty_dq[ring][now == 0 ? kStagesDq - 1 : now - 1]);
+}
+
+// A warp that adds the parts of dq of one ring to the sums, and where TMA writes dk and dv of a
+// consumer hands them over.
 __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
                                        const Sm90BackwardParams& sm90, int ring) {
   const int group = sm90.group;
@@ -151,9 +221,22 @@ __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
       ptx::mbarrier_wait(smem.full_dq[ring][now], stage.parity);
       if (threadIdx.x % 32 == 0) {
         add_part(sm90, part, smem.dq[ring][now], is_open);
-        ptx::bulk_wait_group_read<1>();
-        if (reads_another)
-          ptx::mbarrier_arrive(smem.empty_dq[ring][now == 0 ? kStagesDq - 1 : now - 1]);
+        release_before(smem, ring, now, reads_another);
+      }
+      reads_another = true;
+      stage.advance();
+      __syncwarp();
+    }
+    for (int n = 0; n < kStoresByTma * kStagesOfResults; ++n) {
+      const int now = stage.index, row = tile.first_key + 64 * (kOneRing ? now : ring);
+      const float* const source = smem.dq[ring][now];
+      ptx::mbarrier_wait(smem.full_dq[ring][now], stage.parity);
+      if (threadIdx.x % 32 == 0) {
+        if (kPanels == 1 || n == 0) store_gradient(sm90.dv, tile, row, source);
+        if (kPanels == 1 || n == 1)
+          store_gradient(sm90.dk, tile, row, source + (2 - kPanels) * kPartFloats / 2);
+        ptx::bulk_commit_group();
+        release_before(smem, ring, now, reads_another);
       }
       reads_another = true;
       stage.advance();

@@ -52,13 +52,13 @@ struct Groups {
 };
 
 struct WgmmaWork;
-struct BulkReduction;
+struct BulkWrite;
 
 struct WarpAsync {
-  Groups<Copy> copies[kLanes];                          // cp.async
-  Groups<std::shared_ptr<BulkReduction>> bulk[kLanes];  // cp.reduce.async.bulk
-  Groups<std::shared_ptr<WgmmaWork>> wgmma;             // of the whole warp
-  uint64_t cluster_arrivals = 0;                        // at the cluster's barrier
+  Groups<Copy> copies[kLanes];                      // cp.async
+  Groups<std::shared_ptr<BulkWrite>> bulk[kLanes];  // from shared to global memory
+  Groups<std::shared_ptr<WgmmaWork>> wgmma;         // of the whole warp
+  uint64_t cluster_arrivals = 0;                    // at the cluster's barrier
   // Of a wait for an mbarrier (mbarrier.cpp): whether it is to give up soon, and whether it does.
   bool timeout_queued = false;
   bool timed_out = false;

@@ -41,7 +41,10 @@ def variants() -> dict[str, Variant]:
             computes = getattr(config, "computes_dq", False)
             stages = getattr(config, "v_stages", 0)
             keys = config.tile_n  # type: ignore[attr-defined]
-            found[f"{variant.entry}-{alternates=}-{computes=}-{stages=}-{keys=}"] = variant
+            stores = getattr(config, "stores_by_tma", False)
+            found[f"{variant.entry}-{alternates=}-{computes=}-{stores=}-{stages=}-{keys=}"] = (
+                variant
+            )
     return found
 
 
@@ -142,6 +145,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
     """gradients/backward_sm90.cu."""
     alternate, computes_dq = bool(constants["kAlternate"]), config.computes_dq
     pipelined, one_ring = bool(constants["kPipelined"]), bool(constants["kOneRing"])
+    # Stages that a ring needs for dk and dv of a tile.
+    results = constants["kStagesOfResults"] * bool(constants["kStoresByTma"])
     consumers, adders = range(constants["kConsumers"]), range(constants["kRings"])
 
     def takes(consumer: int, number: int) -> bool:
@@ -183,16 +188,27 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
             yield Arrive("empty_ds", WARPS)
             yield Advance("ds")
 
+    def send(ring: int) -> Iterator[NamedTuple]:
+        yield Wait(f"empty_dq.{ring}", before=True)
+        yield Write(f"dq.{ring}")
+        yield Arrive(f"full_dq.{ring}", WARPS)
+
     def send_dq(consumer: int, number: int) -> Iterator[NamedTuple]:
         ring = 0 if one_ring else consumer
         if takes(consumer, number):
-            yield Wait(f"empty_dq.{ring}", before=True)
-            yield Write(f"dq.{ring}")
-            yield Arrive(f"full_dq.{ring}", WARPS)
+            yield from send(ring)
         if one_ring or takes(consumer, number):
             yield Advance(f"dq.{ring}")
 
     def consume(consumer: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
+        yield from compute(consumer, own, blocks)
+        ring = 0 if one_ring else consumer
+        for number in range(results):
+            if not one_ring or (own.turn + number) % len(consumers) == consumer:
+                yield from send(ring)
+            yield Advance(f"dq.{ring}")
+
+    def compute(consumer: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
         if blocks == 0:
             return
         yield Wait("full_k")
@@ -226,8 +242,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
         yield Advance("keys")
 
     def add_dq(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
-        for number in range(blocks):
-            if one_ring or takes(ring, number):
+        for number in range(blocks + results):
+            if one_ring or number >= blocks or takes(ring, number):
                 yield Wait(f"full_dq.{ring}")
                 yield Read(f"dq.{ring}")
                 if own.started:  # bulk_wait_group_read<1>
