@@ -221,6 +221,8 @@ def test_codes_of_8_bits_are_expanded(format, arch, heads, latent, tier, groups)
         pytest.skip("other groups are the general kernel's")
     call = described(format=format, arch=arch, heads=heads, latent=latent, scales=scales_of(groups))
     launch = choose_mla(call).main
+    if (arch, tier, format) == ("sm_90a", "codes", "float8_e4m3"):
+        tier = "codes_sm90"
     assert launch.variant.source == f"mla/decode_{tier}.cu"
     assert launch.variant.config.latent_format == FORMATS[format].number
     assert launch.variant in set(dispatch.variants(arch))

@@ -37,6 +37,7 @@ TESTS = (
     "test_mla.py::test_sparse[mla_sm90-16-3]",
     "test_mla.py::test_prefill[float16-False]",
     "test_mla_codes.py::test_every_format[mla_codes-int8-bfloat16]",
+    "test_mla_codes.py::test_splits[mla_codes-3]",
     "test_split.py::test_into_an_array_of_any_strides",
     "test_append_kv.py::test_places_that_do_not_exist_are_not_written",
     "test_kvcache.py::test_host_memory_and_files[float16]",

@@ -16,73 +16,33 @@
 // fill the 16 rows of an mma, and query rows its 8 columns. A warp of a group has the scores of 16
 // keys, all of whose columns it multiplies, and a quarter of O's columns. Probabilities go through
 // shared memory.
+#include "mla/load_codes.cuh"
 #include "mla/slice_codes.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
 
 namespace mla {
 
-// Copies a group's tiles of keys to its ring: each warp 16 keys of a tile, which its lanes look up,
-// each key by two of them.
-struct Loader {
-  Smem& smem;
-  const DecodeParams& params;
-  const MlaParams& mla;
-  const int group = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4;
-  const int lane = threadIdx.x % 32;
-  KeyLookup<kGroups * kKeys> keys = {params, mla, group * kKeys + warp * 16 + lane % 16,
-                                     smem.keys[threadIdx.x / 32]};
-  // Of the tile that has been asked for last: of columns 128 (lane / 16 + 2 i) on.
-  StoredScale scales[kQuarters / 2];
-
-  // Asks for a tile, if there is one; a group of copies in any case.
-  __device__ __forceinline__ void load(int stage, bool exists) {
-    if (exists) copy(smem.ring[group][stage]);
-    ptx::cp_async_commit();
-  }
-  // Puts its scales to their stage, when they have arrived.
-  __device__ __forceinline__ void put_scales(int stage) const {
-    float (&own)[kQuarters] = smem.ring[group][stage].scales[warp * 16 + lane % 16];
-#pragma unroll
-    for (int i = 0; i < kQuarters / 2; ++i) own[lane / 16 + 2 * i] = scales[i].value(params);
-  }
-
- private:
-  __device__ __forceinline__ void copy(Stage& stage) {
-    // Places are in 16 bytes: half the registers of an address.
-    constexpr unsigned kNowhere = ~0u;
-    const Place place = keys.next();
-    const long long latent_at =
-        place.page * params.k_stride.page + place.slot * params.k_stride.seq;
-    const long long rope_at = place.page * mla.rope_stride.page + place.slot * mla.rope_stride.seq;
-    const unsigned own_latent = place.has ? static_cast<unsigned>(latent_at >> 4) : kNowhere;
-    const unsigned own_rope = static_cast<unsigned>(rope_at >> 3);
-    const int chunk = lane % 8, rope_dim = params.head_dim - params.head_dim_v;
-    const unsigned rope_bytes = ptx::shared_address(stage.rope) - ptx::shared_address(stage.codes);
-    const unsigned to = ptx::shared_address(stage.codes) + Tile::at(warp * 16 + lane / 8, chunk);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8;
-      const unsigned latent = __shfl_sync(~0u, own_latent, row);
-      const unsigned rope = __shfl_sync(~0u, own_rope, row);
-      const bool has = latent != kNowhere;
-      // Rows r and r + 4 differ in where their chunks lie, rows r and r + 8 do not.
-      const unsigned its_to = (to ^ i % 2 * 64) + i * 4 * Tile::kRowBytes;
-      const uint4* const from = static_cast<const uint4*>(params.k) + (latent + chunk);
-#pragma unroll
-      for (int quarter = 0; quarter < kQuarters; ++quarter)
-        ptx::cp_async_16(its_to + quarter * sizeof(stage.codes[0]), from + quarter * 8,
-                         has && quarter * kQuarter + chunk * 16 < params.head_dim_v);
-      ptx::cp_async_16(its_to + rope_bytes, static_cast<const uint4*>(mla.rope) + (rope + chunk),
-                       has && chunk * 8 < rope_dim);
-    }
-#pragma unroll
-    for (int i = 0; i < kQuarters / 2; ++i)
-      scales[i].load(params, place.page, place.slot, lane / 16 + 2 * i, place.has);
-    const unsigned exist = __ballot_sync(~0u, place.has) & 0xffff;
-    if (lane == 0) stage.exist[warp] = exist;
-  }
+struct Smem {
+  union {
+    Stage ring[kGroups][kStages];
+    alignas(16) float o[kGroups][kRows][kOStride];
+  };
+  // Queries as float16 in the order of the codes' operands, and what of them is rotated.
+  alignas(1024) unsigned char q[kQuarters * 2][kRows * 128];
+  alignas(1024) unsigned char q_rope[kRows * 128];
+  // Probabilities of a tile, times the scales of one quarter of the columns each.
+  alignas(1024) unsigned char p[kGroups][kQuarters][kRows * 128];
+  QueryRow query_rows[kRows];
+  float tile_max[kGroups][4][kRows];  // of a warp's keys, where a maximum has to move
+  float2 max_sum[kGroups][4][kRows];  // of a warp's keys at the end
+  int raised[kGroups];                // the last tile that has moved a maximum, by its first key
+  SplitKeys keys[kGroups * 4];
+  Schedule schedule;  // after `split`
+  decoding::Split split;
+  decoding::SplitPlace place;
+  bool exists;
 };
+static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 
 // This thread's group's keys of a split.
 __device__ __forceinline__ void compute(Smem& smem, const DecodeParams& params,
@@ -90,26 +50,32 @@ __device__ __forceinline__ void compute(Smem& smem, const DecodeParams& params,
   constexpr int kStep = kGroups * kKeys;
   const int group = threadIdx.x / kGroupThreads, end = smem.split.end;
   int first = smem.split.origin + group * kKeys;
-  Loader loader = {smem, params, mla};
+  Stage(&ring)[kStages] = smem.ring[group];
+  Loader<kStep> loader = {params, mla, group, smem.keys[threadIdx.x / 32]};
+  // A tile, if there is one; a group of copies in any case.
+  const auto load = [&](Stage& stage, bool exists) {
+    if (exists) loader.copy(stage);
+    ptx::cp_async_commit();
+  };
   loader.keys.start(smem.split);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage > 0) loader.put_scales(stage - 1);
-    loader.load(stage, first + stage * kStep < end);
+    if (stage > 0) loader.put_scales(ring[stage - 1]);
+    load(ring[stage], first + stage * kStep < end);
   }
-  load_queries(smem, params, mla);
-  Slice slice = {smem, params, mla};
+  load_queries(smem, params, mla, threadIdx.x);
+  Slice<Smem> slice = {smem, params, mla};
   slice.start();
   __syncthreads();  // queries are there
   int stage = 0, last = kStages - 2;
 #pragma unroll 1
   for (; first < end; first += kStep) {
-    loader.put_scales(last);
+    loader.put_scales(ring[last]);
     ptx::cp_async_wait<kStages - 2>();
     sync_group(group);  // the tile is there, and the one before has been used
     last = stage == 0 ? kStages - 1 : stage - 1;
-    loader.load(last, first + (kStages - 1) * kStep < end);
-    const Stage& tile = smem.ring[group][stage];
+    load(ring[last], first + (kStages - 1) * kStep < end);
+    const Stage& tile = ring[stage];
     Scores s;
     slice.multiply_keys(s, tile);
     slice.hide_keys(s, tile, first);

@@ -1,4 +1,5 @@
-// Shared memory of mla/decode_codes.cu, and the queries' way there.
+// What mla/decode_codes.cu and decode_codes_sm90.cu have in shared memory, and the queries' way
+// there.
 #pragma once
 
 #include "mla/codes.cuh"
@@ -22,6 +23,8 @@ constexpr int kWarpKeys = kKeys / 4;  // whose scores a warp has
 constexpr int kQuarters = 4;          // of the columns: a warp's of O
 constexpr int kQuarter = kLatent / kQuarters;
 constexpr int kSteps = kQuarter / 16;
+constexpr bool kFewRegisters = kGroups > 2;
+constexpr int kTurns = kFewRegisters ? 2 : kQuarters;  // quarters whose scores are summed at a time
 constexpr int kRowBlocks = kRows / 8;
 constexpr int kOStride = kLatent + 4;                     // of rows of O: without bank conflicts
 constexpr bool kHasExcess = Codes::value_excess(0) != 0;  // operands exceed codes by something
@@ -44,39 +47,19 @@ struct Stage {
 struct QueryRow {
   float worth, minus_excess[kQuarters];
 };
-struct Smem {
-  union {
-    Stage ring[kGroups][kStages];
-    alignas(16) float o[kGroups][kRows][kOStride];
-  };
-  // Queries as float16 in the order of the codes' operands, and what of them is rotated.
-  alignas(1024) unsigned char q[kQuarters * 2][kRows * 128];
-  alignas(1024) unsigned char q_rope[kRows * 128];
-  // Probabilities of a tile, times the scales of one quarter of the columns each.
-  alignas(1024) unsigned char p[kGroups][kQuarters][kRows * 128];
-  QueryRow query_rows[kRows];
-  float tile_max[kGroups][4][kRows];  // of a warp's keys, where a maximum has to move
-  float2 max_sum[kGroups][4][kRows];  // of a warp's keys at the end
-  int raised[kGroups];                // the last tile that has moved a maximum, by its first key
-  SplitKeys keys[kGroups * 4];
-  Schedule schedule;  // after `split`
-  decoding::Split split;
-  decoding::SplitPlace place;
-  bool exists;
-};
-static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
-
 // Of the warps of a group.
 __device__ __forceinline__ void sync_group(int group) { ptx::bar_sync(1 + group, kGroupThreads); }
 
-// Queries of a split to shared memory; by all warps, which take rows in turn. Where float16 is too
-// narrow for them, they are multiplied by a power of two for each row.
+// Queries of a split to shared memory; by the groups' warps, which take rows in turn. Where float16
+// is too narrow for them, they are multiplied by a power of two for each row. `thread` is divided
+// as what it is, signed or not, which decides what registers the compiler allots.
+template <class Smem, class Thread>
 __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& params,
-                                             const MlaParams& mla) {
+                                             const MlaParams& mla, Thread thread) {
   const decoding::Split& split = smem.split;
-  const int lane = threadIdx.x % 32, rows = split.seq.seqlen_q * params.group;
+  const int lane = thread % 32, rows = split.seq.seqlen_q * params.group;
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < kRows; row += Config::threads / 32) {
+  for (int row = thread / 32; row < kRows; row += kGroups * kGroupThreads / 32) {
     const int index = split.row_tile * kRows + row;
     const bool exists = index < rows;
     const int token = divided_by_group(params, index);

@@ -1,4 +1,4 @@
-// A warp's work in mla/decode_codes.cu: scores, softmax and products.
+// A warp's work in mla/decode_codes.cu and decode_codes_sm90.cu: scores, softmax and products.
 #pragma once
 
 #include "mla/layout_codes.cuh"
@@ -10,15 +10,24 @@
 
 namespace mla {
 
+// The largest maximum that groups have put for a row.
+template <class Smem>
+__device__ __forceinline__ float largest_max(const Smem& smem, int row) {
+  float max = tile::negative_infinity();
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) max = fmaxf(max, smem.max_sum[group][0][row].x);
+  return max;
+}
+
 // A warp's work on a split: with g = lane / 4 and t = lane % 4, its scores s[r] are of keys g (and
 // + 8 in the last two) of its own and rows 8 r + 2 t (and + 1 in every second), o[block][r] of
 // columns 16 block + 2 g (and + 1 in the last two) of its quarter and these rows.
+template <class Smem>
 struct Slice {
   Smem& smem;
   const DecodeParams& params;
   const MlaParams& mla;
-  const int group = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4;
-  const int lane = threadIdx.x % 32;
+  int group = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   // Which of smem.p this warp's values take: one for all where tokens have one scale.
   const bool scaled_alike = params.v_group > 2 * kScaleColumns;
   const float scale_log2 = static_cast<float>(params.scale) * tile::kLog2e;
@@ -53,51 +62,59 @@ struct Slice {
 
   // Sᵀ of this warp's keys, in log2 units.
   __device__ __forceinline__ void multiply_keys(Scores& s, const Stage& stage) const {
-    const unsigned q = ptx::shared_address(smem.q) + QTile::lane_column_major();
+    const unsigned q = ptx::shared_address(smem.q) + column_major<QTile>();
     const int row_bytes = warp * kWarpKeys * Tile::kRowBytes;
-    const unsigned k = ptx::shared_address(stage.codes) + Tile::lane_row_major() + row_bytes;
-    // Of each quarter, in turns: so no product waits for the one before.
-    float product[kQuarters][kRowBlocks][4];
+    const unsigned k = ptx::shared_address(stage.codes) + row_major<Tile>() + row_bytes;
 #pragma unroll
-    for (int quarter = 0; quarter < kQuarters; ++quarter)
+    for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r)
+      for (int i = 0; i < 4; ++i) s[r][i] = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < kQuarters; begin += kTurns) {
+      // Of each quarter, in turns: so no product waits for the one before.
+      float product[kTurns][kRowBlocks][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          product[quarter][r][i] =
-              kHasExcess ? smem.query_rows[own_row(r, i)].minus_excess[quarter] : 0.0f;
+      for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
-    for (int pair = 0; pair < kSteps / 2; ++pair)
+        for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-      for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        unsigned codes[4];  // of keys g and g + 8, of one step and of the next
-        ptx::ldmatrix_x4(codes, Tile::at_chunks(k + quarter * kKeys * Tile::kRowBytes, pair));
+          for (int i = 0; i < 4; ++i)
+            product[turn][r][i] =
+                kHasExcess ? smem.query_rows[own_row(r, i)].minus_excess[begin + turn] : 0.0f;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          unsigned b[4], upper[2], lower[2];
-          ptx::ldmatrix_x4(b, QTile::at_chunks(q, quarter * kSteps + 2 * pair + i));
-          Codes::expand_keys(upper, codes[2 * i]);
-          Codes::expand_keys(lower, codes[2 * i + 1]);
-          const unsigned a[4] = {upper[0], lower[0], upper[1], lower[1]};
+      for (int pair = 0; pair < kSteps / 2; ++pair)
 #pragma unroll
-          for (int r = 0; r < kRowBlocks; ++r)
-            ptx::mma_m16n8k16<__half>(product[quarter][r], a, b[2 * r], b[2 * r + 1]);
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const int quarter = begin + turn;
+          unsigned codes[4];  // of keys g and g + 8, of one step and of the next
+          ptx::ldmatrix_x4(codes, Tile::at_chunks(k + quarter * kKeys * Tile::kRowBytes, pair));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            unsigned b[4], upper[2], lower[2];
+            ptx::ldmatrix_x4(b, QTile::at_chunks(q, quarter * kSteps + 2 * pair + i));
+            Codes::expand_keys(upper, codes[2 * i]);
+            Codes::expand_keys(lower, codes[2 * i + 1]);
+            const unsigned a[4] = {upper[0], lower[0], upper[1], lower[1]};
+#pragma unroll
+            for (int r = 0; r < kRowBlocks; ++r)
+              ptx::mma_m16n8k16<__half>(product[turn][r], a, b[2 * r], b[2 * r + 1]);
+          }
         }
-      }
 #pragma unroll
-    for (int quarter = 0; quarter < kQuarters; ++quarter)
+      for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r)
+        for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[r][i] = fmaf(product[quarter][r][i], stage.scales[own_key(i / 2)][quarter],
-                         quarter == 0 ? 0.0f : s[r][i]);
+          for (int i = 0; i < 4; ++i)
+            s[r][i] =
+                fmaf(product[turn][r][i], stage.scales[own_key(i / 2)][begin + turn], s[r][i]);
+    }
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[r][i] *= smem.query_rows[own_row(r, i)].worth;
-    const unsigned rope = ptx::shared_address(stage.rope) + Tile::lane_row_major() + row_bytes;
-    const unsigned q_rope = ptx::shared_address(smem.q_rope) + QTile::lane_column_major();
+    const unsigned rope = ptx::shared_address(stage.rope) + row_major<Tile>() + row_bytes;
+    const unsigned q_rope = ptx::shared_address(smem.q_rope) + column_major<QTile>();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       unsigned a[4], b[4];
@@ -238,9 +255,9 @@ struct Slice {
   // The products of a tile's probabilities with this warp's quarter of the values.
   __device__ __forceinline__ void multiply_values(const Stage& stage) {
     const unsigned p =
-        ptx::shared_address(smem.p[group][scaled_alike ? 0 : warp]) + QTile::lane_column_major();
-    const unsigned v = ptx::shared_address(stage.codes[warp]) + Tile::lane_column_major();
-#pragma unroll
+        ptx::shared_address(smem.p[group][scaled_alike ? 0 : warp]) + column_major<QTile>();
+    const unsigned v = ptx::shared_address(stage.codes[warp]) + column_major<Tile>();
+#pragma unroll(kFewRegisters ? 2 : kKeys / 16)
     for (int j = 0; j < kKeys / 16; ++j) {
       unsigned b[4];
       ptx::ldmatrix_x4(b, QTile::at_chunks(p, j));
@@ -269,8 +286,8 @@ struct Slice {
     }
   }
 
-  // To shared memory, of the group's keys alone.
-  __device__ __forceinline__ void put() {
+  // To shared memory: the maxima and sums of this warp's keys.
+  __device__ __forceinline__ void put_sums() {
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
@@ -280,7 +297,17 @@ struct Slice {
         for (int distance = 4; distance < 32; distance *= 2)
           row_sum[r][c] += __shfl_xor_sync(~0u, row_sum[r][c], distance);
         if (lane < 4) smem.max_sum[group][warp][row] = {row_max[r][c], row_sum[r][c]};
-        float* const to = smem.o[group][row] + warp * kQuarter + lane / 4 * 2;
+      }
+  }
+
+  // To shared memory, of the group's keys alone.
+  __device__ __forceinline__ void put() {
+    put_sums();
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float* const to = smem.o[group][own_row(r, c)] + warp * kQuarter + lane / 4 * 2;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
           *reinterpret_cast<float2*>(to + 16 * step) = {column(step, r, c, 0),
@@ -288,7 +315,36 @@ struct Slice {
       }
   }
 
- private:
+  // The group's O to `sums`, relative to the largest maximum of all groups' sums, or added to what
+  // is there.
+  __device__ __forceinline__ void add_to(float (&sums)[kRows][kOStride], bool is_first) const {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = own_row(r, c);
+        const float max = largest_max(smem, row);
+        const float factor = ptx::ex2(row_max[r][c] - tile::OnlineSoftmax::offset(max, 1.0f));
+        float* const to = sums[row] + warp * kQuarter + lane / 4 * 2;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          float2& both = *reinterpret_cast<float2*>(to + 16 * step);
+          const float2 before = is_first ? float2{0.0f, 0.0f} : both;
+          both = {fmaf(factor, column(step, r, c, 0), before.x),
+                  fmaf(factor, column(step, r, c, 1), before.y)};
+        }
+      }
+  }
+
+  // As lane_row_major() and lane_column_major() of tile/swizzle.cuh, from `lane`.
+  template <class Swizzled>
+  __device__ __forceinline__ unsigned row_major() const {
+    return Swizzled::at(lane % 16, lane / 16);
+  }
+  template <class Swizzled>
+  __device__ __forceinline__ unsigned column_major() const {
+    return Swizzled::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  }
   // Of this lane, among a tile's: its key h and its row c of block r.
   __device__ __forceinline__ int own_key(int h) const {
     return warp * kWarpKeys + 8 * h + lane / 4;

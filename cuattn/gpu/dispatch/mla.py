@@ -422,6 +422,27 @@ class CodesMlaConfig(Config):
         return self.rows * (LATENT + 2) * 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Sm90CodesMlaConfig(CodesMlaConfig):
+    """mla/decode_codes_sm90.cu, whose groups have one ring."""
+
+    computing_registers: int = 144
+    loading_registers: int = 80
+
+    @property
+    def threads(self) -> int:
+        """Groups of four warps, and four that load."""
+        return 128 * (self.groups + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """The ring, queries, O in the place of probabilities, then what is small."""
+        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
+        queries = self.rows * (LATENT + ROPE) * 2
+        sums = -(-self.rows * (LATENT + 4) * 4 // 1024) * 1024
+        return self.stages * stage + queries + sums + 4096
+
+
 class CodesMla:
     """Calls over codes where a multiprocessor has shared memory for them: on Hopper those of few
     rows."""
@@ -455,6 +476,9 @@ def _codes_variant(dtype: str, format: str, arch: str) -> Variant | None:
     shared = SHARED_KIB.get(capability(arch), 0)
     if dtype not in ("float16", "bfloat16") or shared < 160:
         return None
+    if capability(arch) == 90 and format == "float8_e4m3":  # others would spill there
+        config = Sm90CodesMlaConfig(dtype, LATENT, 16, 64, 4, 3, format_number(format))
+        return Variant("mla/decode_codes_sm90.cu", "mla_decode_codes_sm90", config)
     stages, groups = (2, 2) if shared > 164 else (3, 1)
     config = CodesMlaConfig(
         dtype, LATENT, 16, 64, stages, groups, latent_format=format_number(format)
