@@ -331,7 +331,7 @@ def test_which_calls_have_maps_of_dk_and_dv(head_dim, options):
     mapped = [launch for launch in launches if "dk" in launch.tensor_maps]
     assert all({"dk", "dv"} <= set(launch.tensor_maps) for launch in mapped)
     entries = [launch.variant.entry for launch in mapped]
-    stores = head_dim == 64 or "window" in options
+    stores = "window" in options
     assert entries == ["backward_sm90"] * stores
     alone = dataclasses.replace(backward, deterministic=True)
     assert all(

@@ -66,10 +66,11 @@ def prefers_decoding(call: Call) -> bool:
     spec, rates = call.spec, _rates(call)
     if call.partial is not None or call.num_splits is not None or spec.quantized:
         return True
+    cached = spec.keys in ("cached", "paged")
     many_rows = rows_of_sequence(spec) > PARTS_FOR_ROWS
-    if many_rows and can_split(call) and best_packing(call) is not None:
+    if many_rows and can_split(call) and (cached or best_packing(call) is not None):
         return False
-    if spec.keys in ("cached", "paged"):
+    if cached:
         if spec.rows == "ragged" and not many_rows:
             return True  # a long prompt among them has a launch beside: `queries_for_decoding`
         forward = CLEARLY_FORWARD * forward_us(spec, rates, spec.batch, call.multiprocessors)
