@@ -83,6 +83,13 @@ def report(
     print(f"\n{benchmark.name}: {', '.join(shown)}")
 
 
+def show_left_out(benchmark: Any, left_out: dict[str, str]) -> None:
+    """Record and print which peers do not take part, and why."""
+    benchmark.extra_info["left_out"] = left_out
+    for name, why in left_out.items():
+        print(f"\nleft out: {name}: {why}")
+
+
 @pytest.mark.parametrize("case", SHORT, ids=lambda c: f"{c[0]}x{c[1]}, {c[2]}/{c[3]} of {c[4]}")
 def bench_short_sequences(benchmark, ceilings, case):
     """Sequences of some hundred keys, few and many, and peers."""
@@ -98,7 +105,9 @@ def bench_short_sequences(benchmark, ceilings, case):
     run = timing.captured(
         "cuattn", [lambda s=s: cuattn.flash_decode(*s, lens, out=out) for s in sets]
     )
-    others = list(peers.decode(sets))
+    left_out: dict[str, str] = {}
+    others = list(peers.decode(sets, left_out))
+    show_left_out(benchmark, left_out)
     report(benchmark, [run], others, calls=count, nbytes=nbytes, copy=ceilings["copy"])
 
 
@@ -132,7 +141,9 @@ def bench_decode(benchmark, ceilings, heads, shape):
         ours.append(
             timing.captured(f"pages of {page_size}", [lambda s=s, f=call: f(*s) for s in sets])
         )
-    others = list(peers.decode(sets))
+    left_out: dict[str, str] = {}
+    others = list(peers.decode(sets, left_out))
+    show_left_out(benchmark, left_out)
     report(benchmark, ours, others, calls=count, nbytes=nbytes, copy=ceilings["copy"])
 
 

@@ -3,12 +3,15 @@ of it twice. Arrays are NumPy's or CuPy's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import timing
+
 ROWS = 16  # of a call
+TOLERANCE = 2e-2  # of a difference, in norms of the result
 
 
 class Row(NamedTuple):
@@ -38,6 +41,29 @@ def largest_difference(out: Any, rows: Iterable[Row]) -> float:
         relative = float(np.sqrt((difference**2).sum() / (wanted**2).sum()))
         largest = max(largest, relative if relative == relative else float("inf"))
     return largest
+
+
+def agreeing(
+    out: Any,
+    others: Iterable[timing.Contestant],
+    of_peer: Callable[[Any], Any],
+    left_out: dict[str, str],
+) -> list[timing.Contestant]:
+    """Those whose result, by ``of_peer(result)`` a float32 array of as many numbers, is `out`. The
+    names of the others go into `left_out`, and why: a wrong result, or an error."""
+    found = []
+    for peer in others:
+        try:
+            theirs = of_peer(peer.run(1)).reshape(out.shape)
+            difference = float((((out - theirs) ** 2).sum() / (out**2).sum()) ** 0.5)
+        except Exception as error:
+            left_out[peer.name] = timing.reason(error)
+            continue
+        if difference < TOLERANCE:
+            found.append(peer)
+        else:
+            left_out[peer.name] = f"differs by {difference:.1e}"
+    return found
 
 
 def rows_of_batch(

@@ -8,9 +8,12 @@ then seen as what they are, since not every DLPack reader knows bfloat16.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +25,8 @@ from benchmarks import timing
 DISTRIBUTIONS = ("torch", "jax", "dew-flash-attn-cu13")
 #: Reading this many bytes takes longer than launching a JAX call.
 CAPTURE_FREE = 512 << 20
+#: What JAX may take of the device's memory: its pool gives none back to CuPy and torch.
+JAX_MEMORY = 0.4
 
 
 def versions() -> dict[str, str]:
@@ -62,8 +67,38 @@ def attention_forward(
         yield timing.Contestant("FA-3", run, timing.by_host)
 
 
+def free_memory() -> None:
+    """Give back the memory of what is no longer needed: the pools of CuPy and torch, and what JAX
+    keeps of its programs."""
+    # The frames of a test that failed hold its arrays.
+    traceback.clear_frames(getattr(sys, "last_traceback", None))
+    gc.collect()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+
+
+def _made(
+    name: str,
+    make: Callable[[], Callable[[int], Any]],
+    left_out: dict[str, str],
+    timer: Callable[[Callable[[int], Any], int], float] = timing.by_events,
+) -> Iterator[timing.Contestant]:
+    """The contestant whose ``run`` is ``make()``. If that fails, be it for a shape that is not
+    served or for want of memory, `left_out` says why."""
+    try:
+        run = make()
+    except Exception as error:
+        left_out[name] = timing.reason(error)
+    else:
+        yield timing.Contestant(name, run, timer)
+
+
 def attention_forward_graphs(
-    sets: list[tuple], *, causal: bool, fa3: bool
+    sets: list[tuple], *, causal: bool, fa3: bool, left_out: dict[str, str]
 ) -> Iterator[timing.Contestant]:
     """The same peers, each launch using all sets in turn; torch's in a captured graph, so that
     short calls show what the device takes. Key heads may be fewer than query heads, and queries
@@ -77,22 +112,29 @@ def attention_forward_graphs(
     fa3 : bool
         Whether FlashAttention-3 takes part, which is timed from the host: only where a call takes
         longer than its launch.
+    left_out : dict of str to str
+        Gets the names of peers that fail, and why.
     """
     seqlen_q, seqlen_k = (array.shape[1] for array in sets[0][:2])
     if causal and seqlen_q != seqlen_k:
         attend = functools.partial(
             _flash_2, lengths=(None, None), longest=(seqlen_q, seqlen_k), causal=True
         )
-        yield from _torch_kernels({"FA-2": attend}, sets)
+        yield from _torch_kernels({"FA-2": attend}, sets, left_out)
     else:
-        yield from _torch_graphs(sets, causal=causal)
+        yield from _torch_graphs(sets, causal=causal, left_out=left_out)
     if fa3 and _has_fa3():
-        once = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
-        yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
+        yield from _jax_sets(sets, causal=causal, left_out=left_out)
 
 
 def attention_forward_varlen(
-    sets: list[tuple], lengths_q: np.ndarray, lengths_k: np.ndarray, *, causal: bool, fa3: bool
+    sets: list[tuple],
+    lengths_q: np.ndarray,
+    lengths_k: np.ndarray,
+    *,
+    causal: bool,
+    fa3: bool,
+    left_out: dict[str, str],
 ) -> Iterator[timing.Contestant]:
     """Every peer that computes attention within sequences of these lengths, each launch using all
     sets in turn.
@@ -103,7 +145,7 @@ def attention_forward_varlen(
         bfloat16 CuPy arrays (total, heads, head_dim). Key heads may be fewer than query heads.
     lengths_q, lengths_k : numpy.ndarray
         Of each sequence.
-    causal, fa3
+    causal, fa3, left_out
         As in `attention_forward_graphs`.
     """
     ends = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
@@ -119,7 +161,7 @@ def attention_forward_varlen(
             name: functools.partial(kernel, lengths=starts, longest=longest, causal=causal)
             for name, kernel in kernels.items()
         }
-        yield from _torch_kernels(attend, sets)
+        yield from _torch_kernels(attend, sets, left_out)
     if fa3 and _has_fa3():
         import dew_flash_attn
         import jax
@@ -137,8 +179,12 @@ def attention_forward_varlen(
                 is_causal=causal,
             )
         )
-        once = timing.rotate(attend, [(*map(_to_jax, arrays), *starts) for arrays in sets])
-        yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
+
+        def make() -> Callable[[int], Any]:
+            once = timing.rotate(attend, [(*map(_to_jax, arrays), *starts) for arrays in sets])
+            return lambda launches: once(launches * len(sets))
+
+        yield from _made("FA-3", make, left_out, timing.by_host)
 
 
 def flash_attention_3(queries: list[Any], k: Any, v: Any) -> Iterator[timing.Contestant]:
@@ -239,7 +285,7 @@ def attention_forward_cpu(
         yield timing.Contestant("torch", run, timer)
 
 
-def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:
+def decode(sets: list[tuple], left_out: dict[str, str]) -> Iterator[timing.Contestant]:
     """Every peer that computes attention of one query to contiguous caches; a launch uses all sets
     in turn.
 
@@ -247,11 +293,12 @@ def decode(sets: list[tuple]) -> Iterator[timing.Contestant]:
     ----------
     sets : list of (q, k, v)
         As in `attention_forward`, with one query and all keys valid.
+    left_out : dict of str to str
+        Gets the names of peers that fail, and why.
     """
-    yield from _torch_graphs(sets, causal=False)
+    yield from _torch_graphs(sets, causal=False, left_out=left_out)
     if _has_fa3() and sum(k.nbytes + v.nbytes for _, k, v in sets) / len(sets) >= CAPTURE_FREE:
-        once = timing.rotate(_jax_flash_mha(causal=False), [tuple(map(_to_jax, s)) for s in sets])
-        yield timing.Contestant("FA-3", lambda launches: once(launches * len(sets)), timing.by_host)
+        yield from _jax_sets(sets, causal=False, left_out=left_out)
 
 
 def decode_varlen(q: Any, k: Any, v: Any, lens: np.ndarray) -> Iterator[timing.Contestant]:
@@ -344,15 +391,15 @@ def _torch_sdpa_backward(backend: str, sets: list[tuple], *, causal: bool) -> Ca
     return timing.rotate(gradients, after_forward)
 
 
-def _torch_graphs(sets: list[tuple], *, causal: bool) -> Iterator[timing.Contestant]:
+def _torch_graphs(
+    sets: list[tuple], *, causal: bool, left_out: dict[str, str]
+) -> Iterator[timing.Contestant]:
     """torch's back ends that serve the shape, each as a captured graph of all sets."""
     if not importlib.util.find_spec("torch"):
         return
     for name, backend in (("cuDNN", "CUDNN_ATTENTION"), ("FA-2", "FLASH_ATTENTION")):
-        try:
-            yield timing.Contestant(name, _torch_sdpa_graph(backend, sets, causal=causal))
-        except RuntimeError:  # not this shape
-            continue
+        make = functools.partial(_torch_sdpa_graph, backend, sets, causal=causal)
+        yield from _made(name, make, left_out)
 
 
 def _torch_sdpa_graph(backend: str, sets: list[tuple], *, causal: bool) -> Callable[[int], Any]:
@@ -385,48 +432,46 @@ def _torch_sdpa_graph(backend: str, sets: list[tuple], *, causal: bool) -> Calla
 
 
 def _torch_kernels(
-    attend: dict[str, Callable[..., Any]], sets: list[tuple]
+    attend: dict[str, Callable[..., Any]], sets: list[tuple], left_out: dict[str, str]
 ) -> Iterator[timing.Contestant]:
-    """Kernels of torch's, by name, that take tensors as they lie: each a captured graph of all
-    sets, or call after call where a replay gives another result than the call. One that does not
-    serve the shape is left out."""
+    """Kernels of torch's, by name, that take tensors as they lie."""
+    for name, kernel in attend.items():
+        yield from _made(name, functools.partial(_torch_kernel, kernel, sets), left_out)
+
+
+def _torch_kernel(kernel: Callable[..., Any], sets: list[tuple]) -> Callable[[int], Any]:
+    """A kernel on all sets, captured in one CUDA graph; or call after call where a replay gives
+    another result than the call."""
     import torch
 
     tensors = [
         [torch.from_dlpack(a.view(np.int16)).view(torch.bfloat16) for a in arrays]
         for arrays in sets
     ]
-    for name, kernel in attend.items():
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.no_grad():
-                wanted = kernel(*tensors[-1])
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    for arrays in tensors:
-                        out = kernel(*arrays)
-            graph.replay()
-            torch.cuda.synchronize()
-        except RuntimeError:
-            continue
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        wanted = kernel(*tensors[-1])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for arrays in tensors:
+                out = kernel(*arrays)
+    graph.replay()
+    torch.cuda.synchronize()
 
-        # Kept with it: what the graph reads.
-        def replayed(
-            replays: int, graph: Any = graph, out: Any = out, kept: tuple = (kernel, tensors)
-        ) -> Any:
-            with torch.cuda.stream(torch_stream()):
-                for _ in range(replays):
-                    graph.replay()
-            return out.reshape(-1, *out.shape[-3:]).transpose(1, 2)
+    def replayed(replays: int, kept: list = tensors) -> Any:  # kept: what the graph reads
+        with torch.cuda.stream(torch_stream()):
+            for _ in range(replays):
+                graph.replay()
+        return out.reshape(-1, *out.shape[-3:]).transpose(1, 2)
 
-        def called(launches: int, kernel: Any = kernel) -> Any:
-            with torch.cuda.stream(torch_stream()), torch.no_grad():
-                for _ in range(launches):
-                    for arrays in tensors:
-                        out = kernel(*arrays)
-            return out.reshape(-1, *out.shape[-3:]).transpose(1, 2)
+    def called(launches: int) -> Any:
+        with torch.cuda.stream(torch_stream()), torch.no_grad():
+            for _ in range(launches):
+                for arrays in tensors:
+                    result = kernel(*arrays)
+        return result.reshape(-1, *result.shape[-3:]).transpose(1, 2)
 
-        yield timing.Contestant(name, replayed if torch.equal(out, wanted) else called)
+    return replayed if torch.equal(out, wanted) else called
 
 
 def _flash_2(
@@ -460,6 +505,8 @@ def _cudnn(
 
 def _to_jax(array: Any) -> Any:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # which JAX refuses beside the older name
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(JAX_MEMORY))
     import jax
 
     integers = jax.dlpack.from_dlpack(array.view(np.int16))
@@ -472,6 +519,18 @@ def _jax_flash_mha(*, causal: bool) -> Callable[..., Any]:
     import jax
 
     return jax.jit(lambda q, k, v: dew_flash_attn.flash_mha(q, k, v, is_causal=causal))
+
+
+def _jax_sets(
+    sets: list[tuple], *, causal: bool, left_out: dict[str, str]
+) -> Iterator[timing.Contestant]:
+    """FlashAttention-3 on all sets in turn."""
+
+    def make() -> Callable[[int], Any]:
+        once = timing.rotate(_jax_flash_mha(causal=causal), [tuple(map(_to_jax, s)) for s in sets])
+        return lambda launches: once(launches * len(sets))
+
+    yield from _made("FA-3", make, left_out, timing.by_host)
 
 
 class _Gradients(tuple):

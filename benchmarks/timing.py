@@ -91,6 +91,12 @@ class Clock:
 clock = Clock()
 
 
+def reason(error: Exception) -> str:
+    """Why a contestant is left out, in a line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
 def race(
     benchmark: Any,
     contestants: list[Contestant],
@@ -98,6 +104,7 @@ def race(
     rounds: int = 9,
     turn: float = 20e-3,
     judge: Callable[[Sequence[float]], float] = statistics.median_low,
+    left_out: dict[str, str] | None = None,
 ):
     """Time contestants turn by turn; pytest-benchmark's figures become the first one's seconds per
     launch.
@@ -114,16 +121,19 @@ def race(
         About how many seconds a turn lasts.
     judge : callable
         What counts of a contestant's turns; `min` where other programs slow some of them down.
+    left_out : dict of str to str, optional
+        Gets the names of contestants that raise an error, and why. The others go on without them.
+        The first one's errors are raised, and without this dictionary all are.
 
     Returns
     -------
     dict of str to float
         Seconds per launch, by name.
     """
-    turns = _Turns(contestants, turn)
+    turns = _Turns(contestants, turn, left_out)
 
     def one_round() -> None:
-        clock.now += turns.take()[0]
+        clock.now += turns.take()
 
     benchmark.pedantic(one_round, rounds=rounds, warmup_rounds=1)
     return turns.judged(judge)
@@ -140,26 +150,46 @@ def race_alone(contestants: list[Contestant], *, rounds: int = 9, turn: float = 
 class _Turns:
     """Rounds in which each contestant has a turn of some `turn` seconds; the first is a warm-up."""
 
-    def __init__(self, contestants: list[Contestant], turn: float) -> None:
-        self._contestants = [(c, c.launches(turn)) for c in contestants]
-        self._rounds: list[list[float]] = []
+    def __init__(
+        self, contestants: list[Contestant], turn: float, left_out: dict[str, str] | None = None
+    ) -> None:
+        self._first, self._left_out = contestants[0].name, left_out
+        self._rounds: list[dict[str, float]] = []
+        launches = self._of_each(contestants, lambda c: c.launches(turn))
+        self._contestants = [(c, launches[c.name]) for c in contestants if c.name in launches]
 
-    def take(self) -> list[float]:
-        """Have one round, and return the seconds per launch of each. Every second round goes
+    def take(self) -> float:
+        """Have one round, and return the first one's seconds per launch. Every second round goes
         backward: who follows whom changes the clock by some per cent."""
+        launches = {c.name: n for c, n in self._contestants}
         order = -1 if len(self._rounds) % 2 else 1
-        seconds = [c.timer(c.run, n) / n for c, n in self._contestants[::order]][::order]
+        seconds = self._of_each(
+            [c for c, _ in self._contestants][::order],
+            lambda c: c.timer(c.run, launches[c.name]) / launches[c.name],
+        )
+        self._contestants = [(c, n) for c, n in self._contestants if c.name in seconds]
         self._rounds.append(seconds)
-        return seconds
+        return seconds[self._first]
 
     def judged(
         self, judge: Callable[[Sequence[float]], float] = statistics.median_low
     ) -> dict[str, float]:
-        columns = zip(*self._rounds[1:], strict=True)
-        return {
-            c.name: judge(seconds)
-            for (c, _), seconds in zip(self._contestants, columns, strict=True)
-        }
+        names = [c.name for c, _ in self._contestants]
+        return {name: judge([seconds[name] for seconds in self._rounds[1:]]) for name in names}
+
+    def _of_each(
+        self, contestants: Sequence[Contestant], of: Callable[[Contestant], Any]
+    ) -> dict[str, Any]:
+        """``of(contestant)`` by name, without those that are left out."""
+        found = {}
+        for contestant in contestants:
+            try:
+                found[contestant.name] = of(contestant)
+            except Exception as error:
+                if self._left_out is None or contestant.name == self._first:
+                    raise
+                self._left_out[contestant.name] = reason(error)
+        return found
 
 
 def captured(name: str, calls: list[Callable[[], Any]]) -> Contestant:

@@ -1,15 +1,19 @@
 """What is kept of recorded figures, and their report: its numbers, its bold face, and where it
-goes."""
+goes. What happens to contestants that fail."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+import types
+import weakref
 
 import numpy as np
 import pytest
 
 import cuattn
-from benchmarks import checks, report, slim
+from benchmarks import checks, peers, report, slim, timing
 
 
 def recorded(folder, name, date, speeds, commit="0123456789abcdef"):
@@ -316,3 +320,102 @@ def test_rows_by_the_definition_tell_wrong_results(causal, rng):
     assert rows
     assert checks.largest_difference(out, rows) < 1e-5
     assert checks.largest_difference(out * 1.1, rows) > 2e-2
+
+
+class Pedantic:
+    """Of pytest-benchmark what `timing.race` calls."""
+
+    @staticmethod
+    def pedantic(call, *, rounds, warmup_rounds):
+        for _ in range(warmup_rounds + rounds):
+            call()
+
+
+def contestant(name, seconds, fails_at=None, result=None):
+    """One that takes `seconds` a launch, and raises an error in call `fails_at` of its timer."""
+    calls = itertools.count()
+
+    def timer(run, launches):
+        if next(calls) == fails_at:
+            raise MemoryError(f"of {name}\nin the second line more")
+        run(launches)
+        return launches * seconds
+
+    return timing.Contestant(name, lambda launches: result, timer)
+
+
+def test_who_fails_in_a_race_is_left_out():
+    """At the first launches, or in a later round; the first contestant's errors are raised."""
+    left_out = {}
+    contestants = [
+        contestant("ours", 2e-3),
+        contestant("early", 1e-3, fails_at=0),
+        contestant("late", 1e-3, fails_at=5),
+        contestant("theirs", 3e-3),
+    ]
+    seconds = timing.race(Pedantic, contestants, rounds=5, left_out=left_out)
+    assert seconds == pytest.approx({"ours": 2e-3, "theirs": 3e-3})
+    assert left_out == {"early": "MemoryError: of early", "late": "MemoryError: of late"}
+    for first in (0, 5):
+        failing = [contestant("ours", 1e-3, fails_at=first), contestant("theirs", 1e-3)]
+        with pytest.raises(MemoryError):
+            timing.race(Pedantic, failing, left_out=left_out)
+        with pytest.raises(MemoryError):
+            timing.race(Pedantic, [contestant("a", 1e-3), contestant("b", 1e-3, fails_at=first)])
+    assert len(left_out) == 2
+
+
+def test_peers_whose_results_differ_are_left_out(rng):
+    out = rng.standard_normal((3, 5, 2)).astype(np.float32)
+
+    def fail(launches):
+        raise RuntimeError("no kernel")
+
+    others = [
+        contestant("right", 1, result=out.ravel()),
+        contestant("wrong", 1, result=1.1 * out),
+        contestant("not a number", 1, result=np.full_like(out, np.nan)),
+        contestant("of another size", 1, result=out[:2]),
+        timing.Contestant("failing", fail),
+    ]
+    left_out = {"early": "was not made"}
+    assert checks.agreeing(out, others, np.asarray, left_out) == others[:1]
+    assert left_out.keys() == {"early", "wrong", "not a number", "of another size", "failing"}
+    assert left_out["wrong"] == "differs by 1.0e-01"
+    assert left_out["failing"] == "RuntimeError: no kernel"
+
+
+def test_a_peer_that_cannot_be_made_is_named():
+    left_out = {}
+    made = [c for make in (lambda: len, lambda: 1 // 0) for c in peers._made("x", make, left_out)]
+    assert [c.run for c in made] == [len]
+    assert left_out == {"x": "ZeroDivisionError: integer division or modulo by zero"}
+
+
+def test_what_a_failed_case_held_is_freed(monkeypatch):
+    """pytest keeps its traceback, whose frames have the case's arrays."""
+
+    class Array:
+        pass
+
+    def case():
+        array = held.append(weakref.ref(kept := Array())) or kept
+        raise MemoryError(array)
+
+    held, pools = [], []
+    try:
+        case()
+    except MemoryError as error:
+        error.args = ()
+        monkeypatch.setattr(sys, "last_traceback", error.__traceback__, raising=False)
+    for name in ("torch", "jax", "cupy"):
+        pool = types.SimpleNamespace(free_all_blocks=lambda name=name: pools.append(name))
+        pool.empty_cache = pool.free_all_blocks
+        module = types.SimpleNamespace(
+            cuda=pool, clear_caches=pool.empty_cache, get_default_memory_pool=lambda pool=pool: pool
+        )
+        monkeypatch.setitem(sys.modules, name, module)
+    assert held[0]() is not None
+    peers.free_memory()
+    assert held[0]() is None
+    assert sorted(pools) == ["cupy", "jax", "torch"]
