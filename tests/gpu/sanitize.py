@@ -2,9 +2,13 @@
 
 ``compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m
 tests.gpu.sanitize``, and ``compute-sanitizer --tool racecheck --error-exitcode 1 python -m
-tests.gpu.sanitize racecheck``, with the names of some calls behind it or without. (cuda-bindings
-asks the driver for functions that it may not have: those are the API errors.) CuPy's memory pool is
-off, so that every array is an allocation of its own and a step beyond its end is seen.
+tests.gpu.sanitize racecheck``. (cuda-bindings asks the driver for functions that it may not have:
+those are the API errors.) CuPy's memory pool is off, so that every array is an allocation of its
+own and a step beyond its end is seen.
+
+The calls are in parts, each of which has a name: ``--list`` prints them. Names behind the command
+choose parts: ``gradients.float16.64x64`` one, ``gradients`` all those whose names begin with it.
+So several processes can share the work.
 
 Any report is to be traced to its instructions, as docs/notes/decoding.md does with one;
 docs/notes/forward_sm90.md has those that are no races.
@@ -12,10 +16,13 @@ docs/notes/forward_sm90.md has those that are no races.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import cupy
 import ml_dtypes
@@ -57,37 +64,36 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
     cuattn.flash_attention(q, k, v, causal=True)
 
 
-def gradients(rng: np.random.Generator, dtype: np.dtype) -> None:
+def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim_v: int) -> None:
     """Every gradient and derivative of ragged tiles, padded head_dims, every option, and lengths
     that are not what they must be."""
-    for head_dim, head_dim_v in [(64, 64), (40, 72), (33, 1), (128, 128), (192, 128), (192, 256)]:
-        q, k, v = arrays(
-            rng, dtype, (1, 70, 2, head_dim), (1, 150, 1, head_dim), (1, 150, 1, head_dim_v)
+    q, k, v = arrays(
+        rng, dtype, (1, 70, 2, head_dim), (1, 150, 1, head_dim), (1, 150, 1, head_dim_v)
+    )
+    slopes, sinks = arrays(rng, np.dtype(np.float32), (2,), (2,))
+    (bias,) = arrays(rng, dtype, (2, 1, 150))
+    mask = cupy.asarray(rng.random((1, 1, 70, 150)) < 0.5)
+    options = [
+        {},
+        {"deterministic": True, "causal": True},
+        {"causal": True, "sinks": sinks},
+        {"window": (30, 5), "softcap": 5.0, "alibi_slopes": slopes, "dropout": 0.5},
+        {"bias": bias, "mask": mask, "causal": True},
+    ]
+    for more in options:
+        wanted = {"grad_bias": "bias" in more, "grad_alibi": "alibi_slopes" in more}
+        out, pullback = cuattn.flash_attention_vjp(q, k, v, **wanted, **more)
+        pullback(out)
+        if "deterministic" not in more:
+            cuattn.flash_attention_jvp(q, k, v, q, k, v, **more)
+    q, k, v = q[0], k[0, :70], v[0, :70]
+    for lengths in [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]:
+        cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
+        more = {"causal": True, "alibi_slopes": slopes}
+        out, lse = cuattn.flash_attention_varlen(q, k, v, cu_seqlens, return_lse=True, **more)
+        cuattn.flash_attention_varlen_backward(
+            out, q, k, v, out, lse, cu_seqlens, grad_alibi=True, **more
         )
-        slopes, sinks = arrays(rng, np.dtype(np.float32), (2,), (2,))
-        (bias,) = arrays(rng, dtype, (2, 1, 150))
-        mask = cupy.asarray(rng.random((1, 1, 70, 150)) < 0.5)
-        options = [
-            {},
-            {"deterministic": True, "causal": True},
-            {"causal": True, "sinks": sinks},
-            {"window": (30, 5), "softcap": 5.0, "alibi_slopes": slopes, "dropout": 0.5},
-            {"bias": bias, "mask": mask, "causal": True},
-        ]
-        for more in options:
-            wanted = {"grad_bias": "bias" in more, "grad_alibi": "alibi_slopes" in more}
-            out, pullback = cuattn.flash_attention_vjp(q, k, v, **wanted, **more)
-            pullback(out)
-            if "deterministic" not in more:
-                cuattn.flash_attention_jvp(q, k, v, q, k, v, **more)
-        q, k, v = q[0], k[0, :70], v[0, :70]
-        for lengths in [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]:
-            cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
-            more = {"causal": True, "alibi_slopes": slopes}
-            out, lse = cuattn.flash_attention_varlen(q, k, v, cu_seqlens, return_lse=True, **more)
-            cuattn.flash_attention_varlen_backward(
-                out, q, k, v, out, lse, cu_seqlens, grad_alibi=True, **more
-            )
 
 
 def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
@@ -129,30 +135,35 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
         cuattn.flash_decode(q, k, v, cupy.full(1, 4608 - (heads == 4), np.int32))
 
 
-def codes(rng: np.random.Generator, dtype: np.dtype) -> None:
-    """Tokens written as codes and read again, kernel by kernel: by few rows and by prompts; and
-    codes of latents."""
+#: The tiers that serve caches of codes.
+CODES_TIERS = ("decode_codes_sm90", "decode_sm90", "decode_sm80", "decode_simt")
+
+
+def codes(rng: np.random.Generator, dtype: np.dtype, format: str, dim: int) -> None:
+    """Tokens written as codes and read again, kernel by kernel: by few rows and by prompts."""
     decoding_codes_sm90.LEAST_PAIRS = 0  # however few sequences there are
-    tiers = ("decode_codes_sm90", "decode_sm90", "decode_sm80", "decode_simt")
-    formats = ("int8", "float8_e4m3", "int4", "k8v4")
-    for format, (page_size, dim) in itertools.product(formats, ((16, 128), (64, 64))):
-        cache = cuattn.PagedKVCache(
-            640 // page_size, page_size, 2, dim, dtype=dtype, quantization=format, xp=cupy
-        )
-        ids = [cache.add_sequence() for _ in range(3)]
-        cache.extend(ids, [1, 70, 300])
-        cache.write(0, ids, *arrays(rng, dtype, (371, 2, dim), (371, 2, dim)))
-        of_cache = (*cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
-        for first, tokens in itertools.product(range(len(tiers)), (1, 3)):
-            (q,) = arrays(rng, dtype, (3, tokens, 8, dim))
-            with dispatch.use_tiers(*tiers[first:]):
-                cuattn.paged_attention(q, *of_cache, return_lse=True)
-                cuattn.paged_attention(q, *of_cache, num_splits=3, window=(100, 3))
-        (q,) = arrays(rng, dtype, (3, 70, 8, dim))
-        cuattn.paged_attention(q, *of_cache)
-        if dim == 64:
-            cuattn.dequantize(cuattn.quantize(q, "int8" if format == "k8v4" else format))
-    # Four key heads share a block, and where each has two rows, its warp reads more than these.
+    page_size = 16 if dim == 128 else 64
+    cache = cuattn.PagedKVCache(
+        640 // page_size, page_size, 2, dim, dtype=dtype, quantization=format, xp=cupy
+    )
+    ids = [cache.add_sequence() for _ in range(3)]
+    cache.extend(ids, [1, 70, 300])
+    cache.write(0, ids, *arrays(rng, dtype, (371, 2, dim), (371, 2, dim)))
+    of_cache = (*cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
+    for first, tokens in itertools.product(range(len(CODES_TIERS)), (1, 3)):
+        (q,) = arrays(rng, dtype, (3, tokens, 8, dim))
+        with dispatch.use_tiers(*CODES_TIERS[first:]):
+            cuattn.paged_attention(q, *of_cache, return_lse=True)
+            cuattn.paged_attention(q, *of_cache, num_splits=3, window=(100, 3))
+    (q,) = arrays(rng, dtype, (3, 70, 8, dim))
+    cuattn.paged_attention(q, *of_cache)
+    if dim == 64:
+        cuattn.dequantize(cuattn.quantize(q, "int8" if format == "k8v4" else format))
+
+
+def codes_of_four_heads(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Four key heads share a block, and where each has two rows, its warp reads more than these."""
+    decoding_codes_sm90.LEAST_PAIRS = 0  # however few sequences there are
     decoding_codes_sm90.MANY_KEYS = 0  # however few of them there are
     cache = cuattn.PagedKVCache(40, 16, 4, 64, dtype=dtype, quantization="int4", xp=cupy)
     ids = [cache.add_sequence() for _ in range(2)]
@@ -160,11 +171,15 @@ def codes(rng: np.random.Generator, dtype: np.dtype) -> None:
     cache.write(0, ids, *arrays(rng, dtype, (333, 4, 64), (333, 4, 64)))
     for group in (1, 2, 3, 8):
         (q,) = arrays(rng, dtype, (2, 1, 4 * group, 64))
-        with dispatch.use_tiers(*tiers):
+        with dispatch.use_tiers(*CODES_TIERS):
             cuattn.paged_attention(q, *cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
+
+
+def codes_of_latents(rng: np.random.Generator, dtype: np.dtype, format: str) -> None:
+    """Codes of latents, kernel by kernel."""
     lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
     tiers = tuple(tier.name for tier in dispatch.MLA.all)
-    for format, (heads, tokens) in itertools.product(formats[:2], ((128, 1), (16, 3))):
+    for heads, tokens in ((128, 1), (16, 3)):
         latents, rope = arrays(rng, dtype, (20, 64, 1, 512), (20, 64, 1, 64))
         latents = cuattn.quantize(latents, format)
         table = cupy.asarray(rng.permutation(20).astype(np.int32).reshape(4, -1))
@@ -180,6 +195,7 @@ def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
     within a tile of keys. Forty sequences of one tile of keys each give a thread block of
     decode_sm80.cu several splits, between which each warp keeps its place in shared memory.
     """
+    decoding._cascade_pays = lambda *call: True  # of a prefix of any length
     for dims, group, page_size in [
         ((64, 64), 4, 16),
         ((128, 128), 7, 8),
@@ -250,6 +266,7 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
     rows are such that a glance tells much of them, and filter.cu, which is the same for all dtypes,
     has one row at a time.
     """
+    dispatch.sampling.MIN_TABLE_LOGITS = 0  # tables of penalized logits for rows of any size
     filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.9, "min_p": 0.01}
     for vocab in (9000, 40000):  # softmax by clusters of eight blocks
         cuattn.sampling.softmax(*arrays(rng, dtype, (2, vocab)))
@@ -291,36 +308,23 @@ def sampling(rng: np.random.Generator, dtype: np.dtype) -> None:
             cuattn.sampling.sample(logits, **options, allowed=words)
 
 
-def latents(rng: np.random.Generator) -> None:
-    """Latent attention, tier by tier: two to five blocks of 64 keys, with maxima that rise."""
+def latents(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Latent attention: two to five blocks of 64 keys, with maxima that rise."""
     lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
-    tiers = [tier.name for tier in dispatch.MLA.all]
-    for first, tier in enumerate(tiers):
-        with dispatch.use_tiers(*tiers[first:]):
-            for page_size, heads, tokens in (
-                (64, 128, 1), (16, 16, 3), (2, 40, 1), (32, 16, 1)
-            ):  # fmt: skip
-                pages, q = arrays(
-                    rng, np.dtype(np.float16), (4 * 320 // page_size, page_size, 576),
-                    (4, tokens, heads, 576),
-                )  # fmt: skip
-                q *= 8
-                table = rng.permutation(len(pages)).astype(np.int32).reshape(4, -1)
-                call = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
-                call += (cupy.asarray(table), lens)
-                chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
-                for more in (
-                    {},
-                    {"num_splits": "fixed"},
-                    {"window": (100, 0)},
-                    {"indices": chosen},
-                ):
-                    cuattn.mla_decode(*call, scale=0.07, return_lse=True, **more)
-        cupy.cuda.Device().synchronize()
-        print(f"latents, {tier}, {compiler.device_arch(0)}", flush=True)
+    for page_size, heads, tokens in ((64, 128, 1), (16, 16, 3), (2, 40, 1), (32, 16, 1)):
+        pages, q = arrays(
+            rng, dtype, (4 * 320 // page_size, page_size, 576), (4, tokens, heads, 576)
+        )
+        q *= 8
+        table = rng.permutation(len(pages)).astype(np.int32).reshape(4, -1)
+        call = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
+        call += (cupy.asarray(table), lens)
+        chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
+        for more in ({}, {"num_splits": "fixed"}, {"window": (100, 0)}, {"indices": chosen}):
+            cuattn.mla_decode(*call, scale=0.07, return_lse=True, **more)
 
 
-def speculation(rng: np.random.Generator) -> None:
+def speculation(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Chains and trees of which some are rejected, and beams."""
     for vocab in (40, 3000):
         target = rng.dirichlet(np.full(vocab, 0.1), (3, 5)).astype(np.float32)
@@ -329,7 +333,7 @@ def speculation(rng: np.random.Generator) -> None:
         drawn, parents, draft, target = map(cupy.asarray, (drawn, parents, draft, target))
         cuattn.sampling.speculative_sample(drawn, draft, target)
         cuattn.sampling.speculative_sample_tree(drawn, parents, draft, target)
-        (logits,) = arrays(rng, np.dtype(np.float32), (2, 3, vocab))
+        (logits,) = arrays(rng, dtype, (2, 3, vocab))
         cuattn.sampling.beam_step(logits, logits[:, :, 0])
 
 
@@ -350,6 +354,7 @@ BY_32 = {
         '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"'
     ),
 }
+OPENED_INBOX = "ptx::mbarrier_init(received, 1);"
 REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
 NAMED_BARRIER = "ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);"
 BEFORE_SLICES = "// The barrier of the warps that share a ring."
@@ -391,7 +396,11 @@ def for_racecheck(text: str) -> str:
     - A filter warp of forward_sm90.cu writes its flag of replaced values only where it changes. A
       consumer that skips a tile's last block may read it while it is written for that block; to
       this consumer either value is right.
+    - The thread that initialises the mbarrier of decode_sm90.cu's inbox, and arrives at it in the
+      next instruction, does so in a branch of its own. Otherwise the initialisation may become one
+      instruction of its whole warp, which the tool takes for another lane's than the arrival.
     """
+    text = text.replace(OPENED_INBOX, f"{OPENED_INBOX} __syncwarp(1);")
     if ONE_LANE.search(text):
         for whole, of_lanes in BY_32.items():
             text = text.replace(whole, of_lanes)
@@ -405,58 +414,96 @@ def for_racecheck(text: str) -> str:
     return text
 
 
-def each_tier(name: str, call: Callable[..., None]) -> None:
-    """`call` with every tier of a kind in turn as the fastest one, in every dtype that it
-    serves."""
-    rng = np.random.default_rng(0)
+#: head_dim of queries and keys, and of values.
+HEAD_DIMS = [(64, 64), (40, 72), (33, 1), (128, 128), (192, 128), (192, 256)]
+FORMATS = ("int8", "float8_e4m3", "int4", "k8v4")
+
+
+def in_tiers(
+    call: Callable[..., None], *tiers: str
+) -> Callable[[np.random.Generator, np.dtype], None]:
+    """`call` with these tiers alone."""
+
+    def limited(rng: np.random.Generator, dtype: np.dtype) -> None:
+        with dispatch.use_tiers(*tiers):
+            call(rng, dtype)
+
+    return limited
+
+
+def parts() -> Iterator[tuple[str, Callable[[np.random.Generator, np.dtype], None], str]]:
+    """Name, call and dtype of each part: with every tier of a kind in turn as the fastest one, in
+    every dtype that it serves."""
+    real = ("float16", "float32", "float64")
     tiers = ("sm90", "sm80", "simt")
-    for tier, dtype in itertools.product(tiers, (np.float16, np.float32, np.float64)):
-        if tier != "simt" and dtype != np.float16:
-            continue
-        with dispatch.use_tiers(*(f"{name}_{below}" for below in tiers[tiers.index(tier) :])):
-            call(rng, np.dtype(dtype))
-        cupy.cuda.Device().synchronize()
-        print(f"{name}, {tier}, {np.dtype(dtype)}, {compiler.device_arch(0)}", flush=True)
+    for call in (forward, decode):
+        for first, tier in enumerate(tiers):
+            limited = in_tiers(call, *(f"{call.__name__}_{below}" for below in tiers[first:]))
+            for dtype in real if tier == "simt" else real[:1]:
+                yield f"{call.__name__}.{tier}.{dtype}", limited, dtype
+    for dtype, dims in itertools.product(real, HEAD_DIMS):
+        call = functools.partial(gradients, head_dim=dims[0], head_dim_v=dims[1])
+        yield "gradients.{}.{}x{}".format(dtype, *dims), call, dtype
+    for call, dtypes in (
+        (shared_prefix, real[:1]), (kvcache, real), (scores, real[::2]), (append, real[::2])
+    ):  # fmt: skip
+        for dtype in dtypes:
+            yield f"{call.__name__}.{dtype}", call, dtype
+    for format, dim in itertools.product(FORMATS, (128, 64)):
+        yield f"codes.{format}.{dim}", functools.partial(codes, format=format, dim=dim), "float16"
+    yield "codes.four_heads", codes_of_four_heads, "float16"
+    for format in FORMATS[:2]:
+        call = functools.partial(codes_of_latents, format=format)
+        yield f"codes.latents.{format}", call, "float16"
+    names = [tier.name for tier in dispatch.MLA.all]
+    for first, tier in enumerate(names):
+        yield f"latents.{tier}", in_tiers(latents, *names[first:]), "float16"
+    for dtype in ("float16", "bfloat16", "float32"):
+        yield f"sampling.{dtype}", sampling, dtype
+    yield "speculation", speculation, "float32"
+
+
+def see_order() -> None:
+    """Compile every kernel as :func:`for_racecheck` has it."""
+    root = compiler.source_root()
+    known = "".join(file.read_text(encoding="utf-8") for file in root.rglob("*.cu*"))
+    for pattern in (OPENED_INBOX, REPLACED, NAMED_BARRIER, BEFORE_SLICES, KERNEL_BEGINS, *BY_32):
+        if pattern not in known:
+            raise ValueError(
+                f"no kernel has the text that racecheck gets in another form: {pattern}"
+            )
+    text_of = compiler.full_source
+    compiler.full_source = lambda variant: for_racecheck(text_of(variant))
 
 
 def main() -> None:
-    """Run everything, or what is named on the command line, tier by tier, and name what ran."""
-    cupy.cuda.set_allocator(None)
-    named = sys.argv[1:]
-    if "racecheck" in named:
-        named.remove("racecheck")
-        text_of = compiler.full_source
-        compiler.full_source = lambda variant: for_racecheck(text_of(variant))
-    if "forward" in named or not named:
-        each_tier("forward", forward)
-    if "decode" in named or not named:
-        each_tier("decode", decode)
-    dispatch.sampling.MIN_TABLE_LOGITS = 0  # tables of penalized logits for rows of any size
-    decoding._cascade_pays = lambda *call: True  # of a prefix of any length
-    of_any_tier = (
-        (gradients, ["float16", "float32", "float64"]),
-        (shared_prefix, ["float16"]),
-        (kvcache, ["float16", "float32", "float64"]),
-        (scores, ["float16", "float64"]),
-        (append, ["float16", "float64"]),
-        (codes, ["float16"]),
+    """Run all parts, or those that are named on the command line, and name what ran."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for call, names in of_any_tier:
-        for name in names if call.__name__ in named or not named else []:
-            call(np.random.default_rng(0), np.dtype(name))
-            cupy.cuda.Device().synchronize()
-            print(f"{call.__name__}, {name}, {compiler.device_arch(0)}", flush=True)
-    if "latents" in named or not named:
-        latents(np.random.default_rng(0))
-    if "sampling" in named or not named:
-        rng = np.random.default_rng(0)
-        for name in ("float16", "bfloat16", "float32"):
-            sampling(rng, np.dtype(getattr(ml_dtypes, name, name)))
-            cupy.cuda.Device().synchronize()
-            print(f"sampling, {name}, {compiler.device_arch(0)}", flush=True)
-        speculation(rng)
+    parser.add_argument("--list", action="store_true", help="print the names of all parts")
+    parser.add_argument("names", nargs="*", help="parts, or how their names begin; and racecheck")
+    arguments = parser.parse_args()
+    named = [name for name in arguments.names if name != "racecheck"]
+    known = list(parts())
+    chosen = [
+        part for part in known if not named or any(f"{part[0]}.".startswith(f"{n}.") for n in named)
+    ]
+    if arguments.list:
+        print("\n".join(name for name, *_ in chosen))
+        return
+    for name in named:
+        if not any(f"{part[0]}.".startswith(f"{name}.") for part in known):
+            parser.error(f"no part has the name {name}; --list prints them")
+    cupy.cuda.set_allocator(None)
+    if "racecheck" in arguments.names:
+        see_order()
+    for name, call, dtype in chosen:
+        start = time.perf_counter()
+        call(np.random.default_rng(0), np.dtype(getattr(ml_dtypes, dtype, dtype)))
         cupy.cuda.Device().synchronize()
-        print(f"speculation, {compiler.device_arch(0)}", flush=True)
+        seconds = time.perf_counter() - start
+        print(f"{name}, {compiler.device_arch(0)}: {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
