@@ -105,6 +105,7 @@ def test_a_few_steps(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_emulated("cuBLAS, and a graph of CuPy's own operations")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_on_a_gpu_are_those_of_numpy(dtype):
     """The first two steps compile and are captured, the others are replays."""
