@@ -332,7 +332,9 @@ def to_cupy(array: Any) -> Any:
 
     if type(array).__module__.startswith("torch"):
         return cupy.from_dlpack(array.float().transpose(1, 2))
-    return cupy.from_dlpack(array.astype(np.float32))
+    # JAX ends the process where DLPack is to share a result whose memory could not be had. Waiting
+    # for the result raises an error instead.
+    return cupy.from_dlpack(array.astype(np.float32).block_until_ready())
 
 
 def torch_stream() -> Any:
