@@ -66,7 +66,9 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
 
 def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim_v: int) -> None:
     """Every gradient and derivative of ragged tiles, padded head_dims, every option, and lengths
-    that are not what they must be."""
+    that are not what they must be. Of the kernels without tensor cores, for which racecheck takes
+    longest, large heads have the calls that launch each once.
+    """
     q, k, v = arrays(
         rng, dtype, (1, 70, 2, head_dim), (1, 150, 1, head_dim), (1, 150, 1, head_dim_v)
     )
@@ -80,6 +82,9 @@ def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim
         {"window": (30, 5), "softcap": 5.0, "alibi_slopes": slopes, "dropout": 0.5},
         {"bias": bias, "mask": mask, "causal": True},
     ]
+    all_lengths = [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]
+    if dtype != np.float16 and head_dim > 64:
+        options, all_lengths = options[2:], all_lengths[1:]
     for more in options:
         wanted = {"grad_bias": "bias" in more, "grad_alibi": "alibi_slopes" in more}
         out, pullback = cuattn.flash_attention_vjp(q, k, v, **wanted, **more)
@@ -87,7 +92,7 @@ def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim
         if "deterministic" not in more:
             cuattn.flash_attention_jvp(q, k, v, q, k, v, **more)
     q, k, v = q[0], k[0, :70], v[0, :70]
-    for lengths in [(0, 1, 1, 70), (0, 2**31 - 1, -(2**31), 50)]:
+    for lengths in all_lengths:
         cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
         more = {"causal": True, "alibi_slopes": slopes}
         out, lse = cuattn.flash_attention_varlen(q, k, v, cu_seqlens, return_lse=True, **more)
@@ -96,7 +101,9 @@ def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim
         )
 
 
-def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
+def decode(
+    rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim_v: int, heads: int
+) -> None:
     """Lengths from 0 to more than was promised, contiguous and in pages that are all needed to the
     last slot, whole and in parts, and merged.
     """
@@ -104,39 +111,47 @@ def decode(rng: np.random.Generator, dtype: np.dtype) -> None:
     table = cupy.asarray(rng.permutation(4 * capacity // page_size).astype(np.int32).reshape(4, -1))
     lens = cupy.asarray(np.array((0, 1, 70, 600), np.int32))
     cu_seqlens = cupy.asarray(np.array([0, 1, 1, 30, 33], np.int32))
-    for head_dim, head_dim_v, heads in [(64, 64, 8), (40, 72, 2), (33, 1, 4), (128, 128, 40)]:
-        k, v = arrays(rng, dtype, *((4, capacity, 2, dim) for dim in (head_dim, head_dim_v)))
-        pages = [a.reshape(-1, page_size, *a.shape[2:]) for a in (k, v)]
-        slopes, sinks = arrays(rng, np.dtype(np.float32), (heads,), (heads,))
-        options = [
-            {},
-            {"num_splits": "fixed", "sinks": sinks},
-            {"num_splits": 5},
-            {"window": (100, 3), "softcap": 5.0, "alibi_slopes": slopes},
-        ]
-        for seqlen_q, more in itertools.product((1, 3), options):
-            (q,) = arrays(rng, dtype, (4, seqlen_q, heads, head_dim))
-            cuattn.flash_decode(q, k, v, lens, **more, return_lse=True)
-            cuattn.flash_decode(q[:1], k[:1], v[:1], lens[-1:], **more)
-            cuattn.paged_attention(q, *pages, table, lens, **more, return_lse=True)
-        (q,) = arrays(rng, dtype, (33, heads, head_dim))
-        cuattn.paged_attention(q, *pages, table, lens, cu_seqlens_q=cu_seqlens, causal=False)
-        table[:, : prefix // page_size] = table[0, : prefix // page_size]
-        cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
-    # Clusters of each size, with tiles of 8 rows and of 16.
+    k, v = arrays(rng, dtype, *((4, capacity, 2, dim) for dim in (head_dim, head_dim_v)))
+    pages = [a.reshape(-1, page_size, *a.shape[2:]) for a in (k, v)]
+    slopes, sinks = arrays(rng, np.dtype(np.float32), (heads,), (heads,))
+    options = [
+        {},
+        {"num_splits": "fixed", "sinks": sinks},
+        {"num_splits": 5},
+        {"window": (100, 3), "softcap": 5.0, "alibi_slopes": slopes},
+    ]
+    for seqlen_q, more in itertools.product((1, 3), options):
+        (q,) = arrays(rng, dtype, (4, seqlen_q, heads, head_dim))
+        cuattn.flash_decode(q, k, v, lens, **more, return_lse=True)
+        cuattn.flash_decode(q[:1], k[:1], v[:1], lens[-1:], **more)
+        cuattn.paged_attention(q, *pages, table, lens, **more, return_lse=True)
+    (q,) = arrays(rng, dtype, (33, heads, head_dim))
+    cuattn.paged_attention(q, *pages, table, lens, cu_seqlens_q=cu_seqlens, causal=False)
+    table[:, : prefix // page_size] = table[0, : prefix // page_size]
+    cuattn.paged_attention(q[:4], *pages, table, lens + prefix, prefix=prefix)
+
+
+def decode_in_clusters(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Clusters of each size, with tiles of 8 rows and of 16; several clusters for a key head; and
+    without clusters so many parts that they are merged in two steps."""
+    lens = cupy.asarray(np.array((0, 1, 70, 600), np.int32))
     for head_dim, heads, tokens in itertools.product((64, 128), (2, 5), (2, 4)):
         q, k, v = arrays(
-            rng, dtype, (4, tokens, 4 * heads, head_dim), *[(4, capacity, heads, head_dim)] * 2
+            rng, dtype, (4, tokens, 4 * heads, head_dim), *[(4, 512, heads, head_dim)] * 2
         )
         cuattn.flash_decode(q, k, v, lens, window=(100, 3), return_lse=True)
-    # Several clusters for a key head; without, so many parts that they are merged in two steps.
     for head_dim, heads in ((64, 4), (128, 16)):
         q, k, v = arrays(rng, dtype, (1, 1, heads, head_dim), *[(1, 4608, 1, head_dim)] * 2)
         cuattn.flash_decode(q, k, v, cupy.full(1, 4608 - (heads == 4), np.int32))
 
 
-#: The tiers that serve caches of codes.
-CODES_TIERS = ("decode_codes_sm90", "decode_sm90", "decode_sm80", "decode_simt")
+#: The tiers that serve caches of codes, each in turn as the fastest one.
+CODES_TIERS = (
+    ("decode_codes_sm90", "decode_sm80", "decode_simt"),
+    ("decode_sm90", "decode_sm80", "decode_simt"),
+    ("decode_sm80", "decode_simt"),
+    ("decode_simt",),
+)
 
 
 def codes(rng: np.random.Generator, dtype: np.dtype, format: str, dim: int) -> None:
@@ -150,11 +165,12 @@ def codes(rng: np.random.Generator, dtype: np.dtype, format: str, dim: int) -> N
     cache.extend(ids, [1, 70, 300])
     cache.write(0, ids, *arrays(rng, dtype, (371, 2, dim), (371, 2, dim)))
     of_cache = (*cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
-    for first, tokens in itertools.product(range(len(CODES_TIERS)), (1, 3)):
+    for tiers, tokens in itertools.product(CODES_TIERS, (1, 3)):
         (q,) = arrays(rng, dtype, (3, tokens, 8, dim))
-        with dispatch.use_tiers(*CODES_TIERS[first:]):
+        splits = {} if "decode_sm90" in tiers else {"num_splits": 3}  # a cluster has a sequence
+        with dispatch.use_tiers(*tiers):
             cuattn.paged_attention(q, *of_cache, return_lse=True)
-            cuattn.paged_attention(q, *of_cache, num_splits=3, window=(100, 3))
+            cuattn.paged_attention(q, *of_cache, **splits, window=(100, 3))
     (q,) = arrays(rng, dtype, (3, 70, 8, dim))
     cuattn.paged_attention(q, *of_cache)
     if dim == 64:
@@ -171,22 +187,25 @@ def codes_of_four_heads(rng: np.random.Generator, dtype: np.dtype) -> None:
     cache.write(0, ids, *arrays(rng, dtype, (333, 4, 64), (333, 4, 64)))
     for group in (1, 2, 3, 8):
         (q,) = arrays(rng, dtype, (2, 1, 4 * group, 64))
-        with dispatch.use_tiers(*CODES_TIERS):
+        with dispatch.use_tiers(*CODES_TIERS[0]):
             cuattn.paged_attention(q, *cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
 
 
 def codes_of_latents(rng: np.random.Generator, dtype: np.dtype, format: str) -> None:
     """Codes of latents, kernel by kernel."""
     lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
-    tiers = tuple(tier.name for tier in dispatch.MLA.all)
-    for heads, tokens in ((128, 1), (16, 3)):
+    for heads, tokens, tiers in (
+        (128, 1, ("mla_sm90", "mla_simt")),
+        (16, 3, ("mla_sm90",)),
+        (16, 1, ("mla_codes",)),
+    ):
         latents, rope = arrays(rng, dtype, (20, 64, 1, 512), (20, 64, 1, 64))
         latents = cuattn.quantize(latents, format)
         table = cupy.asarray(rng.permutation(20).astype(np.int32).reshape(4, -1))
         q, q_rope = arrays(rng, dtype, (4, tokens, heads, 512), (4, tokens, heads, 64))
         chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
-        for first, more in itertools.product(range(len(tiers)), ({}, {"indices": chosen})):
-            with dispatch.use_tiers(*tiers[first:]):
+        for tier, more in itertools.product(tiers, ({}, {"indices": chosen})):
+            with dispatch.use_tiers(tier, "mla_simt"):
                 cuattn.mla_decode(q, q_rope, latents, rope, table, lens, scale=0.07, **more)
 
 
@@ -338,7 +357,9 @@ def speculation(rng: np.random.Generator, dtype: np.dtype) -> None:
 
 
 # What of the kernels' text racecheck gets in another form, as for_racecheck says.
-ONE_LANE = re.compile(r"if \(threadIdx\.x % 32 == 0\) ptx::mbarrier_arrive\((.+?)\);\n")
+ONE_LANE = re.compile(
+    r"if \((?:threadIdx\.x % 32|slice\.lane) == 0\) ptx::mbarrier_arrive\((.+?)\);\n"
+)
 EACH_LANE = r"""asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
     ::"r"(ptx::shared_address(&\1)) : "memory");
 """
@@ -355,6 +376,7 @@ BY_32 = {
     ),
 }
 OPENED_INBOX = "ptx::mbarrier_init(received, 1);"
+USES = "if (expander.lane == 0) stored.uses = use;"
 REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
 NAMED_BARRIER = "ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);"
 BEFORE_SLICES = "// The barrier of the warps that share a ring."
@@ -393,6 +415,8 @@ def for_racecheck(text: str) -> str:
       mbarriers count 32 times as much, so that any other arrival is one of 32.
     - The warps of decode_sm80.cu that share a slice of keys meet at an mbarrier and not at a named
       barrier, which the tool takes for the whole block's.
+    - A warp of mla/expand_sm90.cuh does not write the number of uses again where it has none. It
+      has read the same number with all lanes, and in a split of no keys no barrier lies between.
     - A filter warp of forward_sm90.cu writes its flag of replaced values only where it changes. A
       consumer that skips a tile's last block may read it while it is written for that block; to
       this consumer either value is right.
@@ -401,6 +425,7 @@ def for_racecheck(text: str) -> str:
       instruction of its whole warp, which the tool takes for another lane's than the arrival.
     """
     text = text.replace(OPENED_INBOX, f"{OPENED_INBOX} __syncwarp(1);")
+    text = text.replace(USES, USES.replace("lane == 0", "lane == 0 && pairs > 0"))
     if ONE_LANE.search(text):
         for whole, of_lanes in BY_32.items():
             text = text.replace(whole, of_lanes)
@@ -436,11 +461,14 @@ def parts() -> Iterator[tuple[str, Callable[[np.random.Generator, np.dtype], Non
     every dtype that it serves."""
     real = ("float16", "float32", "float64")
     tiers = ("sm90", "sm80", "simt")
-    for call in (forward, decode):
-        for first, tier in enumerate(tiers):
-            limited = in_tiers(call, *(f"{call.__name__}_{below}" for below in tiers[first:]))
-            for dtype in real if tier == "simt" else real[:1]:
-                yield f"{call.__name__}.{tier}.{dtype}", limited, dtype
+    calls = [("forward", "", forward), ("decode", ".clusters", decode_in_clusters)]
+    for *dims, heads in [(64, 64, 8), (40, 72, 2), (33, 1, 4), (128, 128, 40)]:
+        call = functools.partial(decode, head_dim=dims[0], head_dim_v=dims[1], heads=heads)
+        calls.append(("decode", ".{}x{}".format(*dims), call))
+    for (kind, case, call), (first, tier) in itertools.product(calls, enumerate(tiers)):
+        limited = in_tiers(call, *(f"{kind}_{below}" for below in tiers[first:]))
+        for dtype in real if tier == "simt" else real[:1]:
+            yield f"{kind}.{tier}.{dtype}{case}", limited, dtype
     for dtype, dims in itertools.product(real, HEAD_DIMS):
         call = functools.partial(gradients, head_dim=dims[0], head_dim_v=dims[1])
         yield "gradients.{}.{}x{}".format(dtype, *dims), call, dtype
@@ -467,7 +495,15 @@ def see_order() -> None:
     """Compile every kernel as :func:`for_racecheck` has it."""
     root = compiler.source_root()
     known = "".join(file.read_text(encoding="utf-8") for file in root.rglob("*.cu*"))
-    for pattern in (OPENED_INBOX, REPLACED, NAMED_BARRIER, BEFORE_SLICES, KERNEL_BEGINS, *BY_32):
+    for pattern in (
+        OPENED_INBOX,
+        USES,
+        REPLACED,
+        NAMED_BARRIER,
+        BEFORE_SLICES,
+        KERNEL_BEGINS,
+        *BY_32,
+    ):
         if pattern not in known:
             raise ValueError(
                 f"no kernel has the text that racecheck gets in another form: {pattern}"
