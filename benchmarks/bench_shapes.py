@@ -109,6 +109,21 @@ def report_forward(
     print(f"\nseed {SEED}, {number}: {relative}{shape}: {shown} TFLOP/s")
 
 
+def race_forward(
+    benchmark: Any, rng: np.random.Generator, sets: list[tuple], causal: bool, flops: float
+) -> dict:
+    """Seconds by name of forward attention on all sets."""
+    calls = [lambda s=s: cuattn.flash_attention(*s, causal=causal) for s in sets]
+    ours, left_out = [timing.captured("cuattn", calls)], {}
+    others = list(
+        peers.attention_forward_graphs(
+            sets, causal=causal, fa3=flops > LEAST_FLOPS, left_out=left_out
+        )
+    )
+    rows = checks.rows_of_batch(rng, *sets[-1], causal=causal)
+    return race(benchmark, ours, others, rows, left_out)
+
+
 @pytest.mark.parametrize("number", range(COUNT))
 def bench_random_forward(benchmark, ceilings, number):
     """Self-attention: batch, length, heads and head_dim at random, causal or not."""
@@ -125,15 +140,7 @@ def bench_random_forward(benchmark, ceilings, number):
         (draw(batch, seqlen, heads, dim), *(draw(batch, seqlen, heads_kv, dim) for _ in "kv"))
         for _ in range(min(8, timing.sets_past_l2(4 * batch * seqlen * (heads + heads_kv) * dim)))
     ]
-    calls = [lambda s=s: cuattn.flash_attention(*s, causal=causal) for s in sets]
-    ours, left_out = [timing.captured("cuattn", calls)], {}
-    others = list(
-        peers.attention_forward_graphs(
-            sets, causal=causal, fa3=flops > LEAST_FLOPS, left_out=left_out
-        )
-    )
-    rows = checks.rows_of_batch(rng, *sets[-1], causal=causal)
-    seconds = race(benchmark, ours, others, rows, left_out)
+    seconds = race_forward(benchmark, rng, sets, causal, flops)
     report_forward(
         benchmark, ceilings, number, shape | {"causal": causal}, flops, len(sets), seconds
     )
@@ -162,15 +169,7 @@ def bench_random_cross(benchmark, ceilings, number):
         )
         for _ in range(min(8, timing.sets_past_l2(nbytes)))
     ]
-    calls = [lambda s=s: cuattn.flash_attention(*s, causal=causal) for s in sets]
-    ours, left_out = [timing.captured("cuattn", calls)], {}
-    others = list(
-        peers.attention_forward_graphs(
-            sets, causal=causal, fa3=flops > LEAST_FLOPS, left_out=left_out
-        )
-    )
-    rows = checks.rows_of_batch(rng, *sets[-1], causal=causal)
-    seconds = race(benchmark, ours, others, rows, left_out)
+    seconds = race_forward(benchmark, rng, sets, causal, flops)
     shape = {"batch": batch, "seqlens": [seqlen_q, seqlen_k], "heads": [heads, heads_kv]}
     shape |= {"head_dim": dim, "causal": causal}
     report_forward(benchmark, ceilings, number, shape, flops, len(sets), seconds)

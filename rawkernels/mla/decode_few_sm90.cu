@@ -139,14 +139,7 @@ __device__ __forceinline__ void produce_few(Smem& smem, const FewBlocks& blocks,
   for (int i = buffer, count = blocks.own(); i < count; i += 2, parity ^= 1) {
     const int next_page = loader.page_of_lane(first + 2 * distance);
     ptx::mbarrier_wait(empty, parity ^ 1);
-    if (warp == 0)
-      loader.load<0, 0>(smem, first, page, hint);
-    else if (warp == 1)
-      loader.load<0, 1>(smem, first, page, hint);
-    else if (warp == 2)
-      loader.load<1, 0>(smem, first, page, hint);
-    else
-      loader.load<1, 1>(smem, first, page, hint);
+    loader.load_half_of_warp(smem, warp, first, page, hint);
     first += 2 * distance;
     page = next_page;
   }

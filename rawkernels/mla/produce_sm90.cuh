@@ -76,6 +76,18 @@ struct Loader {
       __syncwarp();
     }
   }
+  // The half that is a warp's: of the first buffer warps 0 and 1, of the second warps 2 and 3.
+  __device__ __forceinline__ void load_half_of_warp(Smem& smem, int warp, int first, int page,
+                                                    unsigned long long hint) const {
+    if (warp == 0)
+      load<0, 0>(smem, first, page, hint);
+    else if (warp == 1)
+      load<0, 1>(smem, first, page, hint);
+    else if (warp == 2)
+      load<1, 0>(smem, first, page, hint);
+    else
+      load<1, 1>(smem, first, page, hint);
+  }
   // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
   __device__ __forceinline__ int rope_index() const {
     return params.head_dim > params.head_dim_v ? 0 : kRopePanel;
@@ -127,14 +139,7 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, 
       const int page = next_page;
       next_page = loader.page_of_lane(first + 2 * kBlockKeys);
       ptx::mbarrier_wait(empty, parity ^ 1);
-      if (warp == 0)
-        loader.load<0, 0>(smem, first, page, hint);
-      else if (warp == 1)
-        loader.load<0, 1>(smem, first, page, hint);
-      else if (warp == 2)
-        loader.load<1, 0>(smem, first, page, hint);
-      else
-        loader.load<1, 1>(smem, first, page, hint);
+      loader.load_half_of_warp(smem, warp, first, page, hint);
     }
   }
 }

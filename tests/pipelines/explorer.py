@@ -511,6 +511,21 @@ def run(pipeline: Pipeline, inputs: Iterable[Any]) -> None:
         raise Fault(report(pipeline, state.inputs, str(broken))) from None
 
 
+def without(pipeline: Pipeline, kind: type, barrier: str) -> Pipeline:
+    """The pipeline in which nobody has operations of this kind with this barrier."""
+
+    def left_out(role: Role) -> Role:
+        def other(own: Any, value: Any) -> Iterator[NamedTuple]:
+            for operation in role(own, value):
+                if not (isinstance(operation, kind) and operation[0] == barrier):
+                    yield operation
+
+        return other
+
+    roles = {name: left_out(role) for name, role in pipeline.processes.items()}
+    return dataclasses.replace(pipeline, processes=roles)
+
+
 def report(pipeline: Pipeline, inputs: tuple[Any, ...], what: str) -> str:
     """How a sequence of inputs leads to a fault."""
     state = _State(pipeline)

@@ -28,21 +28,6 @@ def test_a_count_that_changes_alone_is_found(name, change):
         explorer.run(model, model.inputs[-1:])
 
 
-def without(model, kind, barrier):
-    """The model in which nobody uses a barrier in a way."""
-
-    def left_out(role):
-        def other(own, given):
-            for operation in role(own, given):
-                if not (isinstance(operation, kind) and operation[0] == barrier):
-                    yield operation
-
-        return other
-
-    roles = {name: left_out(role) for name, role in model.processes.items()}
-    return dataclasses.replace(model, processes=roles)
-
-
 @pytest.mark.parametrize(
     ("kind", "barrier"),
     [
@@ -60,7 +45,7 @@ def without(model, kind, barrier):
 def test_every_barrier_is_needed(kind, barrier):
     model = pipeline(PROTOCOL)
     with pytest.raises(explorer.Fault):
-        explorer.run(without(model, kind, barrier), model.inputs[-1:])
+        explorer.run(explorer.without(model, kind, barrier), model.inputs[-1:])
 
 
 def test_every_cluster_ends():
@@ -76,4 +61,4 @@ def test_every_cluster_ends():
 def test_clusters_need_every_flag(kind, barrier):
     model = clusters()
     with pytest.raises(explorer.Fault):
-        explorer.run(without(model, kind, barrier), model.inputs[-1:])
+        explorer.run(explorer.without(model, kind, barrier), model.inputs[-1:])

@@ -30,21 +30,6 @@ def test_a_count_that_changes_alone_is_found(p, name, change):
         explorer.explore(pipeline(dataclasses.replace(p, arrivals=arrivals)))
 
 
-def without(model, kind, barrier):
-    """The model in which nobody uses a barrier in a way."""
-
-    def left_out(role):
-        def other(own, pairs):
-            for operation in role(own, pairs):
-                if not (isinstance(operation, kind) and operation[0] == barrier):
-                    yield operation
-
-        return other
-
-    roles = {name: left_out(role) for name, role in model.processes.items()}
-    return dataclasses.replace(model, processes=roles)
-
-
 @pytest.mark.parametrize(
     ("kind", "barrier"),
     [
@@ -64,4 +49,4 @@ def without(model, kind, barrier):
 @pytest.mark.parametrize("p", PROTOCOLS, ids=str)
 def test_every_barrier_is_needed(p, kind, barrier):
     with pytest.raises(explorer.Fault):
-        explorer.explore(without(pipeline(p), kind, barrier))
+        explorer.explore(explorer.without(pipeline(p), kind, barrier))
