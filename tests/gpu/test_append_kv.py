@@ -7,6 +7,7 @@ import pytest
 
 import cuattn
 from tests import appending, formulas
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -57,16 +58,9 @@ def test_a_graph_writes_where_lengths_point_when_it_runs():
     k_cache, v_cache = cupy.zeros((2, 2, 8, 1, 8), np.float32)
     new = cupy.ones((2, 1, 1, 8), np.float32)
     lens = cupy.asarray(np.array([1, 4], np.int32))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cuattn.append_kv(k_cache, v_cache, new, new, lens)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        cuattn.append_kv(k_cache, v_cache, new, new, lens)
-        graph = stream.end_capture()
-        lens += 2
-        graph.launch(stream)
-        stream.synchronize()
+    replay, _ = captured(lambda: cuattn.append_kv(k_cache, v_cache, new, new, lens))
+    lens += 2
+    replay()
     expected = np.zeros((2, 8), bool)
     expected[0, [0, 2]] = expected[1, [3, 5]] = True
     np.testing.assert_array_equal(k_cache.get()[..., 0, 0] == 1, expected)

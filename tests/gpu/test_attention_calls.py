@@ -23,6 +23,7 @@ from tests.gpu.calls import (
     precisions,
     within,
 )
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -157,21 +158,13 @@ def test_graph_capture_and_replay(tier, dtype, varlen, rng):
             return cuattn.flash_attention_varlen(q, k, v, cu, causal=True, out=out)
         return cuattn.flash_attention(q, k, v, causal=True, out=out)
 
-    call(out)  # compiled before the capture
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        call(out)
-        graph = stream.end_capture()
+    replay, _ = captured(lambda: call(out))
     for _ in range(3):
         for array in (q, k, v):
             array[...] = cupy.asarray(normal(rng, array.shape, DTYPES[dtype]))
         cu[1] = int(rng.integers(0, 201))
         out[...] = np.nan
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
+        replay()
         assert bool((out == call()).all())
 
 

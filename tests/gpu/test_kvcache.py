@@ -18,6 +18,7 @@ from cuattn.decoding import paged_attention
 from cuattn.kvcache import PagedKVCache
 from tests.caches import CacheMachine
 from tests.formulas import assert_accurate
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -104,20 +105,12 @@ def test_a_step_is_captured_once_and_replayed(rng):
 
     extend()
     table, lens = cache.page_table(ids), cache.seq_lens(ids)
-    step()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        outs = step()
-        graph = stream.end_capture()
+    replay, outs = captured(step)
     for _ in range(40):
         extend()
         assert cache.page_table(ids) is table
         assert cache.seq_lens(ids) is lens
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
+        replay()
     for layer in range(layers):
         for b in range(3):
             want = cuattn.flash_attention(q.get()[b], held[layer][b], held[layers + layer][b])

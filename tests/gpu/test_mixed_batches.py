@@ -9,6 +9,7 @@ import pytest
 
 import cuattn
 from tests import formulas
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -118,21 +119,13 @@ def test_a_graph_reads_lengths_when_it_is_replayed(rng):
     def call():
         return cuattn.paged_attention(q, k, v, table, lens, cu_seqlens_q=cu_q)
 
-    call()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        out = call()
-        graph = stream.end_capture()
+    replay, out = captured(call)
     for changed in (tokens, tokens[::-1], [37] * 8 + [4]):
         ends = np.concatenate([[0], np.cumsum(changed)])[:9]
         ends[-1] = sum(tokens)
         cu_q[...] = cupy.asarray(ends.astype(np.int32))
         want = call()
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
+        replay()
         assert float(cupy.abs(out - want).max()) < 0.02
         assert bool(cupy.isfinite(out.astype(np.float32)).all())
 

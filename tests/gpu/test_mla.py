@@ -12,6 +12,7 @@ import pytest
 
 from cuattn.mla import mla_decode, mla_prefill
 from tests import formulas
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -309,18 +310,12 @@ def test_a_graph_replays_after_lengths_changed(rng, tier, lens):
         arrays = on_gpu[..., :512], on_gpu[..., 512:], *cache.pages
         return mla_decode(*arrays, table, lens, scale=SCALE)
 
-    call()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        out = call()
-        graph = stream.end_capture()
-        for shorter in (0, 1, 37):
-            lens[...] = cupy.asarray(np.maximum(cache.lens - shorter, 0))
-            out[...] = np.nan
-            graph.launch()
-            want = call()
-            assert np.array_equal(out.get().view(np.uint16), want.get().view(np.uint16))
+    replay, out = captured(call)
+    for shorter in (0, 1, 37):
+        lens[...] = cupy.asarray(np.maximum(cache.lens - shorter, 0))
+        out[...] = np.nan
+        replay()
+        assert np.array_equal(out.get().view(np.uint16), call().get().view(np.uint16))
 
 
 def test_out_of_other_strides(rng, tier):

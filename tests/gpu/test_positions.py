@@ -7,6 +7,7 @@ import pytest
 
 import cuattn
 from tests.formulas import DTYPES, assert_accurate
+from tests.gpu.graphs import captured
 from tests.test_positions import LLAMA3, SCALINGS, formula
 
 cupy = pytest.importorskip("cupy")
@@ -76,19 +77,11 @@ def test_far_and_negative_positions(rng):
 def test_graph_replays_with_other_positions(rng):
     x = cupy.asarray(rng.standard_normal((8, 4, 64), dtype=np.float32))
     positions = cupy.zeros(8, np.int32)
-    cuattn.rope(x, positions, scaling=LLAMA3)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        out = cuattn.rope(x, positions, scaling=LLAMA3)
-        graph = stream.end_capture()
-        for start in (5, 77):
-            positions[:] = cupy.arange(start, start + 8)
-            graph.launch(stream)
-            stream.synchronize()
-            expected = cuattn.rope(x, positions, scaling=LLAMA3)
-            assert (out == expected).all()
+    replay, out = captured(lambda: cuattn.rope(x, positions, scaling=LLAMA3))
+    for start in (5, 77):
+        positions[:] = cupy.arange(start, start + 8)
+        replay()
+        assert (out == cuattn.rope(x, positions, scaling=LLAMA3)).all()
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 24, 40, 72])

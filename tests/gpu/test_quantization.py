@@ -12,6 +12,7 @@ import cuattn
 from cuattn._quantized import FORMATS
 from cuattn.gpu import dispatch
 from tests import formulas
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -324,19 +325,11 @@ def test_prompts_in_a_graph(rng):
     def call():
         return prompts.call(q, k, v, lambda array: places[array.ctypes.data])
 
-    call()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        out = call()
-        graph = stream.end_capture()
-        for array in (k.data, v.data):
-            array[:] = array[::-1].copy()
-        seq_lens[:] = cupy.asarray(np.array([81, 100, 40], np.int32))
-        table[:] = cupy.asarray(rng.permutation(21).reshape(3, 7).astype(np.int32))
-        out[:] = np.nan
-        graph.launch(stream)
-        again = call()
-    stream.synchronize()
-    cupy.testing.assert_array_equal(out, again)
+    replay, out = captured(call)
+    for array in (k.data, v.data):
+        array[:] = array[::-1].copy()
+    seq_lens[:] = cupy.asarray(np.array([81, 100, 40], np.int32))
+    table[:] = cupy.asarray(rng.permutation(21).reshape(3, 7).astype(np.int32))
+    out[:] = np.nan
+    replay()
+    cupy.testing.assert_array_equal(out, call())
