@@ -29,8 +29,8 @@ import ml_dtypes
 import numpy as np
 
 import cuattn
-from cuattn.gpu import compiler, decoding, dispatch
-from cuattn.gpu.dispatch import decoding_codes_sm90
+from cuattn.gpu import compiler, decoding, dispatch, mla
+from cuattn.gpu.dispatch import decoding_codes_sm90, sm90
 from tests import appending
 from tests.scores import check_decode, check_paged, check_varlen
 
@@ -62,6 +62,20 @@ def forward(rng: np.random.Generator, dtype: np.dtype) -> None:
     # More tiles than a block of forward_sm90 has places for, on any GPU.
     q, k, v = arrays(rng, dtype, (1, 70, 900, 64), (1, 70, 1, 64), (1, 70, 1, 64))
     cuattn.flash_attention(q, k, v, causal=True)
+
+
+def forward_large_blocks(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Blocks of 176 keys, for one and two consumers."""
+    sm90.SM90_MANY_KEYS = 1  # however few there are
+    fastest = sm90._fastest
+    for warpgroups in (1, 2):
+        sm90._fastest = lambda spec, configs, _, w=warpgroups: next(
+            c for c in configs if (c.tile_n, c.warpgroups) == (176, w)
+        )
+        seqlen = 300 * warpgroups
+        q, k, v = arrays(rng, dtype, (2, seqlen // 2, 4, 128), *[(2, seqlen, 2, 128)] * 2)
+        cuattn.flash_attention(q, k, v, causal=True, return_lse=True)
+    sm90._fastest = fastest
 
 
 def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim_v: int) -> None:
@@ -209,6 +223,18 @@ def codes_of_latents(rng: np.random.Generator, dtype: np.dtype, format: str) -> 
                 cuattn.mla_decode(q, q_rope, latents, rope, table, lens, scale=0.07, **more)
 
 
+def quantize(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Scales of every kind, of whole vectors and not, rotated and not."""
+    for dim, format in itertools.product((128, 40), ("int8", "int4", "float8_e5m2")):
+        (x,) = arrays(rng, dtype, (2, 70, 3, dim))
+        for granularity in ("token", "group", "head", "channel", "tensor"):
+            more = {"group_size": dim // 4} if granularity == "group" else {}
+            cuattn.dequantize(cuattn.quantize(x, format, granularity=granularity, **more))
+        cuattn.dequantize(cuattn.quantize(x, format, rotate=True))
+    codes = cuattn.quantize(x, "int4", symmetric=False, granularity="channel")
+    cuattn.dequantize(codes)
+
+
 def shared_prefix(rng: np.random.Generator, dtype: np.dtype) -> None:
     """Few rows and many, in pages that are all needed to the last slot, and in arrays that end
     within a tile of keys. Forty sequences of one tile of keys each give a thread block of
@@ -341,6 +367,8 @@ def latents(rng: np.random.Generator, dtype: np.dtype) -> None:
         chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))
         for more in ({}, {"num_splits": "fixed"}, {"window": (100, 0)}, {"indices": chosen}):
             cuattn.mla_decode(*call, scale=0.07, return_lse=True, **more)
+        cu_seqlens = cupy.asarray(np.array([0, 0, 1, 71, 321], np.int32))
+        mla.take_tokens(pages[:, :, None], *call[-2:], cu_seqlens, 321)
 
 
 def speculation(rng: np.random.Generator, dtype: np.dtype) -> None:
@@ -469,12 +497,20 @@ def parts() -> Iterator[tuple[str, Callable[[np.random.Generator, np.dtype], Non
         limited = in_tiers(call, *(f"{kind}_{below}" for below in tiers[first:]))
         for dtype in real if tier == "simt" else real[:1]:
             yield f"{kind}.{tier}.{dtype}{case}", limited, dtype
+    yield "forward.large_blocks.float16", forward_large_blocks, "float16"
     for dtype, dims in itertools.product(real, HEAD_DIMS):
         call = functools.partial(gradients, head_dim=dims[0], head_dim_v=dims[1])
         yield "gradients.{}.{}x{}".format(dtype, *dims), call, dtype
+        if dtype == "float16" and dims[0] >= 64:  # as where there is no wgmma
+            below = in_tiers(call, "backward_sm80", "backward_simt")
+            yield "gradients.sm80.{}.{}x{}".format(dtype, *dims), below, dtype
     for call, dtypes in (
-        (shared_prefix, real[:1]), (kvcache, real), (scores, real[::2]), (append, real[::2])
-    ):  # fmt: skip
+        (shared_prefix, real[:1]),
+        (kvcache, real),
+        (quantize, real),
+        (scores, real[::2]),
+        (append, real[::2]),
+    ):
         for dtype in dtypes:
             yield f"{call.__name__}.{dtype}", call, dtype
     for format, dim in itertools.product(FORMATS, (128, 64)):
