@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch, params
 from cuattn.gpu.arguments import backward_arguments
-from cuattn.gpu.dispatch import BackwardCall, Call, JvpCall, Layout, Strides
+from cuattn.gpu.dispatch import BackwardCall, Call, JvpCall, Layout, Strides, gradients_sm90
 from tests.test_dispatch import MAX_GRID, SMEM_LIMITS, specs
 
 #: In the order of their fields.
@@ -172,14 +172,24 @@ def test_float32_and_float64_take_one_pass_where_shared_memory_is_large():
 
 def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long():
     dtypes = [np.dtype(np.float16)] * 3
-    for shape, causal, keys in (
-        ((8, 512, 32, 64), False, 128),
-        ((8, 513, 32, 64), False, 192),
-        ((2, 8192, 4, 64), False, 128),  # 2.6 tiles of 192 keys a multiprocessor are three
-        ((2, 8192, 4, 64), True, 192),
-        ((1, 4096, 1, 64), True, 128),  # fewer tiles than multiprocessors
+    for shape, heads_kv, causal, keys in (
+        ((8, 512, 32, 64), 32, False, 128),
+        ((8, 513, 32, 64), 32, False, 192),
+        ((2, 8192, 4, 64), 4, False, 128),  # 2.6 tiles of 192 keys a multiprocessor are three
+        ((2, 8192, 32, 64), 32, True, 192),
+        ((8, 2048, 32, 64), 4, True, 192),  # 352 tiles, the longest first, that end together
+        ((2, 8192, 32, 64), 4, True, 128),  # 344 tiles that do not
+        ((2, 8192, 32, 64), 2, True, 128),  # 172, of which 40 multiprocessors have two
+        ((1, 4096, 1, 64), 1, True, 128),  # fewer tiles than multiprocessors
+        ((16384, 32, 64), 2, True, 128),  # of several sequences: as many tiles
+        ((16384, 32, 64), 2, False, 128),
+        ((16384, 32, 64), 4, True, 192),
     ):
-        spec = attention_spec("flash_attention", *[shape] * 3, *dtypes, causal=causal)
+        of_keys = (*shape[:-2], heads_kv, 64)
+        name, options = "flash_attention", {"causal": causal}
+        if len(shape) == 3:
+            name, options = name + "_varlen", {"causal": causal, "sequences": 7}
+        spec = attention_spec(name, shape, of_keys, of_keys, *dtypes, **options)
         call = Call.contiguous(spec, "sm_90a")
         chosen = dispatch.choose_backward(BackwardCall(call, call.strides.out))
         configs = {launch.variant.entry: launch.variant.config for launch in chosen.launches}
@@ -303,13 +313,52 @@ def test_tiers_of_gradients_are_chosen_by_context():
         pass
 
 
-def test_sums_do_not_begin_as_zeros_where_queries_see_few_keys():
-    def workspaces(seqlen, **options):
-        rows = (1, seqlen, 2, 128)
+@given(
+    lengths=st.tuples(*[st.integers(1, 3000)] * 2),
+    heads=st.integers(1, 12),
+    group=st.integers(1, 4),
+    keys=st.sampled_from([128, 192]),
+)
+def test_tiles_of_a_causal_mask_are_dealt_out_as_the_kernel_does(lengths, heads, group, keys):
+    """By the number of each tile, as layout_sm90.cuh finds it, and by what its keys are seen by."""
+    seqlen_q, seqlen_k = lengths
+    shapes = [(2, seqlen_q, heads * group, 64)] + [(2, seqlen_k, heads, 64)] * 2
+    dtypes = [np.dtype(np.float16)] * 3
+    spec = attention_spec("flash_attention", *shapes, *dtypes, causal=True)
+    slots, everyone = -(-seqlen_k // keys), 2 * heads
+    section, late = gradients_sm90._order(spec, 64, slots, 7)
+    sees = np.arange(seqlen_k) <= np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    ends = np.zeros(7, int)
+    for number in range(slots * everyone):
+        if number >= late * everyone:
+            slot = late + (number - late * everyone) // everyone
+        else:
+            before = number // (late * section) * section
+            slot = (number - before * late) // min(section, everyone - before)
+        rows = np.flatnonzero(sees[:, slot * keys : (slot + 1) * keys].any(axis=1))
+        blocks = -(-seqlen_q // 64) - rows[0] // 64 if len(rows) else 0
+        ends[ends.argmin()] += group * blocks
+    assert gradients_sm90._dealt_time(spec, 64, keys, 7) == ends.max()
+
+
+def test_where_sums_do_not_begin_as_zeros():
+    def workspaces(seqlen, head_dim=128, heads_kv=2, ragged=False, **options):
+        rows, of_keys = (1, seqlen, 2, head_dim), (1, seqlen, heads_kv, head_dim)
+        name = "flash_attention"
+        if ragged:
+            name, rows, of_keys = name + "_varlen", rows[1:], of_keys[1:]
+            options["sequences"] = 2
         dtypes = [np.dtype(np.float16)] * 3
-        spec = attention_spec("flash_attention", rows, rows, rows, *dtypes, **options)
+        spec = attention_spec(name, rows, of_keys, of_keys, *dtypes, **options)
         call = Call.contiguous(spec, "sm_90a")
         return dict(dispatch.choose_backward(BackwardCall(call, call.strides.out)).workspaces)
+
+    for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
+        options = {"head_dim": head_dim, "causal": causal}
+        assert ("opened" in workspaces(16384, **options)) == (causal and head_dim == 128)
+        assert ("opened" in workspaces(16384, ragged=True, **options)) == causal
+        for ragged in (False, True):
+            assert "opened" not in workspaces(16384, heads_kv=1, ragged=ragged, **options)
 
     parts = 8 * 2 * 2 * 128  # of 64 queries and columns of two heads, 8 bytes each
     assert workspaces(8192)["dq_sums"] and "opened" not in workspaces(8192)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 
 _STATISTICS_PAD = 128  # rows: kStatisticsPad of rawkernels/gradients/layout_sm90.cuh
 _PART_ROWS = 64  # of a thread block of around_sm90.cu
+_BLOCK_ROWS = 64  # of queries: kQueries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,8 @@ SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
 #: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
 SM90_TIME_OF_192 = 0.91
 SM90_FEW_TILES = 4  # a multiprocessor
+#: Tiles a multiprocessor, from which on all are taken to be as busy.
+SM90_MANY_TILES = 8
 #: Keys that a query sees on average, up to which sums of dq do not begin as zeros: writing these
 #: takes as long however much there is to compute. At head_dim 128 a call with a causal mask takes
 #: 9% less at 512 queries and 5% less at 2048, one with a window of 1024 4% less; without a mask
@@ -257,7 +261,7 @@ class Sm90Backward:
             ("next_tile", 4),
             ("nonfinite", 4),
         )
-        if fused and _seen_keys(spec) <= SM90_OPENED_KEYS:
+        if fused and _opens_sums(spec, head_dim):
             workspaces += (("opened", 8 * (rows // _PART_ROWS) * (head_dim // 64)),)
         return BackwardLaunches(tuple(launches), workspaces=workspaces)
 
@@ -282,8 +286,9 @@ class Sm90Backward:
 
 
 def _keys_of_a_block(spec: AttentionSpec, head_dim: int, multiprocessors: int) -> int:
-    """Of the kernel that computes dq, dk and dv together: by how many tiles the busiest
-    multiprocessor has, which are whole ones where all cost the same."""
+    """Of the kernel that computes dq, dk and dv together: by how long the busiest multiprocessor
+    is at its tiles. It has whole ones where all cost the same, and where nobody has more than two;
+    those of a causal mask, where they are few, are dealt out to see it."""
     if head_dim != 64 or spec.dropout != 0.0:  # masks take more registers than three leave
         return 128
     ragged = spec.rows == "ragged"
@@ -291,12 +296,41 @@ def _keys_of_a_block(spec: AttentionSpec, head_dim: int, multiprocessors: int) -
         return 128
     heads = spec.heads_kv * (1 if ragged else spec.batch)
     alike = not ragged and spec.window_left is None and spec.window_right is None
+    few = -(-spec.seqlen_k // 192) * heads < SM90_MANY_TILES * multiprocessors
+    is_dealt = few and not ragged and _is_causal(spec)
 
     def time(keys: int) -> float:
+        if is_dealt:
+            return _dealt_time(spec, head_dim, keys, multiprocessors) * keys
         tiles = -(-spec.seqlen_k // keys) * heads / multiprocessors
-        return (math.ceil(tiles) if alike else max(tiles, 1.0)) * keys
+        return (math.ceil(tiles) if alike or tiles <= 2 else tiles) * keys
 
     return 192 if time(192) * SM90_TIME_OF_192 <= time(128) else 128
+
+
+def _is_causal(spec: AttentionSpec) -> bool:
+    """Whether keys are bounded on the right alone."""
+    return spec.window_left is None and spec.window_right is not None
+
+
+def _dealt_time(spec: AttentionSpec, head_dim: int, keys: int, multiprocessors: int) -> int:
+    """When the last multiprocessor is done, in blocks of queries, where each takes the next tile of
+    `_order` when it is done with one: sequences are of one length and have a causal mask."""
+    slots, heads = -(-spec.seqlen_k // keys), spec.heads_kv * spec.batch
+    section, late = _order(spec, head_dim, slots, multiprocessors)
+    seen_by_all = spec.seqlen_k - spec.seqlen_q + (spec.window_right or 0)  # keys: by every row
+    first_rows = (max(slot * keys - seen_by_all, 0) for slot in range(slots))
+    blocks, group = -(-spec.seqlen_q // _BLOCK_ROWS), spec.heads_q // spec.heads_kv
+    costs = [group * max(blocks - row // _BLOCK_ROWS, 0) for row in first_rows]
+    busy = [0] * multiprocessors
+    for head in range(0, heads, section):
+        for cost in costs[:late]:
+            for _ in range(min(section, heads - head)):
+                heapq.heapreplace(busy, busy[0] + cost)
+    for cost in costs[late:]:
+        for _ in range(heads):
+            heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
 
 
 def _seen_keys(spec: AttentionSpec) -> int:
@@ -308,6 +342,16 @@ def _seen_keys(spec: AttentionSpec) -> int:
     if spec.window_left is None and spec.window_right is None:
         return keys
     return keys - min(queries, keys) // 2
+
+
+def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:
+    """Whether sums of dq begin with the part that comes first. Under a causal mask every tile is
+    the first at the queries of its own keys, so that many open sums at once, if slowly; the tiles
+    of grouped heads all follow one of them from their second head on."""
+    alone = _is_causal(spec) and spec.heads_q == spec.heads_kv
+    if alone and (spec.rows == "ragged" or head_dim == 128):
+        return True
+    return _seen_keys(spec) <= SM90_OPENED_KEYS
 
 
 def _order(spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int) -> tuple[int, int]:
