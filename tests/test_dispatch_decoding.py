@@ -73,18 +73,22 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
     if "sm90" in launch.variant.source:
         assert aligned
         blocks = launch.grid[0]
-        assert launch.grid == (blocks, spec.heads_kv, spec.batch)
-        assert blocks % config.cluster == 0
         rows = spec.seqlen_q * spec.heads_q // spec.heads_kv
+        row_tiles = -(-rows // 16)
+        pairs = spec.batch * spec.heads_kv * row_tiles
+        assert launch.grid == (blocks, spec.heads_kv * row_tiles, spec.batch)
+        assert blocks % config.cluster == 0
         assert config.rows == (8 if rows <= 8 else 16)
-        assert rows <= 16
-        shared = 113 if config.cluster == 4 else 227  # KiB
+        assert config.row_tiles == (row_tiles > 1)
+        assert rows <= (64 if spec.heads_q <= 64 * spec.heads_kv else 128)
+        half = config.cluster == 4 and pairs * blocks > 120 * multiprocessors // 132
+        shared = 113 if half else 227  # KiB
         assert config.blocks_per_sm * (config.smem_bytes + 1024) <= shared * 1024
         if config.cluster == 1:
             assert blocks == 1
             assert max(launch.grid) < 65536
         else:
-            assert spec.batch * spec.heads_kv * blocks <= multiprocessors
+            assert pairs * blocks <= multiprocessors
             assert blocks == config.cluster or blocks * 2048 <= config.cluster * spec.seqlen_k
         return
     lanes, groups = launch.grid
@@ -123,7 +127,10 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"heads": 2}, (8, 4)),
         ({"heads": 2, "capacity": 65536}, (8, 7)),
         ({"heads": 1, "capacity": 65536}, (8, 14)),
-        ({"heads": 4, "capacity": 65536}, (8, 3)),
+        ({"heads": 4, "capacity": 28671}, (8, 3)),
+        ({"heads": 4, "capacity": 28672}, (4, 7)),  # on more multiprocessors
+        ({"heads": 4, "capacity": 65536}, (4, 7)),
+        ({"heads": 3, "capacity": 65536}, (4, 10)),
         ({"heads": 5, "capacity": 16384}, 8),
         ({"heads": 4, "capacity": 131072}, None),  # too few to read fast
         ({"heads": 1, "dim": 64}, (8, 4)),
@@ -142,11 +149,26 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"tokens": 4, "capacity": 65537}, None),
         ({"tokens": 4, "heads": 6, "capacity": 65537}, None),  # too many for a cluster
         ({"tokens": 4, "batch": 4, "capacity": 16384}, 4),
-        ({"tokens": 4, "heads": 4, "capacity": 131072}, (8, 3)),
+        ({"tokens": 4, "heads": 4, "capacity": 131072}, (4, 7)),
         ({"tokens": 4, "dim": 64, "capacity": 32768}, 8),
         ({"tokens": 4, "dim": 64, "heads": 16, "capacity": 16384}, 4),
         ({"tokens": 4, "dim": 64, "heads": 16, "capacity": 16385}, None),
-        ({"tokens": 5}, None),  # 20 rows
+        ({"tokens": 5}, None),  # 20 rows, whose two tiles would read too much
+        ({"tokens": 5, "capacity": 4096}, 4),
+        ({"tokens": 5, "capacity": 4096, "page_size": 16}, 4),
+        ({"tokens": 5, "capacity": 4096, "page_size": 8}, None),
+        ({"tokens": 5, "capacity": 4096, "num_splits": "fixed"}, None),
+        ({"tokens": 5, "capacity": 4097}, None),
+        ({"tokens": 5, "capacity": 8192, "dim": 64}, 4),
+        ({"tokens": 5, "capacity": 3072, "dim": 80}, 4),
+        ({"tokens": 5, "capacity": 3500, "dim": 80}, None),
+        ({"tokens": 5, "heads": 1}, (8, 4)),
+        ({"tokens": 5, "heads": 1, "capacity": 2048}, 8),
+        ({"tokens": 5, "heads": 16, "capacity": 1024}, 2),  # not of half multiprocessors
+        ({"tokens": 16, "heads": 1}, (8, 3)),  # four tiles
+        ({"tokens": 17, "heads": 1}, None),  # 68 rows
+        ({"tokens": 12, "heads": 1, "batch": 64, "capacity": 300}, 1),  # two for a multiprocessor
+        ({"tokens": 12, "heads": 1, "batch": 89, "capacity": 200}, None),
     ],
 )
 def test_few_sequences_have_clusters(change, clusters):
@@ -190,8 +212,13 @@ def test_few_sequences_have_clusters(change, clusters):
         ({"batch": 12, "capacity": 385}, None),  # a cluster
         ({"batch": 8, "capacity": 257}, None),
         ({"batch": 3, "capacity": 129}, None),
-        ({"batch": 17, "capacity": 512}, 3),
-        ({"batch": 17, "capacity": 1024}, 3),
+        ({"batch": 17, "capacity": 512}, 1),
+        ({"batch": 33, "capacity": 1024}, 1),  # each has a multiprocessor
+        ({"batch": 34, "capacity": 512}, 3),
+        ({"batch": 34, "capacity": 1024}, 3),
+        ({"batch": 300, "capacity": 1536, "dim": 64, "tokens": 4}, 4),
+        ({"batch": 300, "capacity": 1537, "dim": 64, "tokens": 4}, None),
+        ({"batch": 300, "capacity": 1536, "dim": 64}, None),
         ({"batch": 17, "capacity": 1025}, None),  # decode_sm80.cu reads them faster
         ({"batch": 400, "capacity": 400}, 3),
         ({"batch": 400, "capacity": 513}, None),
@@ -270,7 +297,7 @@ def test_there_is_a_slot_for_every_partial_result(spec, splits):
     assert rest == 0
     if "sm90" in launch.variant.source:
         parts = launch.grid[0] // launch.variant.config.cluster
-        assert slots == (0 if parts == 1 else parts * spec.batch * spec.heads_kv)
+        assert slots == (0 if parts == 1 else parts * launch.grid[1] * launch.grid[2])
     elif splits is None:
         assert slots == 2 * launch.grid[0] * launch.grid[1]
     elif spec.rows == "batched":
@@ -577,7 +604,8 @@ INT4 = {
 def test_neighbouring_key_heads_share_a_block(dim, heads, options, expected):
     """So many as have rows of 128 bytes together, if each one's queries are in one warp's tile;
     fewer where sequences are few."""
-    launch = dispatch.choose(over_codes("sm_90a", dim, heads=heads, **options))
+    below = tuple(tier for tier in TIERS if tier.name != "decode_sm90")
+    launch = dispatch.choose(over_codes("sm_90a", dim, heads=heads, **options), below)
     config = launch.variant.config
     assert (config.heads, config.rows, config.warp_rows) == expected
     assert config.warp_keys == (64 if dim == 64 and config.warp_rows == 4 else 32)
@@ -586,6 +614,46 @@ def test_neighbouring_key_heads_share_a_block(dim, heads, options, expected):
     panel = launch.tensor_maps["k"].shape[0]
     assert panel == min(128, config.heads * row // heads[1])
     assert launch.tensor_maps["k"].shape[2] * panel == row
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "options", "clusters"),
+    [
+        (128, (32, 8), {"capacity": 8192}, (8, 1)),  # of int8
+        (128, (32, 8), {"capacity": 8193}, None),  # four rows that decode_sm80.cu merges
+        (128, (40, 8), {"capacity": 16384}, (8, 1)),
+        (128, (40, 8), {"capacity": 16385}, None),
+        (128, (24, 6), {"capacity": 8191}, (8, 1)),
+        (128, (24, 6), {"capacity": 8192}, (8, 2)),
+        (128, (24, 6), {"capacity": 16385}, None),
+        (128, (32, 4), {"capacity": 8192}, (8, 3)),
+        (128, (32, 4), {"capacity": 32768}, (4, 7)),
+        (128, (32, 8), {"capacity": 8192, "batch": 2}, (4, 1)),
+        (128, (32, 8), {"capacity": 4096, "batch": 4}, (2, 1)),
+        (128, (32, 8), {"capacity": 4097, "batch": 4}, None),
+        (128, (32, 8), {"capacity": 1024, "batch": 9}, None),
+        (128, (32, 8), INT4 | {"capacity": 8192}, (8, 1)),
+        (128, (64, 8), INT4 | {"capacity": 8193}, None),
+        (128, (72, 8), INT4 | {"capacity": 16384}, (8, 1)),
+        (128, (32, 8), INT4 | {"capacity": 4096, "batch": 2}, (4, 1)),
+        (128, (32, 8), INT4 | {"capacity": 4097, "batch": 2}, None),
+        (64, (32, 8), {"capacity": 8191}, (8, 1)),
+        (64, (32, 8), {"capacity": 8192}, (2, 8)),
+        (64, (32, 8), {"capacity": 16384}, (2, 8)),
+        (64, (32, 8), {"capacity": 16385}, None),
+        (64, (32, 8), INT4 | {"capacity": 8192, "batch": 2}, (2, 4)),
+        (64, (32, 8), {"capacity": 2048, "batch": 3}, (4, 1)),
+        (64, (32, 8), {"capacity": 4097, "batch": 3}, None),
+    ],
+)
+def test_clusters_over_codes(dim, heads, options, clusters):
+    call = over_codes("sm_90a", dim, heads=heads, **({"batch": 1} | options))
+    launch = dispatch.choose(call)
+    assert launch.variant in set(dispatch.variants("sm_90a"))
+    assert (launch.variant.entry == "decode_sm90") == (clusters is not None)
+    if clusters is not None:
+        cluster = launch.variant.config.cluster
+        assert (cluster, launch.grid[0] // cluster) == clusters
 
 
 def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():

@@ -189,8 +189,35 @@ def test_tokens_over_pages_go_forward_from_a_few_dozen_rows_on(batch):
     """Tiles of which have 128 rows, of parts of the keys where they do not fill the device."""
     assert paged(64, batch=batch)
     assert paged(16, batch=batch)
-    assert not paged(8, batch=batch)  # 32 rows
+    assert paged(5, batch=batch)  # 20 rows
+    assert not paged(4, batch=batch)
     assert not paged(2, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "batch", "decodes"),
+    [
+        (16, 1024, 1, True),  # 64 rows: 32 tiles of 16
+        (16, 4096, 1, False),  # which would read the keys from L2 for too long
+        (4, 4096, 4, True),  # a tile
+        (17, 512, 1, False),  # more than 64 rows
+        (16, 128, 8, True),  # 256 tiles
+        (16, 128, 9, False),
+    ],
+)
+def test_several_small_tiles_of_rows_read_few_keys(tokens, keys, batch, decodes):
+    assert paged(tokens, keys, batch=batch) is not decodes
+
+
+@pytest.mark.parametrize(("heads", "tiles"), [(64, 4), (65, 5), (128, 8), (129, None)])
+def test_groups_too_large_to_pack_have_more_small_tiles(heads, tiles):
+    cache = (1, 1024, 1, 128)
+    dtypes = [BFLOAT16] * 3
+    spec = attention_spec("flash_decode", (1, 1, heads, 128), cache, cache, *dtypes, keys="cached")
+    launch = dispatch.choose(Call.contiguous(spec, "sm_90a"))
+    assert (launch.variant.entry == "decode_sm90") == (tiles is not None)
+    if tiles:
+        assert launch.grid == (8, tiles, 1)
 
 
 def test_how_to_split_is_what_decoding_does():

@@ -287,6 +287,9 @@ def test_few_queries_over_many_keys_have_large_blocks(call, tile, parts):
         ({"tokens": 1, "keys": 418, "batch": 49, "heads": (768, 16), "dim": 96}, 1, 1),
         ({"tokens": 1, "keys": 1391, "batch": 342, "heads": (48, 1), "dim": 256}, 1, 1),
         ({"tokens": 1, "keys": 13312, "batch": 104, "heads": (384, 8), "dim": 64}, 1, 2),
+        ({"tokens": 1, "keys": 1000, "batch": 64, "heads": (128, 4)}, 1, 1),
+        ({"tokens": 8, "keys": 8192}, 1, 11),  # 32 rows
+        ({"tokens": 8, "keys": 8192, "batch": 16}, 1, 1),
         ({"tokens": 16, "keys": 8192, "batch": 16}, 1, 1),
         ({"tokens": 32, "keys": 8192, "batch": 16}, 2, 1),
         ({"tokens": 12, "keys": 65536, "heads": (32, 8)}, 1, 9),
@@ -310,7 +313,7 @@ def test_few_queries_over_caches_fill_a_tile_together(call, kind, warpgroups, pa
     "call",
     [
         {"tokens": 1, "keys": 8192, "batch": 16},
-        {"tokens": 8, "keys": 8192, "batch": 16},  # 32 rows
+        {"tokens": 4, "keys": 8192, "batch": 16},  # 16 rows
         {"tokens": 1, "keys": 300, "heads": (48, 1)},  # a tile on one multiprocessor
         {"tokens": 40, "keys": 300, "heads": (8, 8)},  # nothing to pack
     ],

@@ -74,6 +74,7 @@ struct ClusterPartial {
 template <class T, int kRows, int kHeadDim, int kCluster>
 struct ClusterPartials {
   using Row = ClusterPartial<kHeadDim / kCluster>;
+  static constexpr int kBatch = 8 / kCluster;  // of a lane's that are requested together
 
   const DecodeParams& params;
 
@@ -97,28 +98,40 @@ struct ClusterPartials {
   }
 
   // Four columns of a row, merged over the pair's clusters, of which each of kCluster lanes takes
-  // every kCluster-th. Waits for their partial results.
+  // every kCluster-th. Waits for their partial results, of eight clusters at a time.
   __device__ __forceinline__ Partial<T> merged(int row, int vec, int lane) const {
     const int clusters = gridDim.x / kCluster;
     Partial<T> whole;
 #pragma unroll 1
-    for (int first = 0; first < clusters; first += kCluster) {
-      Row& partial = at(min(first + lane, clusters - 1), row);
-      ptx::B128 max_sum, o[2];
+    for (int first = 0; first < clusters; first += kBatch * kCluster) {
+      ptx::B128 max_sum[kBatch], o[kBatch][2];
+      bool missing;
       do {
-        max_sum = ptx::load_relaxed(&partial.max_sum);
-        o[0] = ptx::load_relaxed(&partial.o[vec][0]);
-        o[1] = ptx::load_relaxed(&partial.o[vec][1]);
-      } while (__any_sync(~0u, max_sum.high != params.launch_id || o[0].high != params.launch_id ||
-                                   o[1].high != params.launch_id));
-      partial.o[vec][0].high = partial.o[vec][1].high = 0;
-      if (vec == 0) partial.max_sum.high = 0;  // all lanes have read it
-      if (first + lane < clusters) {
-        const float2 x = reinterpret_cast<const float2&>(max_sum.low);
-        whole.rescale(fmaxf(whole.max, x.x));
-        const float2 columns[2] = {reinterpret_cast<const float2&>(o[0].low),
-                                   reinterpret_cast<const float2&>(o[1].low)};
-        whole.add({columns[0].x, columns[0].y, columns[1].x, columns[1].y}, x.x, x.y);
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const Row& partial = at(min(first + i * kCluster + lane, clusters - 1), row);
+          max_sum[i] = ptx::load_relaxed(&partial.max_sum);
+          o[i][0] = ptx::load_relaxed(&partial.o[vec][0]);
+          o[i][1] = ptx::load_relaxed(&partial.o[vec][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          missing |= max_sum[i].high != params.launch_id || o[i][0].high != params.launch_id ||
+                     o[i][1].high != params.launch_id;
+      } while (__any_sync(~0u, missing));
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        Row& partial = at(min(first + i * kCluster + lane, clusters - 1), row);
+        partial.o[vec][0].high = partial.o[vec][1].high = 0;
+        if (vec == 0) partial.max_sum.high = 0;  // all lanes have read it
+        if (first + i * kCluster + lane < clusters) {
+          const float2 x = reinterpret_cast<const float2&>(max_sum[i].low);
+          whole.rescale(fmaxf(whole.max, x.x));
+          const float2 columns[2] = {reinterpret_cast<const float2&>(o[i][0].low),
+                                     reinterpret_cast<const float2&>(o[i][1].low)};
+          whole.add({columns[0].x, columns[0].y, columns[1].x, columns[1].y}, x.x, x.y);
+        }
       }
     }
 #pragma unroll

@@ -4,12 +4,14 @@
 // of which merges the partial results that they leave in global memory.
 //
 //   q, out (batch, seqlen_q, heads_q, head_dim), at most kRows rows, 8 or 16 (query heads that
-//   share a key head, times query tokens); caches contiguous or in pages of at least kBoxKeys;
+//   share a key head, times query tokens), or several tiles of as many where Config::row_tiles;
+//   caches contiguous or in pages of at least kBoxKeys;
 //   float16 or bfloat16, head_dims of exactly kHeadDim where Config::whole_rows, else multiples of
 //   8 up to it; everything 16-byte aligned. K and V may be codes (Config::k_format, v_format:
 //   slice_codes.cuh). DecodeParams has the rest. TMA loads tiles of kWarpKeys keys into a ring of
 //   kStages for each warp; a warp's products are decode_sm80.cu's. Grid: (kCluster times clusters,
-//   key heads, batch).
+//   key heads times tiles of rows, batch). Each tile of rows reads the keys for itself: few tiles
+//   find them in L2.
 //
 //   No deadlock: the blocks of a cluster are resident together, every thread of each arrives at the
 //   barrier of the cluster, and every block sends to all before it waits. The last cluster of a
@@ -81,18 +83,17 @@ struct Maps {
 };
 
 __device__ __forceinline__ void load_queries(const DecodeParams& params, Smem& smem, int rows,
-                                             int head) {
+                                             const decoding::Split& split) {
   constexpr int kCopies = kRows * kChunks;
 #pragma unroll
   for (int first = 0; first < kCopies; first += Config::threads) {
     const unsigned i = first + threadIdx.x;
     if (kCopies % Config::threads != 0 && i >= kCopies) return;
     const int row = i / kChunks, chunk = i % kChunks;
-    const int token = divided_by_group(params, row);
+    const int index = split.row_tile * kRows + row, token = divided_by_group(params, index);
+    const int head = split.head * params.group + index - token * params.group;
     const T* source = static_cast<const T*>(params.q) + blockIdx.z * params.q_stride.batch +
-                      token * params.q_stride.seq +
-                      (head * params.group + row - token * params.group) * params.q_stride.head +
-                      chunk * 8;
+                      token * params.q_stride.seq + head * params.q_stride.head + chunk * 8;
     ptx::cp_async_16(ptx::shared_address(smem.q) + QTile::at(row, chunk), source,
                      row < rows && (Config::whole_rows || chunk * 8 < params.head_dim));
   }
@@ -245,17 +246,25 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % kCluster, head = blockIdx.y;
-  const int rows = params.seqlen_q * params.group;
+  const int rank = blockIdx.x % kCluster;
+  int head = blockIdx.y, row_tile = 0, rows = params.seqlen_q * params.group;
+  int first_token = 0, last_token = params.seqlen_q - 1;
+  if constexpr (Config::row_tiles) {
+#pragma unroll 1
+    for (; head >= params.heads_kv; head -= params.heads_kv) ++row_tile;
+    rows = min(kRows, rows - row_tile * kRows);
+    first_token = divided_by_group(params, row_tile * kRows);
+    last_token = divided_by_group(params, row_tile * kRows + rows - 1);
+  }
 
   // Reads with long latency are requested first. The warps of all blocks take tiles in turn, so
   // that where a warp begins, unless a window says, is known before the length is.
   const int index = blockIdx.z;
   decoding::Split split = {
-      {index, 0, params.seqlen_q, decoding::count_keys(params, index)}, head, 0};
+      {index, 0, params.seqlen_q, decoding::count_keys(params, index)}, head, row_tile};
   split.origin = params.window_left == kUnbounded
                      ? params.first_key
-                     : decoding::visible_keys(params, split.seq, 0).begin;
+                     : decoding::visible_keys(params, split.seq, first_token).begin;
   split.origin &= -kWarpKeys;
   const int round = kWarpKeys * kWarps * gridDim.x;
   int key = split.origin + (blockIdx.x * kWarps + warp) * kWarpKeys;
@@ -275,14 +284,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
     ptx::prefetch_tensormap(maps.v);
     open_inbox(smem);
   }
-  load_queries(params, smem, rows, head);
+  load_queries(params, smem, rows, split);
+  ptx::cp_async_commit();
   ptx::Mbarrier* const full = smem.full[warp];
   if (lane < kStages) ptx::mbarrier_init(full[lane], 1);
   ptx::fence_mbarrier_init();
 
-  split.begin = decoding::visible_keys(params, split.seq, 0).begin;
-  split.end =
-      max(split.begin, decoding::visible_keys(params, split.seq, split.seq.seqlen_q - 1).end);
+  split.begin = decoding::visible_keys(params, split.seq, first_token).begin;
+  split.end = max(split.begin, decoding::visible_keys(params, split.seq, last_token).end);
   int next_page = 0;  // in `pages`: the next tile's to be loaded
   const auto load = [&](Stage& stage, ptx::Mbarrier& barrier, int number, int first) {
     int page[kBoxes];
@@ -314,7 +323,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
     if (kCodes) ptx::cp_async_commit();
   }
   smem.rows.locate(params, split);
-  ptx::cp_async_wait_all();
+  ptx::cp_async_wait<kCodes ? kStages : 0>();  // for the queries, not for scales
   __syncthreads();
   prepare_queries<Slice>(params, smem, split);
   const tile::Range common_keys = {smem.rows.keys(params, split, kRows - 1).begin,

@@ -225,6 +225,28 @@ def test_clusters_of_every_size(rng, decode_tier, dim, heads):
                 check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
 
 
+@pytest.mark.parametrize("dim", [64, 104, 128, 256])
+@pytest.mark.parametrize(
+    ("lens", "heads", "tokens", "group"),
+    [
+        ([300], 1, 1, 48),  # clusters of 8
+        ([260, 0, 70], 2, 3, 11),  # of 4
+        ([400, 0, 1, 130], 3, 2, 20),  # of 2
+        ([70], 1, 2, 32),  # a block each
+        ([*range(0, 90, 3)], 2, 5, 7),  # several of a multiprocessor
+        ([9000], 1, 1, 20),  # several clusters
+    ],
+)
+def test_several_tiles_of_rows(rng, decode_tier, dim, lens, heads, tokens, group):
+    """Each reads the keys of its sequence for itself."""
+    caches = Caches(rng, lens, max(lens), heads, dim, dim, BFLOAT16)
+    q = rng.standard_normal((len(lens), tokens, heads * group, dim)).astype(BFLOAT16)
+    options = drawn(OPTIONS["all"], rng, len(lens), heads * group)
+    for more in ({"causal": True}, options):
+        for call in (caches.contiguous, caches.paged):
+            check(call(q, return_lse=True, **on_device(more)), q, caches, **more)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 16), (80, 128), (104, 40), (256, 192)])
 @pytest.mark.parametrize(("sequences", "capacity"), [(3, 100), (9, 128), (180, 190), (3, 300)])
 def test_short_sequences(rng, decode_tier, dims, sequences, capacity):

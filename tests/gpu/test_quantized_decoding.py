@@ -221,8 +221,17 @@ def test_few_sequences(rng, tiers, formats, lens, dim):
 
 
 @PAIRS
+@pytest.mark.parametrize("group", [1, 9])
+def test_several_small_clusters(rng, tiers, formats, group):
+    """Of two blocks, four for each key head, where there are clusters."""
+    k, v = (Cache(rng, [4100], 16, 64, format) for format in formats)
+    q = rng.standard_normal((1, 1, 16 * group, 64)).astype(BFLOAT16)
+    check(decode(q, k, v, [4100], True), q, k.values, v.values, [4100], causal=True)
+
+
+@PAIRS
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("heads", [(4, 4), (18, 6), (16, 8), (16, 4), (32, 4)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (18, 6), (16, 8), (16, 4), (32, 4), (24, 12)], ids=str)
 def test_neighbouring_heads(rng, tiers, formats, dim, heads):
     """Of keys, which a block of decode_codes_sm90 has side by side where their rows are short."""
     lens = [0, 33, 200]

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn._quantized import code_columns, format_number
-from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
     CODE_TILE_KEYS,
@@ -22,13 +21,20 @@ from cuattn.gpu.dispatch.decoding import (
     code_groups,
 )
 from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
-from cuattn.gpu.dispatch.routing import key_bytes
+from cuattn.gpu.dispatch.routing import (
+    ROWS_OF_TILE,
+    key_bytes,
+    reads_keys_again,
+    rows_of_sequence,
+)
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 #: Sizes of clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key
-#: head: as many as run at a time on an H200's 132 multiprocessors.
+#: head: as many as run at a time on an H200's 132 multiprocessors. A block has one of these, or in
+#: clusters of 4 half of one, where there are more pairs than `WHOLE_PAIRS`.
 CLUSTERS = {8: 14, 4: 33, 2: 66}
+WHOLE_PAIRS = 30
 CLUSTER_TILE_KEYS = 16
 
 
@@ -36,8 +42,22 @@ class Tile(NamedTuple):
     """What a call needs of a config."""
 
     head_dim: int
-    rows: int
+    rows: int  # of a tile
+    row_tiles: int
     whole_rows: bool
+    pairs: int  # of a sequence's tile of rows and a key head
+
+
+class Clusters(NamedTuple):
+    """The clusters of a pair."""
+
+    size: int
+    count: int
+
+    @property
+    def blocks(self) -> int:
+        """Of the pair."""
+        return self.size * self.count
 
 
 class Blocks(NamedTuple):
@@ -59,13 +79,15 @@ LONE_KEYS = {8: 128, 4: 256, 2: 384}
 
 #: How many bytes of keys and values it has at most where there are more pairs than that: twice as
 #: many if all pairs together have no more than `FEW_BYTES`. What decode_sm80.cu does at the
-#: beginning and end of a split takes longer, but it reads long sequences faster, and evenly.
+#: beginning and end of a split takes longer, but it reads long sequences faster, and evenly; less
+#: fast in its tile of 16 rows at head_dim 64.
 LONE_BYTES = 256 << 10
+LONE_BYTES_OF_16_ROWS = {64: 384 << 10}
 FEW_BYTES = 160 << 20
 MOST_OF_GRID = 65535  # along its second and third axis
 
 #: Rows of a tile, and head_dims, that it comes with; and head_dims of codes.
-CLUSTER_ROWS = (8, 16)
+CLUSTER_ROWS = (8, ROWS_OF_TILE)
 HEAD_DIMS = (64, 128, 256)
 CODE_HEAD_DIMS = (64, 128)
 
@@ -93,15 +115,21 @@ MOST_KEYS = {
     (16, 256, 2): (1 << 12, 1 << 18),
 }
 
-#: A pair has several of the largest clusters where they fit: each has so many keys at least, and
-#: all pairs so many at most.
+#: A pair has several of the largest clusters where three fit: each has so many keys at least, and
+#: all pairs so many at most. And clusters of 4 instead, which leave fewer multiprocessors idle,
+#: where each of their blocks has so many keys.
 SPLIT_KEYS = 2048
 MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
+SMALL_CLUSTERS_KEYS = 1024
 
-#: The same of a pair that has one cluster, over codes, by rows of a tile: as far as expanding them
-#: on a half of the device's multiprocessors takes less time than decode_sm80.cu takes to start. So
-#: only the largest clusters come over codes, and for these formats.
-MOST_CODES = {8: 1 << 13, 16: 1 << 14}
+#: How many keys a thread block has at most over codes: as far as expanding them takes less time
+#: than the other kernels take to start. It is twice as many where those take longer: with more than
+#: 8 rows, and where decode_sm80.cu would serve codes of 8 bits at head_dim 128, with more than 4
+#: rows or several sequences. And how many it has at least where a pair has two of the largest
+#: clusters, or as many of the smallest as fit: at head_dim 64, where expanding takes most of the
+#: time.
+MOST_CODES = 1024
+LEAST_CODES = 512
 CLUSTER_FORMATS = (
     ("int8", "int8"),
     ("float8_e4m3", "float8_e4m3"),
@@ -125,6 +153,7 @@ class Sm90DecodeConfig(Config):
     v_format: int = 0
     blocks_per_sm: int = 1  # that registers have to have room for
     whole_rows: bool = True  # both head_dims are exactly this one; else up to it
+    row_tiles: bool = False  # there may be several tiles of rows
 
     @property
     def threads(self) -> int:
@@ -165,12 +194,15 @@ class Sm90Decode:
         if (taken := as_decoding(call)) is None:
             return None
         call, spec = taken, taken.spec
-        rows = spec.seqlen_q * (spec.heads_q // spec.heads_kv)
+        rows = rows_of_sequence(spec)
+        row_tiles = -(-rows // ROWS_OF_TILE)
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2:
             return None
         if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
             return None
-        if spec.rows == "ragged" or rows > CLUSTER_ROWS[-1] or call.num_splits is not None:
+        if spec.rows == "ragged" or call.num_splits is not None:
+            return None
+        if row_tiles > 1 and not reads_keys_again(call):
             return None
         if call.elementwise:
             return None
@@ -185,14 +217,16 @@ class Sm90Decode:
             return None
         if code_groups(call, head_dim) != (1, 1):
             return None
-        tile_rows = next(n for n in CLUSTER_ROWS if rows <= n)
-        tile = Tile(head_dim, tile_rows, whole_rows)
+        tile_rows = next((n for n in CLUSTER_ROWS if rows <= n), ROWS_OF_TILE)
+        pairs = spec.batch * spec.heads_kv * row_tiles
+        tile = Tile(head_dim, tile_rows, row_tiles, whole_rows, pairs)
         shape = _lone_blocks(call, tile) or _clusters(call, tile)
         if shape is None:
             return None
-        config, clusters = dataclasses.replace(shape[0], whole_rows=whole_rows), shape[1]
-        grid = (clusters * config.cluster, spec.heads_kv, spec.batch)
-        slots = 0 if clusters == 1 else clusters * spec.heads_kv * spec.batch
+        config, clusters = shape
+        config = dataclasses.replace(config, whole_rows=whole_rows, row_tiles=row_tiles > 1)
+        grid = (clusters * config.cluster, spec.heads_kv * row_tiles, spec.batch)
+        slots = 0 if clusters == 1 else clusters * pairs
         return Launch(
             _sm90_variant(config),
             grid,
@@ -209,16 +243,19 @@ class Sm90Decode:
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
                 for dim, rows in itertools.product(HEAD_DIMS, CLUSTER_ROWS):
-                    configs = [_sm90_config(dtype, dim, rows, cluster) for cluster in CLUSTERS]
+                    whole = [_sm90_config(dtype, dim, rows, cluster) for cluster in CLUSTERS]
                     for blocks in (ALONE[dim], BESIDE[dim]):
-                        configs.append(_lone_config(dtype, dim, rows, blocks))
-                    for config, whole in itertools.product(configs, (True, False)):
-                        yield _sm90_variant(dataclasses.replace(config, whole_rows=whole))
-                for dim, rows, names in itertools.product(
-                    CODE_HEAD_DIMS, CLUSTER_ROWS, CLUSTER_FORMATS
+                        whole.append(_lone_config(dtype, dim, rows, blocks))
+                    configs = [*whole, _sm90_config(dtype, dim, rows, 4, half=True)]
+                    if rows == ROWS_OF_TILE:
+                        configs += [dataclasses.replace(c, row_tiles=True) for c in whole]
+                    for config, exact in itertools.product(configs, (True, False)):
+                        yield _sm90_variant(dataclasses.replace(config, whole_rows=exact))
+                for dim, rows, names, cluster in itertools.product(
+                    CODE_HEAD_DIMS, CLUSTER_ROWS, CLUSTER_FORMATS, CLUSTERS
                 ):
                     formats = format_number(names[0]), format_number(names[1])
-                    yield _sm90_variant(_sm90_config(dtype, dim, rows, max(CLUSTERS), formats))
+                    yield _sm90_variant(_sm90_config(dtype, dim, rows, cluster, formats))
 
 
 def _tiles(
@@ -251,27 +288,32 @@ def _tiles(
     )
 
 
-def _cluster(call: Call) -> int | None:
-    """The size of the largest clusters of which every pair has one that runs at the same time."""
-    pairs = call.spec.batch * call.spec.heads_kv
-    sizes = (n for n, most in CLUSTERS.items() if pairs <= most * call.multiprocessors / 132)
-    return next(sizes, None)
+def _fits(call: Call, tile: Tile) -> dict[int, int]:
+    """How many clusters of each size, the largest first, every pair can have at the same time."""
+    halves = not call.spec.quantized and tile.row_tiles == 1  # else there is no such variant
+    most = CLUSTERS if halves else CLUSTERS | {4: WHOLE_PAIRS}
+    return {n: most[n] * call.multiprocessors // 132 // tile.pairs for n in CLUSTERS}
 
 
 def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
     """The config with a thread block for each pair, where keys are so few that beginning and end
     are what takes time; and that there is one cluster."""
-    spec, cluster = call.spec, _cluster(call)
-    if spec.quantized or max(spec.batch, spec.heads_kv) > MOST_OF_GRID:
+    spec = call.spec
+    size = next((n for n, fit in _fits(call, tile).items() if fit), None)
+    if spec.quantized or max(spec.batch, spec.heads_kv * tile.row_tiles) > MOST_OF_GRID:
         return None
-    if cluster is not None:
-        most = LONE_KEYS[cluster] // key_scale(tile.head_dim)
+    if size is not None:
+        most = LONE_KEYS[size] // key_scale(tile.head_dim)
         fits, blocks = spec.seqlen_k <= most, ALONE[tile.head_dim]
     else:
-        nbytes, blocks = spec.seqlen_k * key_bytes(spec), BESIDE[tile.head_dim]
-        few = spec.batch * spec.heads_kv * nbytes <= FEW_BYTES
+        nbytes = spec.seqlen_k * key_bytes(spec)
+        alone = tile.pairs <= call.multiprocessors
+        blocks = (ALONE if alone else BESIDE)[tile.head_dim]
+        few = tile.pairs * nbytes <= FEW_BYTES
         # Rows that split lines are read faster by decode_sm80.cu, where they are many.
         fits = nbytes <= LONE_BYTES * (few + tile.whole_rows)
+        if tile.whole_rows and tile.rows == ROWS_OF_TILE:
+            fits |= nbytes <= LONE_BYTES_OF_16_ROWS.get(tile.head_dim, 0)
     if not fits:
         return None
     return _lone_config(spec.dtype.name, tile.head_dim, tile.rows, blocks), 1
@@ -280,26 +322,76 @@ def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
 def _clusters(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
     """The config with a cluster of thread blocks for each pair, where there are so few pairs that
     all run at a time; and how many clusters a pair has."""
-    spec, cluster = call.spec, _cluster(call)
-    pairs = spec.batch * spec.heads_kv
-    if cluster is None:
+    spec = call.spec
+    clusters = _clusters_of_codes(call, tile) if spec.quantized else _clusters_of_keys(call, tile)
+    if clusters is None:
         return None
-    names = spec.k_format, spec.v_format
-    if spec.quantized and (cluster < max(CLUSTERS) or names not in CLUSTER_FORMATS):
+    formats = format_number(spec.k_format), format_number(spec.v_format)
+    half = clusters.size == 4 and tile.pairs * clusters.count > _whole_pairs(call)
+    config = _sm90_config(
+        spec.dtype.name, tile.head_dim, tile.rows, clusters.size, formats, half=half
+    )
+    return config, clusters.count
+
+
+def _whole_pairs(call: Call) -> int:
+    """How many clusters of 4 run at a time whose blocks have a multiprocessor each."""
+    return WHOLE_PAIRS * call.multiprocessors // 132
+
+
+def _clusters_of_keys(call: Call, tile: Tile) -> Clusters | None:
+    """Those of keys and values that are not codes."""
+    keys, fits = call.spec.seqlen_k, _fits(call, tile)
+    size = next((n for n, fit in fits.items() if fit), None)
+    if size is None:
         return None
-    # A row of several clusters' partial results is for one warp.
-    clusters = decode_clusters(spec, cluster, call.multiprocessors) if tile.head_dim <= 128 else 1
-    if clusters == 1 and spec.quantized:
-        most = MOST_CODES[tile.rows]
-    elif clusters == 1:
-        most, most_of_all = MOST_KEYS[tile.rows, tile.head_dim, cluster]
-        most = min(most, most_of_all // pairs)
+    clusters = Clusters(size, 1)
+    if size == max(CLUSTERS) and tile.head_dim <= 128:
+        clusters = _several(call, tile)
+    if clusters.count == 1:
+        most, most_of_all = MOST_KEYS[tile.rows, tile.head_dim, size]
+        most = min(most, most_of_all // tile.pairs)
     else:
-        most = MOST_SPLIT_KEYS[tile.rows] // pairs
-    if spec.seqlen_k > (most if tile.whole_rows else most // 2):
+        most = MOST_SPLIT_KEYS[tile.rows] // tile.pairs
+    return clusters if keys <= (most if tile.whole_rows else most // 2) else None
+
+
+def _several(call: Call, tile: Tile) -> Clusters:
+    """The clusters of a pair that has as many of the largest as pay, or of those of 4. (A row of
+    several clusters' partial results is for one warp: up to head_dim 128.)"""
+    size, keys, fit = max(CLUSTERS), call.spec.seqlen_k, _fits(call, tile)[max(CLUSTERS)]
+    if fit < 3:  # twice the blocks do not pay for one more merge
+        return Clusters(size, 1)
+    small = Clusters(4, _whole_pairs(call) // tile.pairs)
+    an_eighth_more = 8 * small.blocks >= 9 * size * fit
+    if an_eighth_more and tile.row_tiles == 1 and keys >= SMALL_CLUSTERS_KEYS * small.blocks:
+        return small
+    return Clusters(size, max(1, min(fit, keys // SPLIT_KEYS)))
+
+
+def _clusters_of_codes(call: Call, tile: Tile) -> Clusters | None:
+    """Those of codes, which are expanded in registers."""
+    spec, fits = call.spec, _fits(call, tile)
+    keys, names = spec.seqlen_k, (spec.k_format, spec.v_format)
+    size = next((n for n, fit in fits.items() if fit), None)
+    if size is None or names not in CLUSTER_FORMATS:
         return None
-    formats = format_number(names[0]), format_number(names[1])
-    return _sm90_config(spec.dtype.name, tile.head_dim, tile.rows, cluster, formats), clusters
+    clusters = _several(call, tile) if size == max(CLUSTERS) else Clusters(size, 1)
+    if clusters.count > 1:
+        return clusters if keys <= MOST_SPLIT_KEYS[tile.rows] // tile.pairs else None
+    smallest = Clusters(min(CLUSTERS), fits[min(CLUSTERS)])
+    if tile.head_dim == 64 and fits[max(CLUSTERS)] <= 1 and smallest.count >= 4:
+        several = smallest
+    else:
+        several = Clusters(size, fits[size] if size == max(CLUSTERS) else 1)
+    if several.count > 1 and LEAST_CODES * several.blocks <= keys:
+        clusters = several
+    wide = tile.head_dim == 128 and "int4" not in names
+    slow_elsewhere = wide
+    if size == max(CLUSTERS):
+        slow_elsewhere = rows_of_sequence(spec) > (4 if wide else 8)
+    most = MOST_CODES * (2 if slow_elsewhere and clusters.count == 1 else 1)
+    return clusters if keys <= most * clusters.blocks else None
 
 
 def key_scale(head_dim: int) -> int:
@@ -307,23 +399,18 @@ def key_scale(head_dim: int) -> int:
     return max(1, head_dim // 128)
 
 
-def decode_clusters(spec: AttentionSpec, cluster: int, multiprocessors: int) -> int:
-    """How many clusters of `cluster` blocks a sequence and key head have."""
-    if cluster != max(CLUSTERS):
-        return 1
-    most = CLUSTERS[cluster] * multiprocessors // 132
-    fit = most // (spec.batch * spec.heads_kv)
-    if fit < 3:  # twice the blocks do not pay for one more merge
-        return 1
-    return max(1, min(fit, spec.seqlen_k // SPLIT_KEYS))
-
-
 def _sm90_config(
-    dtype: str, head_dim: int, rows: int, cluster: int, formats: tuple[int, int] = (0, 0)
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    cluster: int,
+    formats: tuple[int, int] = (0, 0),
+    *,
+    half: bool = False,
 ) -> Sm90DecodeConfig:
-    """A block has a multiprocessor in clusters of 8 and 2, half of one in clusters of 4."""
-    tiles = 12 if cluster == 4 else 24  # of head_dim 128 that fit
-    warps = (8 if cluster != 4 or head_dim == 64 else 4) // key_scale(head_dim)
+    """A block has a multiprocessor, or `half` of one."""
+    tiles = 12 if half else 24  # of head_dim 128 that fit
+    warps = (4 if half and head_dim > 64 else 8) // key_scale(head_dim)
     plain = Sm90DecodeConfig(
         dtype,
         head_dim,
@@ -335,7 +422,7 @@ def _sm90_config(
     )
     if formats == (0, 0):
         return plain
-    most = (227 << 10) // (1 if cluster == 8 else 2) - RING_BLOCK_BYTES
+    most = (227 << 10) - RING_BLOCK_BYTES
     for stages in (6, 5, 4, 3, 2):
         config = dataclasses.replace(
             plain,

@@ -23,8 +23,17 @@ from typing import NamedTuple
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.dispatch.launch import MAX_DIM, Call, capability
+from cuattn.gpu.tensormap import addressable
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
+ROWS_OF_TILE = 16  # of decode_sm90.cu, at most
+#: Up to how many rows of a key head several of these tiles serve (twice as many of a group of heads
+#: too large for the forward kernel's packed tiles), how many tiles each multiprocessor has at most,
+#: and how many bytes of keys and values all of them read: beyond, tiles of the forward kernel,
+#: which read them once, are faster.
+MOST_ROWS_AGAIN = 64
+TILES_OF_MULTIPROCESSOR = 2
+MOST_BYTES_AGAIN = 32 << 20
 LEAST_SPLITS = 2  # of the keys of plain arrays
 CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
@@ -66,9 +75,13 @@ def prefers_decoding(call: Call) -> bool:
     spec, rates = call.spec, _rates(call)
     if call.partial is not None or call.num_splits is not None or spec.quantized:
         return True
+    if reads_keys_again(call):
+        return True
     cached = spec.keys in ("cached", "paged")
-    many_rows = rows_of_sequence(spec) > PARTS_FOR_ROWS
-    if many_rows and can_split(call) and (cached or best_packing(call) is not None):
+    rows = rows_of_sequence(spec)
+    many_rows = rows > PARTS_FOR_ROWS
+    packs = rows > (ROWS_OF_TILE if cached else PARTS_FOR_ROWS) and can_split(call)
+    if packs and ((cached and many_rows) or best_packing(call) is not None):
         return False
     if cached:
         if spec.rows == "ragged" and not many_rows:
@@ -76,7 +89,6 @@ def prefers_decoding(call: Call) -> bool:
         forward = CLEARLY_FORWARD * forward_us(spec, rates, spec.batch, call.multiprocessors)
         decoding = decoding_us(spec, rates, spec.batch, call.multiprocessors)
         return decoding <= forward
-    rows = rows_of_sequence(spec)
     if spec.seqlen_k < LEAST_SPLITS * UNIT_KEYS or rows > rates.decoding_rows[-1]:
         return False  # keys of several tiles of rows are not split at all
     whole = call.vectors and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
@@ -92,6 +104,34 @@ def prefers_decoding(call: Call) -> bool:
     return CLEARLY * alone <= forward_us(spec, rates, 1, call.multiprocessors) and decoding_us(
         spec, rates, many, call.multiprocessors
     ) <= forward_us(spec, rates, many, call.multiprocessors)
+
+
+def reads_keys_again(call: Call) -> bool:
+    """Whether decode_sm90.cu serves a call over caches in several tiles of rows. Each reads all
+    keys of its sequence and key head, which are so few that L2 has them for the others."""
+    spec = call.spec
+    rows = rows_of_sequence(spec)
+    tiles = spec.batch * spec.heads_kv * -(-rows // ROWS_OF_TILE)
+    packed = spec.heads_q // spec.heads_kv <= WARPGROUP_ROWS
+    most = MOST_BYTES_AGAIN
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, 256):
+        most //= 2  # rows split lines, or are longer in shared memory
+    return (
+        ROWS_OF_TILE < rows <= MOST_ROWS_AGAIN * (1 if packed else 2)
+        and capability(call.arch) == 90
+        and spec.rows == "batched"
+        and (spec.keys == "cached" or (spec.keys == "paged" and spec.page_size >= 16))
+        and spec.dtype.itemsize == 2
+        and not spec.quantized
+        and call.num_splits is None
+        and not call.elementwise
+        and call.vectors
+        and all(addressable(array[:-1]) for array in call.strides[1:3])
+        and max(spec.head_dim, spec.head_dim_v) <= MAX_DIM
+        and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
+        and tiles <= TILES_OF_MULTIPROCESSOR * call.multiprocessors
+        and tiles * spec.seqlen_k * key_bytes(spec) <= most
+    )
 
 
 def queries_for_decoding(call: Call) -> int:
@@ -202,7 +242,8 @@ MIN_PAGE = 8  # rows that TMA's swizzle permutes together
 #: Beyond so many rows a key head that kernel is faster than decoding wherever it is faster with its
 #: keys cut than with them whole: for 32768 keys, 32 heads on 8, 16 rows take decoding 39.6 µs and
 #: that kernel 45.5, 64 rows 115 and 45.9; one query of 48 heads on one of 256 over 43369 keys 120
-#: and 38.8.
+#: and 38.8. Over caches its tiles of all heads of a group are faster beyond 16 rows, too: 64
+#: sequences of 1000 keys, 128 heads on 4, 59.3 and 38.6.
 PARTS_FOR_ROWS = 32
 MERGE_US = 4.0  # what a second launch takes, which merges the parts
 PART_US = 0.2  # that merging a part takes at least
