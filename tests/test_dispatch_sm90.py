@@ -88,6 +88,32 @@ def caches(rows, keys, *, page_size=16, head_dim=128, **options):
     return dispatch.choose(call, (sm90.Sm90Forward(),))
 
 
+def test_pages_whose_heads_have_no_common_stride_have_no_key_groups():
+    spec = attention_spec(
+        "paged_attention",
+        (1, 300, 8, 128),
+        *[(1, 1024, 2, 128)] * 2,
+        *[BFLOAT16] * 3,
+        keys="paged",
+        page_size=16,
+        causal=True,
+    )
+    call = Call.contiguous(spec, "sm_90a", num_pages=200, table_stride=64)
+    k = call.strides.k
+    heads_first = (2 * 4096, 256, 4096, 2)  # (page, head, slot, column)
+    for layout, groups in (
+        ((k, k), True),
+        ((heads_first, heads_first), True),
+        (((2 * k[0], *k[1:]), (2 * k[0], *k[1:])), True),  # keys and values in one array
+        ((k, heads_first), False),
+        (((k[0], k[1], 384, k[3]), k), False),
+        (((k[2], k[1], k[0], k[3]),) * 2, False),
+    ):
+        strides = call.strides._replace(k=layout[0], v=layout[1])
+        launch = sm90.Sm90Forward().serves(dataclasses.replace(call, strides=strides))
+        assert launch.variant.config.key_groups == groups, layout
+
+
 @pytest.mark.parametrize("rows", ["batched", "ragged"])
 @pytest.mark.parametrize("page_size", [None, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
@@ -107,7 +133,18 @@ def test_keys_of_caches_are_found_in_their_pages(rows, page_size, head_dim):
     assert fields["table_stride"] == 70
     assert fields["section"] >= 1
     slots = page_size or 1008
-    assert keys.shape == (head_dim, slots, 2, 200 if page_size else 3)
+    box = keys.box[1]
+    if config.key_groups:  # as for pages at head_dim 128
+        assert (head_dim, page_size) == (128, slots)
+        assert fields["page_heads"] == 2 * slots  # heads of 128 elements follow each other
+        assert keys.shape == (64, 8, 2, slots // 8, 199 * 2 * slots + 2)
+        assert keys.strides == (512, 128, 8 * 512, 256)
+        box *= keys.box[3]
+        assert keys.box == (64, 8, 2, box // 8, 1)
+    else:
+        assert head_dim != 128 or page_size is None
+        assert keys.shape == (head_dim, slots, 2, 200 if page_size else 3)
+        assert keys.box == (64, box, 1, 1)
     boxes = [lane << fields["box_shift"] for lane in range(32)]
     assert boxes[-1] >= config.tile_n  # 32 lanes are enough
     for block in (0, 3):
@@ -115,16 +152,16 @@ def test_keys_of_caches_are_found_in_their_pages(rows, page_size, head_dim):
         for key in (block * config.tile_n + first for first in boxes if first < config.tile_n):
             page, slot = key >> fields["page_shift"], key & (1 << fields["page_shift"]) - 1
             assert page == (key // page_size if page_size else 0)
-            assert page_size is None or slot + keys.box[1] <= page_size
+            assert page_size is None or slot + box <= page_size
             assert key == page * slots + slot
-            covered += range(key, key + keys.box[1])
+            covered += range(key, key + box)
         assert covered == list(range(block * config.tile_n, (block + 1) * config.tile_n))
-    box = keys.box[1]
     pairs = page_size is not None and page_size >= 2 * box and config.tile_n // box % 2 == 1
     assert fields["pairs_of_boxes"] == pairs
     if pairs:
         pair = launch.tensor_maps["k_pair"]
-        assert pair == dataclasses.replace(keys, box=(64, 2 * box, 1, 1))
+        twice = (64, 8, 2, box // 4, 1) if config.key_groups else (64, 2 * box, 1, 1)
+        assert pair == dataclasses.replace(keys, box=twice)
         for block in range(4):
             boxes = config.tile_n // box
             odd = block * boxes % 2
@@ -147,7 +184,7 @@ def test_a_cache_takes_the_tile_of_ragged_keys():
         plain = choose(
             (700, 8, 128), *[(900, 2, 128)] * 2, sequences=3, **{"causal": True, **options}
         ).variant.config
-        assert config == dataclasses.replace(plain, paged_kv=True, seq_lens=True)
+        assert config == dataclasses.replace(plain, paged_kv=True, seq_lens=True, key_groups=True)
 
 
 def test_caches_that_are_left_to_others():

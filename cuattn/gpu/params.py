@@ -48,7 +48,7 @@ SM90_PARAMS = Struct(
     ("const int*", "seq_lens"),
     ("int", "table_stride num_pages"),
     ("tile::Divisor", "by_queries_of_tile"),
-    ("int", "min_queries blocks"),
+    ("int", "min_queries blocks page_heads"),
     ("ptx::TensorMap", "q_rope k_rope"),
     scheduler="workspace",
     launch_id="launch_id",

@@ -53,7 +53,7 @@ __device__ __forceinline__ bool replace_nonfinite(unsigned char* values, int fil
       replaced |=
           key < keys && !(is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w));
       x = {finite_halves(x.x), finite_halves(x.y), finite_halves(x.z), finite_halves(x.w)};
-      key += 64 / (kRowBytes / sizeof(uint4));
+      if (!Config::key_groups || i % kPanelsV == kPanelsV - 1) key += kGroupKeys;
       if (key >= kTileN) key -= kTileN;  // the next panel
     }
     ptx::fence_proxy_async();

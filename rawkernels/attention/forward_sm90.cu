@@ -33,12 +33,12 @@
 __device__ __forceinline__ void multiply_keys(float (&s)[kTileN / 2], const unsigned char* q,
                                               const unsigned char* k) {
   const unsigned long long a = ptx::wgmma_descriptor(q, 0, 1024);
-  const unsigned long long b = ptx::wgmma_descriptor(k, 0, 1024);
+  const unsigned long long b = ptx::wgmma_descriptor(k, 0, Keys::kGroupBytes);
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step)
     ptx::Wgmma<kTileN, T>::shared_shared<false, false>(
         s, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
-        ptx::wgmma_advance(b, step / 4 * kPanelBytesK + step % 4 * 32), step > 0);
+        ptx::wgmma_advance(b, step / 4 * Keys::kPanelBytes + step % 4 * 32), step > 0);
   ptx::wgmma_commit_group();
 }
 
@@ -46,11 +46,11 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kTileN / 2], const unsi
 __device__ __forceinline__ void multiply_values(float (&o)[kHeadDimV / 2],
                                                 const unsigned (&p)[kTileN / 4],
                                                 const unsigned char* v) {
-  const unsigned long long b = ptx::wgmma_descriptor(v, kPanelBytesK, 1024);
+  const unsigned long long b = ptx::wgmma_descriptor(v, Values::kPanelBytes, Values::kGroupBytes);
 #pragma unroll
   for (int step = 0; step < kTileN / 16; ++step)
     ptx::Wgmma<kHeadDimV, T>::register_shared<true>(
-        o, p + 4 * step, ptx::wgmma_advance(b, step * 16 * kRowBytes), true);
+        o, p + 4 * step, ptx::wgmma_advance(b, step * 16 * Values::kKeyBytes), true);
   ptx::wgmma_commit_group();
 }
 

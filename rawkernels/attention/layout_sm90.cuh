@@ -11,13 +11,23 @@ constexpr int kWarpgroups = Config::warpgroups;  // that consume
 constexpr int kTileN = Config::tile_n;
 constexpr int kHeadDim = Config::head_dim;  // of q and k, padded: TMA fills with zeros
 constexpr int kHeadDimV = Config::head_dim_v;
-// A tile lies in shared memory as panels of 64 columns, 128 bytes a row.
+// A tile lies in shared memory as panels of 64 columns, 128 bytes a row. With Config::key_groups
+// keys lie as groups of eight rows of each panel, so that one TMA copy brings all columns of some.
 constexpr int kPanelColumns = 64;
 constexpr int kRowBytes = 128;
 constexpr int kPanelsK = (kHeadDim + 63) / 64;
 constexpr int kPanelsV = (kHeadDimV + 63) / 64;
 constexpr int kPanelBytesQ = 64 * kRowBytes;
 constexpr int kPanelBytesK = kTileN * kRowBytes;
+constexpr int kGroupKeys = 8;
+template <int kPanels>
+struct KeyLayout {
+  static constexpr int kPanelBytes = Config::key_groups ? kGroupKeys * kRowBytes : kPanelBytesK;
+  static constexpr int kKeyBytes = Config::key_groups ? kPanels * kRowBytes : kRowBytes;
+  static constexpr int kGroupBytes = kGroupKeys * kKeyBytes;
+};
+using Keys = KeyLayout<kPanelsK>;
+using Values = KeyLayout<kPanelsV>;
 constexpr int kStages = Config::stages;
 constexpr int kStagesQ = Config::q_stages;
 
@@ -102,6 +112,7 @@ static_assert(kStages == 2,
               "a consumer holds one stage while it waits for the next; Smem::replaced");
 static_assert(!Config::rope_panel || !(Config::paged_kv || Config::pack_gqa),
               "rows of q and k, and those of their last panels, are found alike");
+static_assert(!Config::key_groups || Config::paged_kv, "rows in pages alone are loaded in groups");
 static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows of one head");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");

@@ -42,7 +42,23 @@ __device__ __forceinline__ void load_rows(unsigned char* place, const ptx::Tenso
   __syncwarp();
 }
 
-// The same for a block of keys or values that lies in pages: lane i knows the page of box i. One
+// Some keys or values of a page: `map` knows how many. One lane alone.
+template <int kPanels>
+__device__ __forceinline__ void load_box(unsigned char* to, const ptx::TensorMap& map,
+                                         ptx::Mbarrier& full, const Sm90Params& sm90, int slot,
+                                         int head, int page) {
+  if constexpr (Config::key_groups) {
+    ptx::tma_load(to, map, full, 0, 0, 0, slot / kGroupKeys, page * sm90.page_heads + head,
+                  ptx::kEvictLast);
+  } else {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::tma_load(to + panel * kPanelBytesK, map, full, panel * kPanelColumns, slot, head, page,
+                    ptx::kEvictLast);
+  }
+}
+
+// Loads a block of keys or values that lies in pages: lane i knows the page of box i. One
 // elected lane issues all boxes, from uniform registers: lanes that issue their own take turns, at
 // about a hundred cycles a box. Where a page has room for two boxes, one copy brings both, but for
 // the odd one, which is the block's first or its last: copies of 16 keys are short, and their
@@ -53,6 +69,7 @@ __device__ __forceinline__ void load_pages(unsigned char* place, const ptx::Tens
                                            ptx::Mbarrier& empty, unsigned parity,
                                            const Sm90Params& sm90, int block, int head, int page) {
   constexpr int kBoxKeys = kTileN & -kTileN, kBoxes = kTileN / kBoxKeys;
+  constexpr int kKeyBytes = KeyLayout<kPanels>::kKeyBytes;
   const kvcache::PageTable table = page_table(sm90);
   ptx::mbarrier_wait(empty, parity ^ 1);
   if (ptx::elect_one()) ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
@@ -66,11 +83,8 @@ __device__ __forceinline__ void load_pages(unsigned char* place, const ptx::Tens
 #pragma unroll
       for (int i = 0; i <= kBoxes / 2; ++i) {
         const int first = (i < kBoxes / 2 ? odd + 2 * i : single) * kBoxKeys;
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-          ptx::tma_load(place + panel * kPanelBytesK + first * kRowBytes,
-                        i < kBoxes / 2 ? pair_map : map, full, panel * kPanelColumns,
-                        table.slot(block * kTileN + first), head, pages[i], ptx::kEvictLast);
+        load_box<kPanels>(place + first * kKeyBytes, i < kBoxes / 2 ? pair_map : map, full, sm90,
+                          table.slot(block * kTileN + first), head, pages[i]);
       }
     }
   } else {
@@ -80,13 +94,9 @@ __device__ __forceinline__ void load_pages(unsigned char* place, const ptx::Tens
       const int page_of_box = next, slot_of_box = slot;
       next = __shfl_sync(~0u, page, box);
       slot = table.slot(slot + (1 << sm90.box_shift));
-      if (ptx::elect_one()) {
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-          ptx::tma_load(place + panel * kPanelBytesK, map, full, panel * kPanelColumns, slot_of_box,
-                        head, page_of_box, ptx::kEvictLast);
-      }
-      place += kRowBytes << sm90.box_shift;
+      if (ptx::elect_one())
+        load_box<kPanels>(place, map, full, sm90, slot_of_box, head, page_of_box);
+      place += kKeyBytes << sm90.box_shift;
     }
   }
   __syncwarp();

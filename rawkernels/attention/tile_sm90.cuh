@@ -32,6 +32,7 @@ constexpr bool kDynamic = Config::varlen || Config::seq_lens;
 struct Sm90Params {
   // Dimensions (head_dim, row, head, outer), see tile::TmaRows; with Config::pack_gqa q's are
   // (head_dim, head, row, outer), with Config::paged_kv those of k and v (head_dim, slot, head,
+  // page), with Config::key_groups (column of a panel, slot of a group, panel, group, head and
   // page).
   ptx::TensorMap q, k, v;
   ptx::TensorMap bias, mask;      // (key, query, head, batch), of length 1 where broadcast
@@ -62,6 +63,7 @@ struct Sm90Params {
   tile::Divisor by_queries_of_tile;  // Config::pack_gqa
   int min_queries;  // ragged rows over caches: sequences of fewer are left to another launch
   int blocks;       // where some of them begin when that launch has ended; else 0
+  int page_heads;   // Config::key_groups: the stride of a page in those of a head
   // Config::rope_panel: the last panel of q's columns, and of k's, which all heads share. In q and
   // k these are then missing.
   ptx::TensorMap q_rope, k_rope;

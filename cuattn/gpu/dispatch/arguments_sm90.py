@@ -6,7 +6,7 @@ import math
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import CONTIGUOUS_PAGE_SHIFT
-from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
+from cuattn.gpu.dispatch.config_sm90 import KEY_GROUP_DIMS, Sm90ForwardConfig
 from cuattn.gpu.dispatch.launch import Call, Layout, shapes
 from cuattn.gpu.params import SM90_PARAMS, divisor
 from cuattn.gpu.structs import Arguments
@@ -16,6 +16,7 @@ FAR_ROWS = 1 << 30  # kFarRows of tile/ragged.cuh
 ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
 _WARPGROUP_ROWS = 64
+_GROUP_KEYS = 8  # kGroupKeys of attention/layout_sm90.cuh
 _ANY_STRIDE = 16  # of an axis of length 1
 
 
@@ -31,6 +32,7 @@ def kernel_arguments(
     num_splits: int = 1,
     min_queries: int = 0,
     blocks: int = 0,
+    page_heads: int = 0,
 ) -> Arguments:
     """Pack SM90_PARAMS but for what each launch fills in."""
     cap_scale, score_scale, scale_log2 = scales
@@ -50,6 +52,7 @@ def kernel_arguments(
         num_pages=num_pages,
         min_queries=min_queries,
         blocks=blocks,
+        page_heads=page_heads,
         by_queries_of_tile=divisor(config.queries_of_tile(spec)),
     )
 
@@ -134,16 +137,48 @@ def _pages(
     strides: tuple[int, ...],
     boxes: int = 1,
 ) -> TensorMap:
-    """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence."""
+    """The axes (head_dim, slot, head, page) of k or v in pages; a cache is one page a sequence.
+    With key groups (column of a panel, slot of a group, panel, group, head and page)."""
     spec = call.spec
     pages, slots = shapes(spec, call.num_pages)[1][:2]
     page, slot, head = strides[:3]
+    keys = boxes * _box_keys(spec, config)
+    if config.key_groups:
+        panels, panel = head_dim // _PANEL_COLUMNS, _PANEL_COLUMNS * spec.dtype.itemsize
+        heads = (pages - 1) * (page // head) + spec.heads_kv
+        return TensorMap(
+            spec.dtype,
+            (_PANEL_COLUMNS, _GROUP_KEYS, panels, slots // _GROUP_KEYS, heads),
+            (slot, panel, _GROUP_KEYS * slot, head),
+            (_PANEL_COLUMNS, _GROUP_KEYS, panels, keys // _GROUP_KEYS, 1),
+        )
     return TensorMap(
         spec.dtype,
         (head_dim, slots, spec.heads_kv, pages),
         (slot, head, page),
-        (_PANEL_COLUMNS, boxes * _box_keys(spec, config), 1, 1),
+        (_PANEL_COLUMNS, keys, 1, 1),
     )
+
+
+def has_key_groups(call: Call) -> bool:
+    """Whether one copy can bring all columns of keys, and of values, in pages: as a tensor map has
+    five axes, heads and pages are one, which counts heads."""
+    spec = call.spec
+    if spec.keys != "paged" or (spec.head_dim, spec.head_dim_v) != KEY_GROUP_DIMS:
+        return False
+    (page, _, head, _), (page_v, _, head_v, _) = call.strides.k, call.strides.v
+    heads = page_heads(call)
+    return (
+        page == heads * head
+        and page_v == heads * head_v
+        and heads >= spec.heads_kv
+        and call.num_pages * heads < 1 << 31
+    )
+
+
+def page_heads(call: Call) -> int:
+    """The stride of a page of keys in those of a head."""
+    return call.strides.k[0] // call.strides.k[2]
 
 
 def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:

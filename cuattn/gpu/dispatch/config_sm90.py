@@ -32,6 +32,7 @@ class Sm90ForwardConfig(Config):
     dropout: bool = False
     rope_panel: bool = False  # the last panels of q and k are arrays of their own; k's has no heads
     stages: int = 2
+    key_groups: bool = False  # of pages: one copy brings all columns of some keys
 
     def __post_init__(self) -> None:
         if not self.out_dtype:
@@ -157,6 +158,8 @@ SM90_DROPOUT_TILES = {
     (192, 192): Sm90Tile(112, 2, q_stages=1),
     (256, 256): Sm90Tile(64, 2, q_stages=1),
 }
+#: The (head_dim, head_dim_v) at which a copy that brings all columns of keys in pages is faster.
+KEY_GROUP_DIMS = (128, 128)
 #: (bound_left, bound_right) of the variants; what is not bounded is bounded far away in one that
 #: bounds more. Prompts over a cache are causal, and no variant is for those that are not.
 SM90_BOUNDS = ((False, False), (False, True), (True, True))
@@ -174,6 +177,7 @@ def configs_of(
     pack_gqa: bool = False,
     dropout: bool = False,
     many_keys: bool = True,
+    key_groups: bool = False,
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
     tiles = SM90_TILES[dims][: 1 if varlen else None]
@@ -203,6 +207,7 @@ def configs_of(
                 paged_kv=cached,
                 seq_lens=cached,
                 dropout=dropout,
+                key_groups=key_groups,
             )
 
 

@@ -9,8 +9,15 @@ from collections.abc import Iterator
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Variant
-from cuattn.gpu.dispatch.arguments_sm90 import kernel_arguments, maps_of, score_scales
+from cuattn.gpu.dispatch.arguments_sm90 import (
+    has_key_groups,
+    kernel_arguments,
+    maps_of,
+    page_heads,
+    score_scales,
+)
 from cuattn.gpu.dispatch.config_sm90 import (
+    KEY_GROUP_DIMS,
     SM90_MANY_KEYS,
     SM90_TILES,
     Sm90ForwardConfig,
@@ -71,6 +78,7 @@ class Sm90Forward:
                 pack_gqa=packs_gqa(call),
                 dropout=spec.dropout != 0.0,
                 many_keys=spec.seqlen_k >= SM90_MANY_KEYS,
+                key_groups=has_key_groups(call),
             )
             if (config.bound_left, config.bound_right) >= bounded
         ]
@@ -104,6 +112,7 @@ class Sm90Forward:
                     num_pages=call.num_pages,
                     min_queries=call.min_queries,
                     blocks=blocks if late else 0,
+                    page_heads=page_heads(call) if config.key_groups else 0,
                 ),
             ),
             tensor_maps,
@@ -121,10 +130,17 @@ class Sm90Forward:
                 scores = ((False, False), (True, False), (True, True))
                 for score in scores[: 2 if varlen or cached else 3]:
                     for pack_gqa in (False, True)[: 2 if varlen and not score[0] else 1]:
-                        configs = configs_of(
-                            dtype, dims, *score, varlen=varlen, cached=cached, pack_gqa=pack_gqa
-                        )
-                        yield from map(variant_of, configs)
+                        for key_groups in (False, True)[: 2 if cached else 1]:
+                            configs = configs_of(
+                                dtype,
+                                dims,
+                                *score,
+                                varlen=varlen,
+                                cached=cached,
+                                pack_gqa=pack_gqa,
+                                key_groups=key_groups and dims == KEY_GROUP_DIMS,
+                            )
+                            yield from map(variant_of, configs)
                 if not cached:
                     configs = configs_of(
                         dtype, dims, False, False, varlen=varlen, cached=False, dropout=True
