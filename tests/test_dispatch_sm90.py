@@ -236,6 +236,25 @@ def test_ragged_rows_are_packed_where_few_idle(heads, contiguous, pages):
         assert all(n * forward["group_magic"] >> 16 == n // group for n in range(64))
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "keys", "tile"),
+    [
+        (2, 2048, 16384, (128, 2)),  # 704 tiles of 192 rows are five waves and a third
+        (1, 4096, 16384, (128, 2)),
+        (2, 4096, 16384, (80, 3)),
+        (4, 2048, 8192, (80, 3)),
+        (1, 8192, 8192, (80, 3)),
+        (1, 8192, 131072, (80, 3)),
+        (1, 5000, 5000, (80, 3)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cached", "paged"])
+def test_tiles_over_caches_suit_the_batch(kind, batch, tokens, keys, tile):
+    call = few_queries(tokens, keys, batch, kind=kind)
+    config = sm90.Sm90Forward().serves(call).variant.config
+    assert (config.tile_n, config.warpgroups) == tile
+
+
 def few_queries(tokens, keys, batch=1, heads=(32, 8), dim=128, kind="batched", **options):
     """The call of some queries of each sequence over all keys of plain arrays, caches or pages."""
     spec = attention_spec(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from cuattn._spec import AttentionSpec
@@ -14,6 +16,7 @@ SECTION_BYTES = 70 << 20
 SECTION_TILES = 4096
 SEQUENCES_IN_TURN = 32  # of a batch of caches: up to so many are worked on at a time
 LONG = 4  # times the mean length, of a varlen call
+WAVES_SEEN = 16  # of tiles; of more the last one matters little
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
 
 
@@ -123,11 +126,17 @@ def time_of_head(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
 
 
 def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int) -> float:
-    """What the busiest thread block takes at least, in the same unit: about that, as tiles of
-    different costs are dealt out well."""
+    """What the busiest thread block takes, in the same unit: of tiles that are dealt out at least,
+    which is about that, as tiles of different costs are dealt out well; of tiles that blocks take
+    as they get free that, as long as there are few of them."""
     costs = np.sort(_costs(spec, config))[::-1]
     heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
     tiles = len(costs) * heads
+    if config.seq_lens and tiles <= WAVES_SEEN * multiprocessors:
+        taken = [0.0] * multiprocessors
+        for cost in np.repeat(costs, heads).tolist():
+            heapq.heapreplace(taken, taken[0] + cost)
+        return max(taken) * _unit(config)
     # Of n blocks' first kn + 1 tiles in order of their costs some block has k + 1.
     further = np.arange(0, tiles, multiprocessors)
     busiest = ((1 + np.arange(len(further))) * costs[further // heads]).max()
@@ -138,8 +147,12 @@ def _costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
     """As of `costs_of_tiles`; of a cache, whose capacity says little about how many keys there are,
     such that a capacity that is no multiple of a block is none the dearer for it."""
     if config.seq_lens:
-        tiles = -(-spec.seqlen_q // config.queries_of_tile(spec))
-        return np.full(tiles, spec.seqlen_k / config.tile_n)
+        rows = config.queries_of_tile(spec)
+        keys = np.full(-(-spec.seqlen_q // rows), spec.seqlen_k)
+        if spec.window_left is None and spec.window_right == 0:
+            hidden = spec.seqlen_q - rows * np.arange(1, len(keys) + 1)  # from all of a tile's rows
+            keys = np.maximum(keys - np.maximum(hidden, 0), 1)
+        return keys / config.tile_n
     return costs_of_tiles(spec, config)
 
 

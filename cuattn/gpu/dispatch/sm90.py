@@ -35,8 +35,8 @@ class Sm90Forward:
     """16-bit calls that TMA can address, with scores that scaling keeps in order.
 
     Keys may lie in pages, or in caches of which the device knows how much is used: such a cache is
-    one page a sequence. A tile has rows of one sequence alone, so a sequence's results are bit for
-    bit those of the ragged call with the same keys one after the other.
+    one page a sequence. A tile has rows of one sequence alone, so a ragged sequence's results are
+    bit for bit those of the call with the same keys one after the other.
     """
 
     name = "forward_sm90"
@@ -164,15 +164,14 @@ def _fastest(
 ) -> Sm90ForwardConfig:
     """The variant with the best tile, of those that bound the fewest keys, which come first.
 
-    What a sequence's results are, bit for bit, depends on the keys of a block alone, and the batch
-    has no say in these; in how many rows share them it has.
+    What a sequence's results are, bit for bit, depends on the keys of a block alone, and where keys
+    lie in plain arrays the batch has no say in these; in how many rows share them it has.
     """
     bounds = configs[0].bound_left, configs[0].bound_right
     tiles = [config for config in configs if (config.bound_left, config.bound_right) == bounds]
     if len(tiles) == 1:
         return tiles[0]
-    tile_n = min(tiles, key=functools.partial(time_of_head, spec)).tile_n
-    return min(
-        (config for config in tiles if config.tile_n == tile_n),
-        key=lambda config: time_of_call(spec, config, multiprocessors),
-    )
+    if spec.keys == "batched":
+        tile_n = min(tiles, key=functools.partial(time_of_head, spec)).tile_n
+        tiles = [config for config in tiles if config.tile_n == tile_n]
+    return min(tiles, key=lambda config: time_of_call(spec, config, multiprocessors))
