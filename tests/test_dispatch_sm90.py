@@ -221,9 +221,10 @@ def test_ragged_rows_are_packed_where_few_idle(heads, contiguous, pages):
         )
         call = Call.contiguous(spec, "sm_90a", num_pages=200, table_stride=64)
         launch = sm90.Sm90Forward().serves(call)
-        assert launch.variant.config.pack_gqa == packs
+        config = launch.variant.config
+        assert config.pack_gqa == packs
         group = heads[0] // heads[1]
-        queries = 64 // group * 3 if packs else 192
+        queries = (64 // group if packs else 64) * config.warpgroups
         tiles = (700 // queries + 3) * heads[packs]
         assert launch.grid == (min(tiles, 132),)
         fields = SM90_PARAMS.unpack(
@@ -253,6 +254,36 @@ def test_tiles_over_caches_suit_the_batch(kind, batch, tokens, keys, tile):
     call = few_queries(tokens, keys, batch, kind=kind)
     config = sm90.Sm90Forward().serves(call).variant.config
     assert (config.tile_n, config.warpgroups) == tile
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "beside", "rows"),
+    [
+        (256, 1, False, 64),
+        (1024, 1, False, 128),
+        (4096, 1, False, 192),
+        (16 * 500, 16, False, 192),
+        (256, 1, True, 192),
+    ],
+)
+@pytest.mark.parametrize("keys", ["ragged", "paged"])
+def test_few_ragged_rows_have_small_tiles(keys, tokens, batch, beside, rows):
+    """But for those beside another launch; always with blocks of as many keys."""
+    spec = attention_spec(
+        "paged_attention",
+        (tokens, 32, 128),
+        *[(8192, 8, 128)] * 2,
+        *[BFLOAT16] * 3,
+        sequences=batch,
+        keys=keys,
+        page_size=16 if keys == "paged" else 0,
+        causal=True,
+    )
+    call = Call.contiguous(
+        spec, "sm_90a", num_pages=600, table_stride=512, min_queries=3 if beside else 0
+    )
+    config = sm90.Sm90Forward().serves(call).variant.config
+    assert (config.tile_m, config.tile_n) == (rows, 80)
 
 
 def few_queries(tokens, keys, batch=1, heads=(32, 8), dim=128, kind="batched", **options):

@@ -86,8 +86,8 @@ SHORT_KEYS = 64  # of a block that is for sequences of no more
 #: Tiles by (head_dim, head_dim_v), of which the first that are large enough serve. Three warpgroups
 #: hide each other's exponentials best, two waste fewer rows of short sequences, and one, which
 #: nothing hides, shares out few rows over the most multiprocessors. Varlen calls, whose lengths are
-#: unknown here, get the first. Where keys, values and queries fill shared memory, tile_n comes
-#: first.
+#: unknown here, get those with the first's keys. Where keys, values and queries fill shared memory,
+#: tile_n comes first.
 SM90_TILES = {
     (64, 64): (
         Sm90Tile(128, 3),
@@ -180,7 +180,9 @@ def configs_of(
     key_groups: bool = False,
 ) -> Iterator[Sm90ForwardConfig]:
     """Every Config for these; those that bound fewer keys come first."""
-    tiles = SM90_TILES[dims][: 1 if varlen else None]
+    tiles = SM90_TILES[dims]
+    if varlen:
+        tiles = tuple(tile for tile in tiles if tile.tile_n == tiles[0].tile_n)
     if score:
         tiles = ((SM90_ELEMENTWISE_TILES if elementwise else SM90_SCORE_TILES)[dims],)
     elif dropout:

@@ -128,7 +128,12 @@ def time_of_head(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
 def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int) -> float:
     """What the busiest thread block takes, in the same unit: of tiles that are dealt out at least,
     which is about that, as tiles of different costs are dealt out well; of tiles that blocks take
-    as they get free that, as long as there are few of them."""
+    as they get free that, as long as there are few of them. Of sequences of unknown lengths all but
+    one may have a tile that is all but empty."""
+    if spec.rows == "ragged":
+        heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+        tiles = -(-spec.seqlen_q // config.queries_of_tile(spec)) + spec.batch - 1
+        return -(-heads * tiles // multiprocessors) * _unit(config)
     costs = np.sort(_costs(spec, config))[::-1]
     heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
     tiles = len(costs) * heads
