@@ -252,6 +252,7 @@ def ragged(total, batch, capacity, *, heads=(32, 8), dtype=BFLOAT16, page_size=6
         (1, 1, 8192, {}, 0),
         (4096, 1, 8192, {}, 0),
         (16 * 256, 16, 2048, {}, 0),  # short keys: a thread block is through with them soon
+        (128 + 2 * 1024, 130, 2048, {}, 2),  # not with those of as many sequences
         (8 * 4, 8, 1024, {}, 0),
         (64 + 2 * 2048, 66, 16384, {"arch": "sm_80"}, 0),
         (64 + 2 * 2048, 66, 16384, {"dtype": np.float32}, 0),
@@ -284,6 +285,7 @@ def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, opt
         (4097, 3, 131072, 2, False),
         (2112, 68, 8192, 2, True),  # decoding takes longer than prompts
         (272, 17, 8192, 2, True),
+        (2176, 130, 2048, 2, True),
         (768, 257, 8192, 1, False),  # far longer
     ],
 )

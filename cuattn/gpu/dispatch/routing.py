@@ -140,8 +140,8 @@ def queries_for_decoding(call: Call) -> int:
     serves all.
 
     How long the sequences are, only the device knows. Both launches are made where one of them
-    alone may take much longer: the forward kernel gives a sequence of one token a thread block for
-    each key head, which goes over all its keys; the decoding kernel computes a long prompt at a
+    alone may take much longer: the forward kernel gives a sequence of one token a tile for each key
+    head, with all its keys, and a few at a time; the decoding kernel computes a long prompt at a
     fifth of the rate.
     """
     spec = call.spec
@@ -169,7 +169,8 @@ def queries_for_decoding(call: Call) -> int:
         prompt = dataclasses.replace(spec, rows="batched", batch=1, seqlen_q=longest)
         lost_us = decoding_us(prompt, HOPPER, 1, call.multiprocessors)
     else:
-        lost_us = _flops(spec, 192) / HOPPER.forward_flops
+        waves = -(-spec.batch * spec.heads_kv // call.multiprocessors)
+        lost_us = waves * _flops(spec, 192) / HOPPER.forward_flops
     return most if lost_us >= TWO_LAUNCHES_US else 0
 
 
