@@ -146,8 +146,8 @@ def decode(
 
 
 def decode_in_clusters(rng: np.random.Generator, dtype: np.dtype) -> None:
-    """Clusters of each size, with tiles of 8 rows, of 16 and twice 16; several clusters for a key head; and
-    without clusters so many parts that they are merged in two steps."""
+    """Clusters of each size, with tiles of 8 rows, of 16 and twice 16; several clusters for a key
+    head; and without clusters so many parts that they are merged in two steps."""
     lens = cupy.asarray(np.array((0, 1, 70, 600), np.int32))
     for head_dim, heads, tokens in itertools.product((64, 128), (2, 5), (2, 4, 6)):
         q, k, v = arrays(
