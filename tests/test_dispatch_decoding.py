@@ -212,10 +212,15 @@ def test_few_sequences_have_clusters(change, clusters):
         ({"batch": 12, "capacity": 385}, None),  # a cluster
         ({"batch": 8, "capacity": 257}, None),
         ({"batch": 3, "capacity": 129}, None),
-        ({"batch": 17, "capacity": 512}, 1),
-        ({"batch": 33, "capacity": 1024}, 1),  # each has a multiprocessor
-        ({"batch": 34, "capacity": 512}, 3),
-        ({"batch": 34, "capacity": 1024}, 3),
+        ({"batch": 17, "capacity": 512}, 3),
+        ({"batch": 17, "capacity": 1024}, 3),
+        ({"batch": 33, "capacity": 241, "dim": 192}, 1),  # each has a multiprocessor
+        ({"batch": 34, "capacity": 241, "dim": 192}, 3),
+        ({"batch": 33, "capacity": 512, "dim": 256}, 1),
+        ({"batch": 34, "capacity": 512, "dim": 256}, 3),
+        ({"batch": 2, "capacity": 200, "tokens": 5}, 1),  # 16 tiles of rows
+        ({"batch": 10, "tokens": 5}, 3),
+        ({"batch": 33, "tokens": 5, "capacity": 200}, 3),
         ({"batch": 300, "capacity": 1536, "dim": 64, "tokens": 4}, 4),
         ({"batch": 300, "capacity": 1537, "dim": 64, "tokens": 4}, None),
         ({"batch": 300, "capacity": 1536, "dim": 64}, None),
@@ -246,7 +251,8 @@ def test_short_sequences_have_blocks_of_their_own(change, blocks_per_sm):
     alone = launch.variant.entry == "decode_sm90" and config.cluster == 1
     assert (config.blocks_per_sm if alone else None) == blocks_per_sm
     if alone:
-        assert launch.grid == (1, call["heads"], call["batch"])
+        row_tiles = -(-4 * call["tokens"] // 16)
+        assert launch.grid == (1, call["heads"] * row_tiles, call["batch"])
         assert launch.workspace_bytes == 0
 
 

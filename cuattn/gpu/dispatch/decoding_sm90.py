@@ -69,7 +69,9 @@ class Blocks(NamedTuple):
 
 
 #: By head_dim: where a multiprocessor has one such block, and where it has several, so that one
-#: begins while another ends.
+#: begins while another ends. Those of several are as fast or faster with fewer pairs than
+#: multiprocessors, too, but not at head_dim 256, where they have two warps: there each such pair
+#: has a multiprocessor.
 ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1), 256: Blocks(4, 3, 1)}
 BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3), 256: Blocks(2, 2, 3)}
 
@@ -307,7 +309,7 @@ def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
         fits, blocks = spec.seqlen_k <= most, ALONE[tile.head_dim]
     else:
         nbytes = spec.seqlen_k * key_bytes(spec)
-        alone = tile.pairs <= call.multiprocessors
+        alone = tile.head_dim == 256 and tile.pairs <= call.multiprocessors
         blocks = (ALONE if alone else BESIDE)[tile.head_dim]
         few = tile.pairs * nbytes <= FEW_BYTES
         # Rows that split lines are read faster by decode_sm80.cu, where they are many.
