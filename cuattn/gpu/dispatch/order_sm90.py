@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from cuattn._spec import AttentionSpec
@@ -16,8 +14,11 @@ SECTION_BYTES = 70 << 20
 SECTION_TILES = 4096
 SEQUENCES_IN_TURN = 32  # of a batch of caches: up to so many are worked on at a time
 LONG = 4  # times the mean length, of a varlen call
-WAVES_SEEN = 16  # of tiles; of more the last one matters little
+WAVES_SEEN = 8  # the last ones, of tiles over caches: those before are shared out well
 SECTIONS_SEEN = 64  # by the search: after these it is the same again and again
+#: Where tiles are taken while a kernel runs, between 0, when a block takes its next tile as it ends
+#: one, and 1, when it does as it begins one: what fits 101 timings over caches and pages (H200).
+TAKEN_AHEAD = 0.65
 
 
 def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) -> int:
@@ -122,43 +123,44 @@ def costs_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray
 
 def time_of_head(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
     """About what all tiles of a head take one thread block, in an unnamed unit."""
-    return float(_costs(spec, config).sum()) * _unit(config)
+    return float(costs_of_tiles(spec, config).sum()) * _unit(config)
 
 
 def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int) -> float:
     """What the busiest thread block takes, in the same unit: of tiles that are dealt out at least,
     which is about that, as tiles of different costs are dealt out well; of tiles that blocks take
-    as they get free that, as long as there are few of them. Of sequences of unknown lengths all but
-    one may have a tile that is all but empty."""
+    in order that, as if caches were full. Of sequences of unknown lengths all but one may have a
+    tile that is all but empty."""
     if spec.rows == "ragged":
         heads = spec.heads_kv if config.pack_gqa else spec.heads_q
         tiles = -(-spec.seqlen_q // config.queries_of_tile(spec)) + spec.batch - 1
         return -(-heads * tiles // multiprocessors) * _unit(config)
-    costs = np.sort(_costs(spec, config))[::-1]
+    costs = np.sort(costs_of_tiles(spec, config))[::-1]
     heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
     tiles = len(costs) * heads
-    if config.seq_lens and tiles <= WAVES_SEEN * multiprocessors:
-        taken = [0.0] * multiprocessors
-        for cost in np.repeat(costs, heads).tolist():
-            heapq.heapreplace(taken, taken[0] + cost)
-        return max(taken) * _unit(config)
+    if config.seq_lens:
+        waves_before = max(0, -(-tiles // multiprocessors) - WAVES_SEEN)
+        seen = costs[np.arange(waves_before * multiprocessors, tiles) // heads]
+        before = (costs.sum() * heads - seen.sum()) / multiprocessors
+        ahead = _busiest(seen, multiprocessors, ahead=True)
+        free = _busiest(seen, multiprocessors, ahead=False)
+        return float(before + TAKEN_AHEAD * ahead + (1 - TAKEN_AHEAD) * free) * _unit(config)
     # Of n blocks' first kn + 1 tiles in order of their costs some block has k + 1.
     further = np.arange(0, tiles, multiprocessors)
     busiest = ((1 + np.arange(len(further))) * costs[further // heads]).max()
     return float(max(busiest, costs.sum() * heads / multiprocessors)) * _unit(config)
 
 
-def _costs(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
-    """As of `costs_of_tiles`; of a cache, whose capacity says little about how many keys there are,
-    such that a capacity that is no multiple of a block is none the dearer for it."""
-    if config.seq_lens:
-        rows = config.queries_of_tile(spec)
-        keys = np.full(-(-spec.seqlen_q // rows), spec.seqlen_k)
-        if spec.window_left is None and spec.window_right == 0:
-            hidden = spec.seqlen_q - rows * np.arange(1, len(keys) + 1)  # from all of a tile's rows
-            keys = np.maximum(keys - np.maximum(hidden, 0), 1)
-        return keys / config.tile_n
-    return costs_of_tiles(spec, config)
+def _busiest(costs: np.ndarray, blocks: int, *, ahead: bool) -> float:
+    """When the last of some blocks is done, each of which takes a tile of each wave: in the order
+    in which they end their last tiles or, `ahead`, in which they begin these."""
+    begin = done = np.zeros(blocks)
+    for first in range(0, len(costs), blocks):
+        wave = costs[first : first + blocks]
+        turn = np.argsort(begin if ahead else done, kind="stable")[: len(wave)]
+        begin, done = done, done.copy()
+        done[turn] += wave
+    return float(done.max())
 
 
 def _unit(config: Sm90ForwardConfig) -> float:
