@@ -9,7 +9,6 @@ import pytest
 
 from tests.pipelines import explorer
 from tests.pipelines.mla_decode_codes_sm90 import Split, pipeline, protocols
-from tests.pipelines.test_mla_decode_sm90 import without
 
 (PROTOCOL,) = protocols()
 
@@ -44,7 +43,7 @@ def test_a_count_that_changes_alone_is_found(name, change):
 )
 def test_every_barrier_is_needed(kind, barrier):
     with pytest.raises(explorer.Fault):
-        explorer.explore(without(pipeline(PROTOCOL), kind, barrier))
+        explorer.explore(explorer.without(pipeline(PROTOCOL), kind, barrier))
 
 
 def test_tiles_have_to_become_full_in_their_order():
