@@ -406,31 +406,38 @@ BY_32 = {
 OPENED_INBOX = "ptx::mbarrier_init(received, 1);"
 USES = "if (expander.lane == 0) stored.uses = use;"
 REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
-NAMED_BARRIER = "ptx::bar_sync(1 + threadIdx.x / kSliceThreads, kSliceThreads);"
-BEFORE_SLICES = "// The barrier of the warps that share a ring."
-KERNEL_BEGINS = "Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);"
-SLICE_BARRIERS = """
-__shared__ unsigned long long slice_barriers[kWarpsK];
-__shared__ unsigned char slice_parity[Config::threads];
-__device__ __forceinline__ void init_slice_barriers() {
-  if (threadIdx.x < kWarpsK)
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(
-        static_cast<unsigned>(__cvta_generic_to_shared(&slice_barriers[threadIdx.x]))),
-        "r"(kSliceThreads) : "memory");
-  slice_parity[threadIdx.x] = 0;
+#: Kernels in which only some warps meet at a named barrier, each as often as it has work.
+OF_SOME_WARPS = re.compile(
+    r'extern "C" __global__[^;{]*\b'
+    r"(?:decode_sm80|backward_fused_sm80|mla_decode_codes(?:_sm90)?)\([^;{]*\{\n"
+)
+NAMED_BARRIER = r"""__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+"""
+# In its place; each counts 768 for any number of threads, of which 768 is a multiple.
+MBARRIER = r"""
+__shared__ unsigned long long named_barriers[8];
+__shared__ unsigned char named_parities[Config::threads];
+__device__ __forceinline__ unsigned named_barrier(int barrier) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(&named_barriers[barrier]));
+}
+__device__ __forceinline__ void init_named_barriers() {
+  if (threadIdx.x < 8)
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(named_barrier(threadIdx.x)), "r"(768)
+                 : "memory");
+  named_parities[threadIdx.x] = 0;
   __syncthreads();
 }
-__device__ __forceinline__ void wait_for_slice() {
-  const unsigned barrier = static_cast<unsigned>(
-      __cvta_generic_to_shared(&slice_barriers[threadIdx.x / kSliceThreads]));
-  const unsigned parity = slice_parity[threadIdx.x];
+__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+  const unsigned parity = named_parities[threadIdx.x] >> barrier & 1;
   unsigned done = 0;
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(named_barrier(barrier)),
+               "r"(768 / threads) : "memory");
   while (!done)
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; "
-                 "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  slice_parity[threadIdx.x] = parity ^ 1;
-}
+                 "selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(named_barrier(barrier)), "r"(parity) : "memory");
+  named_parities[threadIdx.x] ^= 1 << barrier;
 """
 
 
@@ -441,8 +448,9 @@ def for_racecheck(text: str) -> str:
       ``__syncwarp`` (as ``arrive_warp`` of rawkernels/tile/pipeline.cuh). The tool follows the lane
       that arrives, and takes what the others have read or written before for unordered. All
       mbarriers count 32 times as much, so that any other arrival is one of 32.
-    - The warps of decode_sm80.cu that share a slice of keys meet at an mbarrier and not at a named
-      barrier, which the tool takes for the whole block's.
+    - Where some warps of a block meet at named barriers more often than others, they meet at
+      mbarriers. Otherwise the tool takes accesses for unordered that ``__syncthreads`` lies
+      between; it seems to compare how many barriers each warp has met.
     - A warp of mla/expand_sm90.cuh does not write the number of uses again where it has none. It
       has read the same number with all lanes, and in a split of no keys no barrier lies between.
     - A filter warp of forward_sm90.cu writes its flag of replaced values only where it changes. A
@@ -460,10 +468,9 @@ def for_racecheck(text: str) -> str:
         text = ONE_LANE.sub(EACH_LANE, text)
         changes = "if (threadIdx.x % 32 == 0 && (replaced || block == tile.block_end - 1))"
         text = text.replace(REPLACED, f"{changes} smem.replaced")
-    if NAMED_BARRIER in text:
-        text = text.replace(NAMED_BARRIER, "wait_for_slice();")
-        text = text.replace(BEFORE_SLICES, SLICE_BARRIERS)
-        text = text.replace(KERNEL_BEGINS, f"{KERNEL_BEGINS} init_slice_barriers();")
+    if OF_SOME_WARPS.search(text) and "warps_q = 1;" not in text:  # which has none
+        text = text.replace(NAMED_BARRIER, MBARRIER)
+        text = OF_SOME_WARPS.sub(r"\g<0>  ptx::init_named_barriers();\n", text)
     return text
 
 
@@ -536,8 +543,6 @@ def see_order() -> None:
         USES,
         REPLACED,
         NAMED_BARRIER,
-        BEFORE_SLICES,
-        KERNEL_BEGINS,
         *BY_32,
     ):
         if pattern not in known:
