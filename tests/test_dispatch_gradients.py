@@ -182,7 +182,7 @@ def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long(
         ((2, 8192, 32, 64), 2, True, 128),  # 172, of which 40 multiprocessors have two
         ((1, 4096, 1, 64), 1, True, 128),  # fewer tiles than multiprocessors
         ((16384, 32, 64), 2, True, 128),  # of several sequences: as many tiles
-        ((16384, 32, 64), 2, False, 128),
+        ((16384, 32, 64), 2, False, 192),  # measured: faster than 128
         ((16384, 32, 64), 4, True, 192),
     ):
         of_keys = (*shape[:-2], heads_kv, 64)
