@@ -45,6 +45,7 @@ def fits(launch: dispatch.Launch) -> bool:
     aligned=st.booleans(),
 )
 @example("sm_90a", small_spec(np.float16), (False, False, True), True)
+@example("sm_100", small_spec(np.float16), (False, False, False), True)
 def test_every_choice_is_a_listed_variant(arch, spec, grads, aligned):
     call = Call.contiguous(spec, arch)
     if spec.rows == "ragged":

@@ -234,9 +234,11 @@ class Sm80Backward:
                 fused = None if general else sm80_fused(dtype, dims, arch)
                 if fused is not None:
                     yield fused
+                    yield from sm80_passes(*arguments, repairs=True)
                 if sm80_adds_dq(dims, general):
                     yield from sm80_passes(*arguments, adds_dq=True)
-                    yield next(sm80_passes(*arguments, repairs=True))
+                    if fused is None:
+                        yield next(sm80_passes(*arguments, repairs=True))
         for dtype, entry in itertools.product(
             ("float16", "bfloat16"), ("clear_sums_sm80", "finish_sums_sm80")
         ):
