@@ -63,6 +63,7 @@ def attention_gradients(
     sinks: np.ndarray | None = None,
     z: np.ndarray | None = None,
     precision: Any = np.float64,
+    given_out: np.ndarray | None = None,
     lse: np.ndarray | None = None,
     sums_of_groups: bool = False,
     cancelled: dict[str, float] | None = None,
@@ -71,14 +72,18 @@ def attention_gradients(
     """Return dq, dk, dv, and dbias, dsinks, dalibi of what is given, by the formula: the whole
     score matrix at once, with out, P, dP, dS and results rounded to `precision`.
 
-    With the formula's own lse, or the given one. With `sums_of_groups` dk and dv are one sum over
-    all rows of the query heads that share a key head, and else a sum of each head's.
+    With the formula's own out and lse, or the given ones. With `sums_of_groups` dk and dv are one
+    sum over all rows of the query heads that share a key head, and else a sum of each head's.
 
     `cancelled` is given, by name, the size of what dP - delta cancels: the largest term of dq and
-    dk, and of dbias the largest term of each row, summed over rows as independent errors are."""
+    dk, and of dbias the largest term of each row, summed over rows as independent errors are. Of
+    dalibi, unless inputs have 16 bits, it is what the rounding of a score adds, summed likewise:
+    scores of far keys are large, and the plain formula rounds them alike in all :func:`orders`."""
     rounded, dtype = _rounding(precision)
+    is_short = q.dtype.itemsize == 2
     options |= {"bias": bias, "alibi_slopes": alibi_slopes}
     out, own = attention(q, k, v, sinks=sinks, z=z, precision=precision, **options)
+    out = out if given_out is None else given_out
     lse = own if lse is None else lse.astype(dtype)
     s, derivative = _scores(q, k, precision=precision, **options)
     heads_kv, head_dim = k.shape[2:]
@@ -102,6 +107,11 @@ def attention_gradients(
         largest = abs(scale) * of_rows.max(initial=0)
         cancelled["dq"], cancelled["dk"] = (largest * np.abs(a).max(initial=0) for a in (k, q))
         cancelled["dbias"] = np.sqrt((of_rows**2).sum())
+        if alibi_slopes is not None and not is_short:
+            terms = np.abs(dx) * _distance(*dx.shape[2:]) * np.where(seen, np.abs(s), 0)
+            squares = (terms.max(axis=3, initial=0) ** 2).sum(axis=2)
+            of_heads = squares if alibi_slopes.ndim == 2 else squares.sum(axis=0)
+            cancelled["dalibi"] = np.sqrt(of_heads.max(initial=0))
 
     def over_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         if sums_of_groups:
@@ -128,6 +138,27 @@ def attention_gradients(
         by_head = -(dx * _distance(*dx.shape[2:]).astype(dtype)).sum(axis=(2, 3))
         grads["dalibi"] = by_head if alibi_slopes.ndim == 2 else by_head.sum(axis=0)
     return grads
+
+
+def sums_by_roundings(
+    exact: dict[str, np.ndarray],
+    *inputs: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None = None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """What the roundings of `out` and `lse`, with which a backward pass begins, add to the exact
+    dsinks and dalibi: a pass must not be judged by these.
+
+    All terms of a row have the rounding error of its delta, or of its lse. In bfloat16 delta's is
+    most of the error of dalibi, a few numbers in which rows cancel, and it is the same in all
+    :func:`orders` of the plain formula: luck decides how large.
+    """
+    names = [name for name in ("dsinks", "dalibi") if name in exact]
+    if not names:
+        return {}
+    given = attention_gradients(*inputs, given_out=out, lse=lse, **options)
+    return {name: given[name] - exact[name] for name in names}
 
 
 def orders(length: int, count: int = 8) -> Iterator[np.ndarray]:
