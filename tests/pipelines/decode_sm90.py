@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cuattn.gpu import dispatch
 from tests.pipelines import source
 from tests.pipelines.explorer import END, Advance, Arrive, Copy, Pipeline, Read, Wait, Write
 
@@ -34,11 +33,9 @@ def protocols() -> set[Protocol]:
     """Every protocol that some variant has."""
     text = source.text(KERNEL)
     found = set()
-    for variant in dispatch.variants("sm_90a"):
-        if variant.source == KERNEL:
-            constants = source.Constants(text, variant.config)
-            arrivals = source.arrivals(text, constants)
-            found.add(Protocol(constants["kStages"], arrivals["full"], arrivals["received"]))
+    for constants in source.constants_of_variants(KERNEL):
+        arrivals = source.arrivals(text, constants)
+        found.add(Protocol(constants["kStages"], arrivals["full"], arrivals["received"]))
     return found
 
 

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cuattn.gpu import dispatch
 from tests.pipelines import source
 from tests.pipelines.explorer import END, Advance, Arrive, Pipeline, Read, Role, Sync, Wait, Write
 
@@ -40,20 +39,16 @@ class Split(NamedTuple):
 def protocols() -> set[Protocol]:
     """Every protocol that some variant has."""
     text = source.text(KERNEL)
-    found = set()
-    for variant in dispatch.variants("sm_90a"):
-        if variant.source == KERNEL:
-            constants = source.Constants(text, variant.config)
-            found.add(
-                Protocol(
-                    constants["kStages"],
-                    constants["kGroups"],
-                    tuple(sorted(source.arrivals(text, constants).items())),
-                    constants["kComputing"],
-                    constants["kGroupThreads"],
-                )
-            )
-    return found
+    return {
+        Protocol(
+            constants["kStages"],
+            constants["kGroups"],
+            tuple(sorted(source.arrivals(text, constants).items())),
+            constants["kComputing"],
+            constants["kGroupThreads"],
+        )
+        for constants in source.constants_of_variants(KERNEL)
+    }
 
 
 class Loader:

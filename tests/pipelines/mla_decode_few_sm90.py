@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cuattn.gpu import dispatch
 from tests.pipelines import mla_decode_sm90, source
 from tests.pipelines.explorer import END, Advance, Arrive, Copy, Pipeline, Read, Sync, Wait, Write
 from tests.pipelines.mla_decode_sm90 import EACH, FIRST, PARTS, SIDE, WARPS, second
@@ -36,11 +35,10 @@ def protocols() -> set[Protocol]:
     """Every protocol that some variant has."""
     text = source.text(KERNEL)
     found = set()
-    for variant in dispatch.variants("sm_90a"):
-        if variant.source == KERNEL:
-            arrivals = source.arrivals(text, source.Constants(text, variant.config))
-            used = {name: n for name, n in arrivals.items() if not name.endswith("_work")}
-            found.add(Protocol(tuple(sorted(used.items()))))
+    for constants in source.constants_of_variants(KERNEL):
+        arrivals = source.arrivals(text, constants)
+        used = {name: n for name, n in arrivals.items() if not name.endswith("_work")}
+        found.add(Protocol(tuple(sorted(used.items()))))
     return found
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cuattn.gpu import dispatch
 from tests.pipelines import source
 from tests.pipelines.explorer import (
     END,
@@ -49,19 +48,15 @@ class Protocol:
 def protocols() -> set[Protocol]:
     """Every protocol that some variant has."""
     text = source.text(KERNEL)
-    found = set()
-    for variant in dispatch.variants("sm_90a"):
-        if variant.source == KERNEL:
-            constants = source.Constants(text, variant.config)
-            named = re.findall(r"bar_(?:sync|arrive)\(\w+(?: \+ \w+)?, (\w+)\)", text)
-            found.add(
-                Protocol(
-                    constants["kQueue"],
-                    tuple(sorted(source.arrivals(text, constants).items())),
-                    tuple(sorted({constants.value(threads) for threads in named})),
-                )
-            )
-    return found
+    named = re.findall(r"bar_(?:sync|arrive)\(\w+(?: \+ \w+)?, (\w+)\)", text)
+    return {
+        Protocol(
+            constants["kQueue"],
+            tuple(sorted(source.arrivals(text, constants).items())),
+            tuple(sorted({constants.value(threads) for threads in named})),
+        )
+        for constants in source.constants_of_variants(KERNEL)
+    }
 
 
 def second(buffer: int) -> tuple[str, ...]:

@@ -7,10 +7,10 @@ import ast
 import functools
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cuattn.gpu import compiler
+from cuattn.gpu import compiler, dispatch
 
 #: What each model was written after.
 SKELETONS = {
@@ -100,6 +100,13 @@ def _conditional(expression: str) -> str:
         depth += {"?": 1, ":": -1}.get(rest[at], 0)
         at += 1
     return f"({_conditional(rest[:at])}) if ({test}) else ({_conditional(rest[at + 1 :])})"
+
+
+def constants_of_variants(kernel: str) -> Iterator[Constants]:
+    """The constants of each variant of a kernel for sm_90a."""
+    for variant in dispatch.variants("sm_90a"):
+        if variant.source == kernel:
+            yield Constants(text(kernel), variant.config)
 
 
 def barrier_name(expression: str) -> str:

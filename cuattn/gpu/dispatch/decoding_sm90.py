@@ -297,11 +297,16 @@ def _fits(call: Call, tile: Tile) -> dict[int, int]:
     return {n: most[n] * call.multiprocessors // 132 // tile.pairs for n in CLUSTERS}
 
 
+def _largest(fits: dict[int, int]) -> int | None:
+    """The size of the largest clusters of which every pair can have one."""
+    return next((size for size, fit in fits.items() if fit), None)
+
+
 def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
     """The config with a thread block for each pair, where keys are so few that beginning and end
     are what takes time; and that there is one cluster."""
     spec = call.spec
-    size = next((n for n, fit in _fits(call, tile).items() if fit), None)
+    size = _largest(_fits(call, tile))
     if spec.quantized or max(spec.batch, spec.heads_kv * tile.row_tiles) > MOST_OF_GRID:
         return None
     if size is not None:
@@ -343,8 +348,7 @@ def _whole_pairs(call: Call) -> int:
 
 def _clusters_of_keys(call: Call, tile: Tile) -> Clusters | None:
     """Those of keys and values that are not codes."""
-    keys, fits = call.spec.seqlen_k, _fits(call, tile)
-    size = next((n for n, fit in fits.items() if fit), None)
+    keys, size = call.spec.seqlen_k, _largest(_fits(call, tile))
     if size is None:
         return None
     clusters = Clusters(size, 1)
@@ -375,7 +379,7 @@ def _clusters_of_codes(call: Call, tile: Tile) -> Clusters | None:
     """Those of codes, which are expanded in registers."""
     spec, fits = call.spec, _fits(call, tile)
     keys, names = spec.seqlen_k, (spec.k_format, spec.v_format)
-    size = next((n for n, fit in fits.items() if fit), None)
+    size = _largest(fits)
     if size is None or names not in CLUSTER_FORMATS:
         return None
     clusters = _several(call, tile) if size == max(CLUSTERS) else Clusters(size, 1)

@@ -133,7 +133,8 @@ class Sm90Forward:
                 scores = ((False, False), (True, False), (True, True))
                 for score in scores[: 2 if varlen or cached else 3]:
                     for pack_gqa in (False, True)[: 2 if varlen and not score[0] else 1]:
-                        for key_groups in (False, True)[: 2 if cached else 1]:
+                        in_groups = cached and dims == KEY_GROUP_DIMS
+                        for key_groups in (False, True)[: 2 if in_groups else 1]:
                             configs = configs_of(
                                 dtype,
                                 dims,
@@ -141,7 +142,7 @@ class Sm90Forward:
                                 varlen=varlen,
                                 cached=cached,
                                 pack_gqa=pack_gqa,
-                                key_groups=key_groups and dims == KEY_GROUP_DIMS,
+                                key_groups=key_groups,
                             )
                             yield from map(variant_of, configs)
                 if not cached:
