@@ -82,7 +82,8 @@ struct Consumer {
     for (int i = 0; i < kPanels; ++i) {
       const int panel = panel_in_order(kOdd, i);
       ptx::mbarrier_wait(smem.full_k[kOdd][panel], parity);
-      if (kCopies) ptx::fence_proxy_async();  // copies by cp.async need it
+      if (kCopies || (kCopiesRotated && panel == kRopePanel))
+        ptx::fence_proxy_async();  // copies by cp.async need it
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const int bytes = panel * kPanelBytes + step * 32;
@@ -93,15 +94,27 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
+  // O's columns of one product.
+  static constexpr int kProductColumns = kLatent / 2 / kProducts;
+  __device__ __forceinline__ auto& columns_of_product(int i) {
+    return reinterpret_cast<float (&)[kProductColumns / 2]>(o[i * kProductColumns / 2]);
+  }
+  __device__ __forceinline__ static auto value_descriptor(unsigned v, int step, int i) {
+    return descriptor(v, step * 16 * 128 + i * kProductColumns / 64 * kPanelBytes, kPanelBytes);
+  }
+
   // O += P V of this consumer's half of the values, for its own block's probabilities: issued.
   __device__ __forceinline__ void multiply_own_values(const unsigned (&p)[kBlockKeys / 4]) {
     const unsigned v = uniform_base<kApart>(smem.k[odd][first_panel]);
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockKeys / 16; ++step)
-      ptx::Wgmma<kLatent / 2, T>::register_shared<true>(
-          o, p + 4 * step, descriptor(v, step * 16 * 128, kPanelBytes), true);
+    for (int step = 0; step < kBlockKeys / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i)
+        ptx::Wgmma<kProductColumns, T>::register_shared<true>(columns_of_product(i), p + 4 * step,
+                                                              value_descriptor(v, step, i), true);
+    }
     ptx::wgmma_commit_group();
   }
 
@@ -112,9 +125,12 @@ struct Consumer {
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockKeys / 16; ++step)
-      ptx::Wgmma<kLatent / 2, T>::shared_shared<false, true>(
-          o, descriptor(a, step * 32, 0), descriptor(v, step * 16 * 128, kPanelBytes), true);
+    for (int step = 0; step < kBlockKeys / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i)
+        ptx::Wgmma<kProductColumns, T>::shared_shared<false, true>(
+            columns_of_product(i), descriptor(a, step * 32, 0), value_descriptor(v, step, i), true);
+    }
     ptx::wgmma_commit_group();
   }
 
@@ -171,13 +187,20 @@ struct Consumer {
       first += pair_distance();
       parity ^= 1;
       float s[kBlockKeys / 2];  // nothing of one round is kept for the next
-      multiply_keys<false>(s);
-      add_other_block(first - odd_distance());
-      ptx::wgmma_wait_group<1>();
+      if (Config::values_first) {
+        add_other_block(first - odd_distance());
+        finish_values(smem.empty_first[1]);
+        multiply_keys<false>(s);
+        ptx::wgmma_wait_group<0>();
+      } else {
+        multiply_keys<false>(s);
+        add_other_block(first - odd_distance());
+        ptx::wgmma_wait_group<1>();
+      }
       ptx::wgmma_keep(s);
       const bool raises = soften(s, p, first, correction);
       if (kApart && pairs == 1) leave_queries();
-      finish_values(smem.empty_first[1]);
+      if (!Config::values_first) finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
     if (!kApart || !ends_even) {

@@ -20,13 +20,21 @@ constexpr int kPanels =
     kLatentPanels + 1;  // of a row, 64 columns each; the last is what is rotated
 constexpr int kRopePanel = kLatentPanels;
 constexpr int kPanelBytes = 64 * 128;
-constexpr int kConsumers = 256;  // threads
+constexpr int kConsumers = 256;                                     // threads
+constexpr int kProducers = Config::threads / 32 - kConsumers / 32;  // warps
+// A consumer's columns of O are one product, or two where a launch's threads have too few registers
+// each for an instruction that has all of them.
+constexpr int kProducts = Config::threads > 384 ? 2 : 1;
+constexpr int kBufferWarps = 4;  // of them, which share a block where its keys lie apart
+constexpr int kWarpKeys = kBlockKeys / kBufferWarps;
 constexpr int kQueue = 2;
 
 // Who says that a panel is there: the lane that asked TMA for it, beside its bytes; or four warps,
 // which where they copy by cp.async are 32 lanes' copies and one arrival each.
 constexpr bool kCopies = Config::gather && !Config::latent_format;
-constexpr int kFullArrivals = kCopies ? 4 * 33 : Config::gather ? 4 : 1;
+constexpr bool kCopiesRotated = Config::gather;  // what is rotated is copied so beside codes, too
+constexpr int kFullArrivals = kCopies ? kBufferWarps * 33 : Config::gather ? kBufferWarps : 1;
+constexpr int kRotatedArrivals = kCopiesRotated ? kBufferWarps * 33 : 1;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = decoding::Schedule<kRows, kBlockKeys>;

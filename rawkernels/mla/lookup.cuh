@@ -27,7 +27,7 @@ template <int kStep>
 struct KeyLookup {
   const DecodeParams& params;
   const MlaParams& mla;
-  const int offset;  // of this thread's key in a block
+  int offset;        // of this thread's key in a block, when start() is called
   SplitKeys& split;  // in shared memory, of the thread's warp
 
   int key;           // whose token comes next

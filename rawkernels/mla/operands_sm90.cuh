@@ -4,6 +4,7 @@
 
 #include "mla/layout_sm90.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace mla {
@@ -26,8 +27,9 @@ __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& par
                                              const MlaParams& mla, const decoding::Split& split) {
   constexpr int kChunks = kPanels * 8;
   const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
-#pragma unroll(Config::gather ? 4 : 6)  // more would spill
-  for (int i = threadIdx.x; i < kRows * kChunks; i += kConsumers) {
+  const int first = kProducts > 1 ? ptx::thread_index() : threadIdx.x;  // or it spills
+#pragma unroll(Config::gather ? 4 : 6)                                  // more would spill
+  for (int i = first; i < kRows * kChunks; i += kConsumers) {
     const int row = i / kChunks, chunk = i % kChunks;
     const int index = split.row_tile * kRows + min(row, rows - 1);
     const int token = divided_by_group(params, index);

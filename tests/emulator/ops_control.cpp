@@ -201,6 +201,7 @@ const Opcode setmaxnreg{"setmaxnreg", decode_setmaxnreg};
 const Opcode griddepcontrol{"griddepcontrol", decode_nothing};
 const Opcode prefetch{"prefetch", decode_nothing};
 const Opcode prefetchu{"prefetchu", decode_nothing};
+const Opcode prefetch_bulk{"cp.async.bulk.prefetch", decode_nothing};
 const Opcode discard{"discard", decode_nothing};
 const Opcode applypriority{"applypriority", decode_nothing};
 const Opcode pmevent{"pmevent", decode_nothing};

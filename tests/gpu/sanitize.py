@@ -404,7 +404,6 @@ BY_32 = {
     ),
 }
 OPENED_INBOX = "ptx::mbarrier_init(received, 1);"
-USES = "if (expander.lane == 0) stored.uses = use;"
 REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
 #: Kernels in which only some warps meet at a named barrier, each as often as it has work.
 OF_SOME_WARPS = re.compile(
@@ -451,8 +450,6 @@ def for_racecheck(text: str) -> str:
     - Where some warps of a block meet at named barriers more often than others, they meet at
       mbarriers. Otherwise the tool takes accesses for unordered that ``__syncthreads`` lies
       between; it seems to compare how many barriers each warp has met.
-    - A warp of mla/expand_sm90.cuh does not write the number of uses again where it has none. It
-      has read the same number with all lanes, and in a split of no keys no barrier lies between.
     - A filter warp of forward_sm90.cu writes its flag of replaced values only where it changes. A
       consumer that skips a tile's last block may read it while it is written for that block; to
       this consumer either value is right.
@@ -461,7 +458,6 @@ def for_racecheck(text: str) -> str:
       instruction of its whole warp, which the tool takes for another lane's than the arrival.
     """
     text = text.replace(OPENED_INBOX, f"{OPENED_INBOX} __syncwarp(1);")
-    text = text.replace(USES, USES.replace("lane == 0", "lane == 0 && pairs > 0"))
     if ONE_LANE.search(text):
         for whole, of_lanes in BY_32.items():
             text = text.replace(whole, of_lanes)
@@ -540,7 +536,6 @@ def see_order() -> None:
     known = "".join(file.read_text(encoding="utf-8") for file in root.rglob("*.cu*"))
     for pattern in (
         OPENED_INBOX,
-        USES,
         REPLACED,
         NAMED_BARRIER,
         *BY_32,

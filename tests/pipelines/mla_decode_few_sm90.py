@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 from tests.pipelines import mla_decode_sm90, source
 from tests.pipelines.explorer import END, Advance, Arrive, Copy, Pipeline, Read, Sync, Wait, Write
-from tests.pipelines.mla_decode_sm90 import EACH, FIRST, PARTS, SIDE, WARPS, second
+from tests.pipelines.mla_decode_sm90 import (
+    EACH,
+    FIRST,
+    PARTS,
+    SIDE,
+    WARPS,
+    arrivals_of,
+    second,
+)
 
 KERNEL = "mla/decode_few_sm90.cu"
 BLOCKS = 2  # that are modelled
@@ -182,7 +190,7 @@ def pipeline(p: Protocol) -> Pipeline:
             for half in ("first", "second"):
                 own[f"empty_{half}.{n}"] = f"k.{n}", arrivals[f"empty_{half}"]
             for part in PARTS:
-                own[f"full_{part}.{n}"] = f"k.{n}", arrivals["full_k"]
+                own[f"full_{part}.{n}"] = f"k.{n}", arrivals_of(arrivals, part)
             for warp in range(WARPS):
                 pieces |= {f"{part}.{n}.{warp}": f"k.{n}" for part in PARTS[:2]}
                 pieces |= {f"rotated.{n}.{warp}": f"rotated.{n}", f"max.{n}.{warp}": "rounds"}

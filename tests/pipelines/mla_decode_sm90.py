@@ -43,6 +43,8 @@ class Protocol:
     queue: int
     arrivals: tuple[tuple[str, int], ...]
     threads: tuple[int, ...]  # of each named barrier
+    warps_of_buffers: bool  # producing warps that share a block have one buffer, not both
+    values_first: bool  # the even consumer adds the odd values before it asks for its next scores
 
 
 def protocols() -> set[Protocol]:
@@ -54,9 +56,16 @@ def protocols() -> set[Protocol]:
             constants["kQueue"],
             tuple(sorted(source.arrivals(text, constants).items())),
             tuple(sorted({constants.value(threads) for threads in named})),
+            constants["kProducers"] > constants["kBufferWarps"],
+            constants.config.values_first,
         )
         for constants in source.constants_of_variants(KERNEL)
     }
+
+
+def arrivals_of(arrivals: dict[str, int], part: str) -> int:
+    """How many arrivals say that a part of a buffer is there."""
+    return arrivals["full_rotated" if part == "rotated" else "full_k"]
 
 
 def second(buffer: int) -> tuple[str, ...]:
@@ -65,15 +74,21 @@ def second(buffer: int) -> tuple[str, ...]:
 
 
 class Producer:
-    """A producing warp: it has half of a buffer, or copies or expands some keys of both. The first
-    one tells consumers of splits. Who expands waits for the whole buffer."""
+    """A producing warp: it has half of a buffer, or copies some keys of both, or expands some of
+    one. The first one tells consumers of splits. Who expands waits for the whole buffer."""
 
-    def __init__(self, warp: int, arrivals: int) -> None:
+    def __init__(self, warp: int, arrivals: dict[str, int], *, of_buffer: bool = False) -> None:
         self.warp = warp
+        self.rows = warp % WARPS
         #: Of a warp with its rows, where it has some: it, or each lane's copies and it.
-        self.arrivals = 0 if arrivals <= 2 else EACH * (1 if arrivals < 32 else 33)
-        self.halves = (0, 1) if self.arrivals else (warp % 2,)
-        self.buffers = (0, 1) if self.arrivals else (warp // 2,)
+        self.arrivals = {
+            part: 0 if count <= 2 else EACH * (1 if count < 32 else 33)
+            for part in PARTS
+            for count in [arrivals_of(arrivals, part)]
+        }
+        shares = bool(self.arrivals["left"])
+        self.halves = (0, 1) if shares else (warp % 2,)
+        self.buffers = (0, 1) if shares and not of_buffer else (warp // 2,)
 
     def __call__(self, own, pairs) -> Iterator[NamedTuple]:
         if self.warp == 0:
@@ -89,11 +104,11 @@ class Producer:
                     Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
                     for half in self.halves
                 ]
-                if self.arrivals == EACH:
+                if self.arrivals["left"] == EACH:
                     yield from waits
                     waits = []
                 for half in self.halves:
-                    yield from waits[half : half + 1] if self.arrivals else waits
+                    yield from waits[half : half + 1] if self.arrivals["left"] else waits
                     for part in (FIRST[buffer], second(buffer))[half]:
                         yield from self.load(buffer, part)
                 yield Advance(f"k.{buffer}")
@@ -102,9 +117,9 @@ class Producer:
     def load(self, buffer: int, part: str) -> Iterator[NamedTuple]:
         """By TMA all of a part; else this warp's rows, which are there when all have arrived."""
         full = f"full_{part}.{buffer}"
-        if self.arrivals:
-            yield Write(f"{part}.{buffer}.{self.warp}")
-            yield Arrive(full, self.arrivals)
+        if self.arrivals[part]:
+            yield Write(f"{part}.{buffer}.{self.rows}")
+            yield Arrive(full, self.arrivals[part])
         else:
             yield Arrive(full, copies=WARPS)
             yield from (Copy(full, f"{part}.{buffer}.{warp}") for warp in range(WARPS))
@@ -113,8 +128,9 @@ class Producer:
 class Warp:
     """A warp of a consumer. Products read memory from their issue to their wait: both are reads."""
 
-    def __init__(self, odd: int, warp: int) -> None:
+    def __init__(self, odd: int, warp: int, *, values_first: bool = False) -> None:
         self.odd, self.warp = odd, warp
+        self.values_first = values_first
 
     def __call__(self, own, pairs) -> Iterator[NamedTuple]:
         odd, warp = self.odd, self.warp
@@ -136,27 +152,36 @@ class Warp:
         yield Advance("work")
 
     def even_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
-        """The scores of its next block are issued before the odd block's values are."""
+        """The scores of its next block are issued before the odd block's values are, or after they
+        have been added."""
         for pair in range(pairs + (not ends_even)):
-            if pair < pairs:
+            if pair < pairs and not self.values_first:
                 yield from self.issue_scores(0)
             if pair > 0:
                 yield from self.other_block(1)
                 yield Advance("rounds")
+                if self.values_first:
+                    yield from self.finish_other()
             if pair < pairs:
+                if self.values_first:
+                    yield from self.issue_scores(0)
                 yield from self.read_keys(0)
                 yield from self.soften(0)
-            if pair > 0:
-                yield from self.values(1)
-                yield from self.probabilities(1)
-                yield Arrive("empty_first.1", EACH)
-                yield Advance("k.1")
-                yield Advance("rotated.1", 2)
+            if pair > 0 and not self.values_first:
+                yield from self.finish_other()
             if pair < pairs:
                 for _ in range(2):
                     yield from self.values(0)
                 yield Arrive("empty_first.0", EACH)
                 yield Advance("k.0")
+
+    def finish_other(self) -> Iterator[NamedTuple]:
+        """The even consumer has added the odd block's values."""
+        yield from self.values(1)
+        yield from self.probabilities(1)
+        yield Arrive("empty_first.1", EACH)
+        yield Advance("k.1")
+        yield Advance("rotated.1", 2)
 
     def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
         for pair in range(pairs):
@@ -235,15 +260,15 @@ def pipeline(p: Protocol) -> Pipeline:
     memory = {"work": "work"}
     tma = arrivals["full_k"] <= 2
     processes: dict[str, Role] = {
-        f"producer {warp}": Producer(warp, arrivals["full_k"])
-        for warp in range(4 if tma else WARPS)
+        f"producer {warp}": Producer(warp, arrivals, of_buffer=p.warps_of_buffers)
+        for warp in range(2 * WARPS if tma or p.warps_of_buffers else WARPS)
     }
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}
         for half in ("first", "second"):
             barriers[f"empty_{half}.{buffer}"] = f"k.{buffer}", arrivals[f"empty_{half}"]
         for part in PARTS:
-            barriers[f"full_{part}.{buffer}"] = f"k.{buffer}", arrivals["full_k"]
+            barriers[f"full_{part}.{buffer}"] = f"k.{buffer}", arrivals_of(arrivals, part)
         for warp in range(WARPS):
             memory |= {f"{part}.{buffer}.{warp}": f"k.{buffer}" for part in PARTS[:2]}
             memory |= {
@@ -252,5 +277,7 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"max.{buffer}.{warp}": "rounds",
                 f"sum.{buffer}.{warp}": "sums",
             }
-            processes[f"consumer {buffer} warp {warp}"] = Warp(buffer, warp)
+            processes[f"consumer {buffer} warp {warp}"] = Warp(
+                buffer, warp, values_first=p.values_first
+            )
     return Pipeline(rings, barriers, memory, processes, (0, 1, 2, 3))

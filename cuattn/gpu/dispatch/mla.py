@@ -185,6 +185,10 @@ class Sm90MlaConfig(Config):
     latent_format: int  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
     consumer_registers: int
     producer_registers: int
+    producing_warps: int = 4  # eight where they expand codes: four for each buffer
+    #: The even consumer adds the odd block's values before it asks for its next scores, whose keys
+    #: may come late.
+    values_first: bool = False
     blocks_per_sm: int = 1
 
     @property
@@ -199,13 +203,13 @@ class Sm90MlaConfig(Config):
 
     @property
     def threads(self) -> int:
-        """Two consuming warpgroups and a producing one."""
-        return 384
+        """Two consuming warpgroups, and what produces."""
+        return 256 + 32 * self.producing_warps
 
     @property
     def smem_bytes(self) -> int:
         """Q, two blocks of keys, then what is small: more of it where latents are codes."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + (4096 if self.latent_format else 2048)
+        return 3 * self.rows * (LATENT + ROPE) * 2 + (6144 if self.latent_format else 2048)
 
     @property
     def part_bytes(self) -> int:
@@ -300,8 +304,10 @@ class Sm90Mla:
 
 
 def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
-    registers = (200, 104) if format else (208, 88) if gather else (216, 72)
-    config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
+    registers = (200, 56, 8) if format else (208, 88, 4) if gather else (216, 72, 4)
+    config = Sm90MlaConfig(
+        dtype, gather, format_number(format), *registers, values_first=bool(format)
+    )
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
 
