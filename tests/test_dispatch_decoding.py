@@ -589,8 +589,10 @@ INT4 = {
     [
         (128, (32, 8), {}, (1, 8, 4)),
         (64, (32, 8), {}, (2, 8, 4)),
-        (64, (32, 8), {"batch": 4}, (2, 8, 4)),
+        (64, (32, 8), {"batch": 4}, (1, 8, 4)),
         (128, (32, 8), INT4, (2, 8, 4)),
+        (128, (32, 8), INT4 | {"batch": 30}, (2, 8, 4)),
+        (128, (32, 8), INT4 | {"batch": 29}, (1, 8, 4)),
         (128, (32, 8), INT4 | {"batch": 4}, (1, 8, 4)),
         (128, (32, 8), INT4 | {"batch": 4, "capacity": 1 << 20}, (2, 8, 4)),
         (64, (32, 8), INT4, (4, 16, 4)),
@@ -676,8 +678,8 @@ def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():
     assert entry(64, capacity=1004) == "decode_sm80"
     assert entry(64, is_float32=True) == "decode_sm80"
     assert entry(64, format="int4") == "decode_sm80"
-    # Of 8 bits, where there are many pairs of a sequence and a key head.
-    assert entry(128) == "decode_codes_sm90"
+    # Of 8 bits, where there are many pairs of a sequence and a key head, or many keys.
+    assert entry(128) == entry(128, batch=32, capacity=2048) == "decode_codes_sm90"
     assert entry(128, batch=32) == "decode_sm80"
 
 

@@ -10,7 +10,8 @@
 //   expand, and no time to find out where its next keys lie. So each of the last warps walks
 //   through the splits (schedule.cuh), ahead of the others, and keeps the rings of some of them
 //   full, kStages tiles each: codes by TMA, scales and queries by cp.async. The first of them also
-//   writes down what the others need to know about a split (Work).
+//   writes down what the others need to know about a split (Work). Those that compute do both for
+//   the first split themselves: its tiles are on their way meanwhile.
 //
 //   A block has kHeads neighbouring key heads side by side, where their codes lie side by side:
 //   unit u of warps has kHeads warps, one for each head, with the same keys. TMA copies rows of 128
@@ -19,8 +20,8 @@
 //
 //   Barriers in shared memory: full[u][s] (1 + kScaleLanes * kHeads arrivals, of a loading warp;
 //   waited for by the warps of unit u), empty[u][s] (kHeads, by these warps; waited for by the
-//   loading warp), full_queries[i] (33, by the first loading warp) and empty_queries[i] (1, by
-//   thread 0).
+//   loading warp), full_queries[i] (33, by the first loading warp, or thread 0's) and
+//   empty_queries[i] (1, by thread 0).
 #include "decoding/produce_codes_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -43,26 +44,28 @@ __device__ __forceinline__ int first_row(const DecodeParams& params, int head) {
   return kHeads * kWarpRows > kRows ? min(first, kRows - kWarpRows) : first;
 }
 
-// Merges four of each warp's rows, from `first` on, and writes them.
+// Merges four or eight of each warp's rows, from `first` on, and writes them.
 __device__ __forceinline__ void combine_rows(const Writer& writer, const Smem& smem, int first) {
   constexpr bool kByHeads = kWarpRows == 4;  // else by tiles of warps' rows
-  constexpr int kEach = 4 * Writer::kVecs;
-  for (int i = threadIdx.x; i < (kByHeads ? kHeads : kRows / kWarpRows) * kEach; i += kThreads) {
-    const int part = i / kEach, from = i / Writer::kVecs % 4, column = i % Writer::kVecs * 4;
-    const int row = (kByHeads ? first_row(writer.params, part) : part * kWarpRows) + first + from;
+  constexpr int kEach = 4 * Writer::kVecs, kParts = kByHeads ? kHeads : kRows / kWarpRows;
+  for (int i = threadIdx.x; i < kHalves * kParts * kEach; i += kThreads) {
+    const int half = i / (kParts * kEach), part = i / kEach % kParts;
+    const int from = i / Writer::kVecs % 4, column = i % Writer::kVecs * 4;
+    const int row =
+        (kByHeads ? first_row(writer.params, part) : part * kWarpRows) + first + 4 * half + from;
     if (row >= writer.rows() || column >= writer.params.head_dim_v) continue;
     const int head = head_of(writer.params, row);
     if (kByHeads && head != part) continue;
     decoding::Partial<T> whole;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
-      whole.max = fmaxf(whole.max, smem.max_sum[unit * kHeads + head][from].x);
+      whole.max = fmaxf(whole.max, smem.max_sum[unit * kHeads + head][half][from].x);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       const int warp = unit * kHeads + head;
       whole.add(reinterpret_cast<const decoding::FourColumns<float>&>(
-                    smem.o[warp][from][decoding::permuted_column(from, column)]),
-                smem.max_sum[warp][from].x, smem.max_sum[warp][from].y);
+                    smem.o[warp][half][from][decoding::permuted_column(from, column)]),
+                smem.max_sum[warp][half][from].x, smem.max_sum[warp][half][from].y);
     }
     writer.put(row, column, whole);
   }
@@ -94,9 +97,12 @@ __device__ __forceinline__ bool end_split(const Writer& writer, Smem& smem, Slic
 #pragma unroll
   for (int r = 0; r < Slice::kRowBlocks; ++r)
 #pragma unroll 1
-    for (int half = 0; 8 * r + 4 * half < min(8 * (r + 1), min(kWarpRows, writer.rows())); ++half) {
+    for (int half = 0; 8 * r + 4 * half < min(8 * (r + 1), min(kWarpRows, writer.rows()));
+         half += kHalves) {
       if (r + half > 0) sync_all();  // the rows before have been read
-      acc.put_rows(r, half, smem.o[warp], smem.max_sum[warp], 0);
+#pragma unroll
+      for (int i = 0; i < kHalves; ++i)
+        acc.put_rows(r, half + i, smem.o[warp][i], smem.max_sum[warp][i], 0);
       sync_all();
       combine_rows(writer, smem, 8 * r + 4 * half);
     }
@@ -133,6 +139,8 @@ __device__ __forceinline__ void clear_scales(Scales& scales, int key,
 }
 
 __device__ __forceinline__ void compute(const DecodeParams& params, Smem& smem) {
+  ptx::cp_async_wait_all();  // for the first split's queries
+  sync_all();
   const int unit = threadIdx.x / 32 / kHeads, head = threadIdx.x / 32 % kHeads;
   // Where there are registers for it, a lane's addresses are kept.
   constexpr bool kKept = kHeadDim == 64 || (kHeads > 1 && Config::k_format == tile::kInt4);
@@ -207,20 +215,24 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::prefetch_tensormap(maps.k);
     ptx::prefetch_tensormap(maps.v);
   }
-  Schedule schedule;
-  decoding::Split first;
-  if (!schedule.start(params) || !schedule.here(params, first)) return;
-  if (threadIdx.x == 0) {
+  // By a lane of each warp: the lanes of one initialise their barriers one after the other.
+  if (threadIdx.x % 32 == 0) {
+    for (int i = threadIdx.x / 32; i < kUnits * kStages; i += Config::threads / 32) {
+      ptx::mbarrier_init(smem.full[0][i], 1 + kScaleLanes * kHeads);
+      ptx::mbarrier_init(smem.empty[0][i], kHeads);
+    }
+  }
+  if (threadIdx.x == Config::threads - 32) {
     smem.last_place.merges = false;
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(smem.full_queries[i], 33);
       ptx::mbarrier_init(smem.empty_queries[i], 1);
     }
   }
-  for (int i = threadIdx.x; i < kUnits * kStages; i += Config::threads) {
-    ptx::mbarrier_init(smem.full[0][i], 1 + kScaleLanes * kHeads);
-    ptx::mbarrier_init(smem.empty[0][i], kHeads);
-  }
+  Schedule schedule;
+  decoding::Split first;
+  if (!schedule.start(params) || !schedule.here(params, first)) return;
+  if (threadIdx.x < kThreads) load_queries(params, smem.queries[0], first, threadIdx.x, kThreads);
   ptx::fence_mbarrier_init();
   __syncthreads();
   if (threadIdx.x >= kThreads) {
@@ -228,6 +240,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     if (threadIdx.x < kThreads + 32 * kLoaders) load_all(params, maps, smem, schedule, first);
   } else {
     ptx::setmaxnreg_inc<kComputeRegisters>();
+    if (threadIdx.x < 32) publish(params, smem, schedule, first, 0);
     compute(params, smem);
   }
 }

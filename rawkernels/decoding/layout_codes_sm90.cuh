@@ -14,6 +14,7 @@ constexpr int kThreads = 32 * kWarps;         // that compute
 constexpr int kHeads = Config::heads;         // of keys, neighbours that a block has side by side
 constexpr int kUnits = kWarps / kHeads;       // of warps with the same keys of different heads
 constexpr int kWarpRows = Config::warp_rows;  // of which a warp wants those of its head
+constexpr int kHalves = Config::merged_rows / 4;  // of eight rows, that a block merges at a time
 constexpr int kTileKeys = kUnits * kWarpKeys;
 constexpr int kBlockKeys = Config::tile_keys;  // by which work is shared out
 constexpr int kChunks = kHeadDim / 8;
@@ -29,6 +30,7 @@ static_assert(kWarps % kHeads == 0 && kUnits % kLoaders == 0, "work is even");
 static_assert(kWarpKeys % 32 == 0, "tiles are of whole boxes, of 32 keys or 16");
 static_assert(kRows % kWarpRows == 0, "a head's rows must lie in one warp's");
 static_assert(kRows * kChunks % 32 == 0, "lanes load queries in whole rounds");
+static_assert(kHalves == 1 || kWarpRows % 8 == 0, "there must be two halves");
 
 using QTile = decoding::SwizzledRows<kHeadDim>;
 using Slice =
@@ -40,7 +42,7 @@ using Scales = decoding::PackedScales<Config::k_format, Config::v_format, kWarpK
 constexpr int kKScaleLanes = sizeof(Scales::k) / 16, kVScaleLanes = sizeof(Scales::v) / 16;
 constexpr int kScaleLanes = kKScaleLanes > kVScaleLanes ? kKScaleLanes : kVScaleLanes;
 constexpr int kScaleChunks = kLoadedUnits * kHeads * kScaleLanes;  // a loading warp's at a time
-using Schedule = decoding::Schedule<kRows, kBlockKeys>;
+using Schedule = decoding::Schedule<kRows, kBlockKeys, 1, true>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, 2, kWarps>;
 
 // What the first loading warp finds out about a split, ahead of those that compute.
@@ -56,9 +58,9 @@ struct Smem {
   alignas(1024) Tiles ring[kUnits][kStages];
   alignas(128) T queries[2][kRows * kHeadDim];
   Scales scales[kUnits][kStages][kHeads];
-  // Four rows of each warp at a time, columns permuted.
-  float o[kWarps][4][kHeadDim];
-  float2 max_sum[kWarps][4];
+  // Four or eight rows of each warp at a time, columns permuted.
+  float o[kWarps][kHalves][4][kHeadDim];
+  float2 max_sum[kWarps][kHalves][4];
   ptx::Mbarrier full[kUnits][kStages], empty[kUnits][kStages], full_queries[2], empty_queries[2];
   Slice::QueryRows query_rows[kRows];  // of the split that is computed
   Work work[2];                        // the split that is computed, and the next, in turn

@@ -5,12 +5,14 @@
 #include "decoding/layout_codes_sm90.cuh"
 #include "ptx/tma.cuh"
 
+// Loads a split's queries; by `threads` threads, of which this one is number `thread`.
 __device__ __forceinline__ void load_queries(const DecodeParams& params, T* queries,
-                                             const decoding::Split& split) {
+                                             const decoding::Split& split, int thread,
+                                             int threads) {
   const int group = params.group, rows = split.seq.seqlen_q * group - split.row_tile * kRows;
   const unsigned target = ptx::shared_address(queries);
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+  for (int i = thread; i < kRows * kChunks; i += threads) {
     const int row = i / kChunks, chunk = i % kChunks;
     const int index = split.row_tile * kRows + row;
     const int token = divided_by_group(params, index);
@@ -48,12 +50,13 @@ __device__ __forceinline__ void hand_over(Smem& smem, int number) {
   ptx::mbarrier_arrive_after_copies(full);
 }
 
-// Writes down split `number`, and loads its queries; by the first loading warp.
+// Writes down split `number`, and loads its queries; by the first loading warp, the first split by
+// the first warp that computes. Its queries all of these have loaded.
 __device__ __forceinline__ void publish(const DecodeParams& params, Smem& smem,
                                         const Schedule& schedule, const decoding::Split& split,
                                         int number) {
   Work& work = room_for(smem, number);
-  load_queries(params, smem.queries[number % 2], split);
+  if (number > 0) load_queries(params, smem.queries[number % 2], split, threadIdx.x % 32, 32);
   locate_rows(params, split, work.rows);
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
@@ -95,7 +98,8 @@ __device__ __forceinline__ void load_panels(Panels& to, const ptx::TensorMap& ma
                   head * Panels::kPanels + i, page, hint);
 }
 
-// Loads the queries of all splits (the first loading warp), and this warp's share of their tiles.
+// Loads the queries of all splits but the first (the first loading warp), and this warp's share of
+// their tiles.
 __device__ __forceinline__ void load_all(const DecodeParams& params, const Maps& maps, Smem& smem,
                                          Schedule& schedule, decoding::Split& split) {
   const int lane = threadIdx.x % 32, loader = (threadIdx.x - kThreads) / 32;
@@ -125,12 +129,11 @@ __device__ __forceinline__ void load_all(const DecodeParams& params, const Maps&
 #pragma unroll
     for (int i = 0; i < kAhead - 1; ++i)
       ahead[i] = look_up(split.origin + key_of_lane + (i + 1) * kTileKeys);
-    bool published = loader != 0;
+    bool published = loader != 0 || number == 0;
 #pragma unroll 1
     for (int first = split.origin;; first += kTileKeys) {
-      // After the first tiles, which take longer to arrive; but before any of the first split:
-      // behind those that fill all rings queries take three times as long.
-      if (!published && (number == 0 || first > split.origin || first >= split.end)) {
+      // After the first tiles, which take longer to arrive.
+      if (!published && (first > split.origin || first >= split.end)) {
         publish(params, smem, schedule, split, number);
         published = true;
       }

@@ -176,8 +176,10 @@ struct SplitPlace {
 
 // The splits of this thread block, one after the other. A work tile's steps are kTileSteps, for its
 // queries and its epilogue, and one for each block of keys; groups get equal contiguous ranges of
-// steps. With fixed splits nothing is counted but the blocks.
-template <int kRows, int kTileKeys, int kHeads = 1>
+// steps. With fixed splits nothing is counted but the blocks. With kSpread, groups that have one
+// step more lie evenly among the others: work tiles of n blocks that have equal numbers of groups,
+// which divide n, are then cut into equal splits.
+template <int kRows, int kTileKeys, int kHeads = 1, bool kSpread = false>
 struct Schedule {
   static constexpr int kTileSteps = 1;
 
@@ -185,7 +187,7 @@ struct Schedule {
   KvBlocks blocks;
   int head, row_tile, index;  // of the next step; head counts this thread block's heads
   int step, end;              // the next step, and where this group's end
-  int share, larger;          // steps of a group; the first groups, `larger` of them, have one more
+  int share, larger;          // steps of a group; `larger` groups, the first ones, have one more
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
     return params.fixed_splits != 0 || params.single_tile ? 0 : kTileSteps;
@@ -278,7 +280,8 @@ struct Schedule {
     const int block = split.origin - blocks.origin >> blocks.shift;
     const int count = index - extra_steps(params) - block;
     const int tile_step = step - index;  // the work tile's first
-    SplitPlace place = {0, 1, false, tile_step >= first_step(), params.fixed_splits == 0, 0};
+    SplitPlace place = {0, 1, false, tile_step >= first_step(blockIdx.y), params.fixed_splits == 0,
+                        0};
     if (count == blocks.count) return place;
     if (place.balanced) {
       const int first_group = group_of(tile_step + kTileSteps);
@@ -296,8 +299,10 @@ struct Schedule {
   }
 
  private:
-  __device__ __forceinline__ int first_step() const {
-    const int group = blockIdx.y;
+  __device__ __forceinline__ int first_step(int group) const {
+    const int groups = gridDim.y;
+    if (kSpread && share > 0)
+      return group * share + static_cast<unsigned>(group * larger + groups - 1) / groups;
     return group * share + min(group, larger);
   }
 
@@ -305,8 +310,8 @@ struct Schedule {
     const int group = blockIdx.y, groups = gridDim.y;
     share = static_cast<unsigned>(total) / groups;
     larger = total - share * groups;
-    step = first_step();
-    end = step + share + (group < larger ? 1 : 0);
+    step = first_step(group);
+    end = kSpread ? first_step(group + 1) : step + share + (group < larger ? 1 : 0);
   }
 
   // Finds the sequence `low` that holds the first step, and the steps `before` it: the lanes sum a
@@ -343,6 +348,8 @@ struct Schedule {
   }
 
   __device__ __forceinline__ int group_of(int some_step) const {
+    const unsigned groups = gridDim.y;
+    if (kSpread && share > 0) return some_step * groups / (share * groups + larger);
     const int in_larger = larger * (share + 1);
     const bool within = some_step < in_larger;
     const unsigned offset = within ? some_step : some_step - in_larger;

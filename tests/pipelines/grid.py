@@ -149,6 +149,8 @@ class Schedule:
         Whether one work tile is all there is.
     tile_steps
         kTileSteps: what a work tile costs beside its blocks of keys.
+    spread
+        kSpread: whether groups that have one step more lie evenly among the others.
     """
 
     blocks: Sequence[int]
@@ -156,6 +158,7 @@ class Schedule:
     fixed_splits: bool
     single_tile: bool
     tile_steps: int
+    spread: bool = False
 
     def __post_init__(self) -> None:
         self.extra = 0 if self.fixed_splits or self.single_tile else self.tile_steps
@@ -163,9 +166,14 @@ class Schedule:
         self.share, self.larger = divmod(total, self.groups)
 
     def first_step(self, group: int) -> int:
-        return group * self.share + min(group, self.larger)
+        more = min(group, self.larger)
+        if self.spread and self.share > 0:
+            more = -(-group * self.larger // self.groups)
+        return group * self.share + more
 
     def group_of(self, step: int) -> int:
+        if self.spread and self.share > 0:
+            return step * self.groups // (self.share * self.groups + self.larger)
         in_larger = self.larger * (self.share + 1)
         if step < in_larger:
             return step // (self.share + 1)

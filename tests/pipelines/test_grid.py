@@ -22,37 +22,52 @@ def check(blocks, groups, **options):
     return schedule
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("fixed_splits", [False, True])
 @pytest.mark.parametrize("tiles", [1, 2, 3])
-def test_every_small_schedule_ends(tiles, fixed_splits):
+def test_every_small_schedule_ends(tiles, fixed_splits, spread):
     for blocks in itertools.product(range(1, 6), repeat=tiles):
         for groups in range(1, 10):
-            check(blocks, groups, fixed_splits=fixed_splits)
+            check(blocks, groups, fixed_splits=fixed_splits, spread=spread)
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("fixed_splits", [False, True])
-def test_any_schedule_ends(fixed_splits, rng):
+def test_any_schedule_ends(fixed_splits, spread, rng):
     """One long sequence beside many, more groups than blocks of keys and fewer, more splits than
     a thread block merges at once."""
     for _ in range(150):
         blocks = rng.integers(1, 4, rng.integers(1, 80))
         blocks[rng.integers(len(blocks))] = rng.integers(1, 400)
-        check(blocks.tolist(), int(rng.integers(1, 150)), fixed_splits=fixed_splits)
+        groups = int(rng.integers(1, 150))
+        check(blocks.tolist(), groups, fixed_splits=fixed_splits, spread=spread)
 
 
-def test_a_single_work_tile_ends():
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_single_work_tile_ends(spread):
     for groups, blocks in itertools.product(
         (1, 2, 7, 16, 17, 72, 73, 132), (1, 2, 16, 17, 131, 500)
     ):
-        check([blocks], groups, single_tile=True)
+        check([blocks], groups, single_tile=True, spread=spread)
 
 
-def test_slots_stay_within_the_workspace(rng):
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [8, 16, 40, 256])
+def test_groups_that_divide_work_tiles_have_equal_splits(count, parts):
+    """Where steps are spread; else the first groups' ends drift from those of the work tiles."""
+    schedule = check([count] * 16, 16 * parts, spread=True)
+    for group in range(16 * parts):
+        ((tile, keys, _),) = schedule.splits(group)
+        assert (tile, len(keys)) == (group // parts, count // parts)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_slots_stay_within_the_workspace(rng, spread):
     """A group has two: dispatch counts on it."""
     for _ in range(50):
         blocks = rng.integers(1, 40, rng.integers(1, 20)).tolist()
         groups = int(rng.integers(1, 100))
-        schedule = check(blocks, groups)
+        schedule = check(blocks, groups, spread=spread)
         for group in range(groups):
             for _, _, place in schedule.splits(group):
                 if place.count > 1:

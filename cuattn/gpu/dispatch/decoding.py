@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn._quantized import FORMATS, code_columns
+from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, decode_arguments, score_arguments
 from cuattn.gpu.compiler import Config, Variant
@@ -17,9 +17,11 @@ from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
 from cuattn.gpu.structs import Arguments
 
 MOST_STEPS = 1 << 30  # of the kernels' partition of the work, which counts in int
+MOST_SPREAD_STEPS = 1 << 24  # where they are multiplied by the number of groups of blocks
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 INT4 = FORMATS["int4"].number
 CODE_TILE_KEYS = 32  # of a warp, over codes
+SCALE_BYTES = {INT4: 4}  # of a token and head, by format, where they are not 2
 LEAST_USED = 0.95  # of the device's blocks: with as few, memory is read as fast
 
 #: Formats of keys and values that tensor cores decode; groups of features that have scales of their
@@ -128,6 +130,21 @@ def _in_words(scales: Scales) -> bool:
     return scales.is_float32 or scales.strides[0] % 2 == 0
 
 
+def has_packed_scales(call: Call) -> bool:
+    """Whether 16 bytes of a head's scales are those of neighbouring tokens, with their minima where
+    codes have 4 bits, wherever they begin with one whose number is a multiple of as many."""
+    formats = call.spec.k_format, call.spec.v_format
+    for scales, format in zip((call.k_scales, call.v_scales), formats, strict=True):
+        assert scales is not None
+        size = SCALE_BYTES.get(format_number(format), 2)
+        page, seq, head, _ = scales.strides
+        if scales.is_float32 or not scales.aligned or seq * 2 != size or page % 8 or head % 8:
+            return False
+        if scales.has_minimum != (format == "int4") or call.spec.seqlen_k % (16 // size):
+            return False
+    return True
+
+
 class SimtDecode:
     """Every call that decoding kernels are for."""
 
@@ -157,7 +174,14 @@ class SimtDecode:
                     yield _simt_variant(dtype, head_dim, **kinds)
 
 
-def partitioned(call: Call, variant: Variant, heads: int = 1, *, evenly: bool = False) -> Launch:
+def partitioned(
+    call: Call,
+    variant: Variant,
+    heads: int = 1,
+    *,
+    evenly: bool = False,
+    most_steps: int = MOST_STEPS,
+) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh; a
     tile has so many neighbouring key heads. `evenly` where memory alone is the limit, so that a few
     blocks less cost nothing."""
@@ -176,7 +200,7 @@ def partitioned(call: Call, variant: Variant, heads: int = 1, *, evenly: bool = 
             arguments_of(
                 call,
                 heads_per_block=spec.heads_kv // heads // lanes,
-                kv_block_shift=_kv_block_shift(call, lanes, rows, config.tile_keys),
+                kv_block_shift=_kv_block_shift(call, lanes, rows, config.tile_keys, most_steps),
                 single_tile=_has_single_tile(call, lanes * heads, rows),
             ),
         ),
@@ -223,7 +247,7 @@ def even_groups(most: int, tiles: int) -> int:
     return next((n for n in counts if tiles and tiles % n == 0), most)
 
 
-def _kv_block_shift(call: Call, head_lanes: int, rows: int, tile_keys: int) -> int:
+def _kv_block_shift(call: Call, head_lanes: int, rows: int, tile_keys: int, most_steps: int) -> int:
     """kv_block_shift of DecodeParams. Blocks of keys are as long as a tile, longer only where the
     steps of the partition, if all sequences were as long as they may be, could not be counted."""
     if call.num_splits is not None:
@@ -232,7 +256,7 @@ def _kv_block_shift(call: Call, head_lanes: int, rows: int, tile_keys: int) -> i
     heads_per_block = spec.heads_kv // head_lanes
     shift = tile_keys.bit_length() - 1
     tiles = _row_tiles(spec, rows) * heads_per_block
-    while shift < 29 and tiles * ((spec.seqlen_k >> shift) + 3) > MOST_STEPS:
+    while shift < 29 and tiles * ((spec.seqlen_k >> shift) + 3) > most_steps:
         shift += 1
     return shift
 

@@ -16,9 +16,12 @@ from cuattn.gpu.dispatch.decoding import (
     CODE_FORMATS,
     CODE_TILE_KEYS,
     INT4,
+    MOST_SPREAD_STEPS,
+    SCALE_BYTES,
     as_decoding,
     bits_of_two,
     code_groups,
+    has_packed_scales,
     part_bytes,
     partitioned,
 )
@@ -30,18 +33,19 @@ from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 SMALL_PAGE_KEYS = 16  # of the smallest pages
-SCALE_BYTES = {INT4: 4}  # of a token and head, by format, where they are not 2
 
-#: How many pairs of a sequence and a key head each multiprocessor must have for codes of 8 bits at
-#: head_dim 128: fewer have few splits, whose beginnings and ends decode_sm80.cu passes sooner.
-#: Otherwise this kernel is the faster one.
+#: For codes of 8 bits at head_dim 128 each multiprocessor must have so many pairs of a sequence and
+#: a key head, or all pairs so many keys: fewer have few splits, or short ones, whose beginnings and
+#: ends decode_sm80.cu passes sooner. Otherwise this kernel is the faster one.
 LEAST_PAIRS = 2
+LEAST_KEYS = 1 << 19
 
 #: Rows of a warp where they are so few that their scores are shared out to twice as many lanes.
 FOLDED_ROWS = 4
 
-#: Keys of all sequences and heads, at most, from which on so many are read that it does not matter
-#: how many splits are merged.
+#: Pairs of each multiprocessor, or keys of all pairs, from which on so many are read that it does
+#: not matter how many splits are merged.
+MANY_PAIRS = 1.8
 MANY_KEYS = 1 << 22
 
 
@@ -60,6 +64,7 @@ class Sm90CodesConfig(Config):
     heads: int  # of keys, whose codes lie side by side, and which a block has at the same time
     warp_rows: int  # of a tile of rows, those that a warp computes
     tile_keys: int = 256  # by which work is shared out
+    merged_rows: int = 4  # of each warp, at a time
 
     @property
     def blocks_per_sm(self) -> int:
@@ -73,11 +78,12 @@ class Sm90CodesConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """The rings, queries, four rows of O for each warp, then what is small."""
+        """The rings, queries, some rows of O for each warp, then what is small."""
         row_bits = self.head_dim * bits_of_two(self.k_format, self.v_format)
         row = row_bits // 8 + sum(SCALE_BYTES.get(n, 2) for n in (self.k_format, self.v_format))
         rings = self.warps * self.stages * (self.warp_keys * row + 16)
-        rows = 2 * self.rows * self.head_dim * 2 + self.warps * 4 * (self.head_dim * 4 + 8)
+        rows = 2 * self.rows * self.head_dim * 2
+        rows += self.warps * self.merged_rows * (self.head_dim * 4 + 8)
         small = self.rows * 56 + 768
         return -(-(rings + rows + small) // 1024) * 1024
 
@@ -107,7 +113,7 @@ class Sm90CodesDecode:
             return None
         if spec.keys == "paged" and spec.page_size < SMALL_PAGE_KEYS:
             return None
-        if code_groups(call, spec.head_dim) != (1, 1) or not _has_packed_scales(call):
+        if code_groups(call, spec.head_dim) != (1, 1) or not has_packed_scales(call):
             return None
         heads = _heads(call)
         if heads > 1:
@@ -123,7 +129,7 @@ class Sm90CodesDecode:
         variant = _sm90_codes_variant(
             spec.dtype.name, spec.head_dim, formats, heads, rows, warp_rows
         )
-        launch = partitioned(call, variant)
+        launch = partitioned(call, variant, most_steps=MOST_SPREAD_STEPS)
         lanes, groups = launch.grid
         launch = dataclasses.replace(launch, grid=(lanes, _even(groups, max(spec.batch, 1))))
         box_keys = SMALL_PAGE_KEYS if small else CODE_TILE_KEYS
@@ -205,10 +211,11 @@ def _heads(call: Call) -> int:
         return 1
     pairs = spec.batch * spec.heads_kv
     many = call.num_splits is None and (
-        pairs >= 2 * call.multiprocessors or pairs * spec.seqlen_k >= MANY_KEYS
+        pairs >= MANY_PAIRS * call.multiprocessors or pairs * spec.seqlen_k >= MANY_KEYS
     )
     *fewer, most = _head_counts(spec.head_dim, formats)
-    if not many and (spec.head_dim == 128 or most == 4) and fewer:
+    # Rows of 64 bytes are too short to be read one by one where they are of 4 bits.
+    if not many and fewer and (spec.head_dim == 128 or most == 4 or "int4" not in formats):
         most = fewer.pop()
     rows = spec.heads_q // spec.heads_kv
     for heads in (most, *fewer[::-1]):
@@ -232,29 +239,17 @@ def _pays(call: Call) -> bool:
     spec = call.spec
     if spec.head_dim == 64 or "int4" in (spec.k_format, spec.v_format):
         return True
-    least = LEAST_PAIRS * call.multiprocessors
-    return least == 0 or (call.num_splits is None and spec.batch * spec.heads_kv >= least)
-
-
-def _has_packed_scales(call: Call) -> bool:
-    """Whether 16 bytes of a head's scales are those of neighbouring tokens, with their minima where
-    codes have 4 bits, wherever they begin with one whose number is a multiple of as many."""
-    formats = call.spec.k_format, call.spec.v_format
-    for scales, format in zip((call.k_scales, call.v_scales), formats, strict=True):
-        assert scales is not None
-        size = SCALE_BYTES.get(format_number(format), 2)
-        page, seq, head, _ = scales.strides
-        if scales.is_float32 or not scales.aligned or seq * 2 != size or page % 8 or head % 8:
-            return False
-        if scales.has_minimum != (format == "int4") or call.spec.seqlen_k % (16 // size):
-            return False
-    return True
+    pairs, least = spec.batch * spec.heads_kv, LEAST_PAIRS * call.multiprocessors
+    if least == 0:
+        return True
+    return call.num_splits is None and (pairs >= least or pairs * spec.seqlen_k >= LEAST_KEYS)
 
 
 def _sm90_codes_variant(
     dtype: str, head_dim: int, formats: tuple[str, str], heads: int, rows: int, warp_rows: int
 ) -> Variant:
-    """With the deepest rings that shared memory has room for."""
+    """With the deepest rings that shared memory has room for, and then with eight rows merged at a
+    time, if they are as deep."""
     numbers = format_number(formats[0]), format_number(formats[1])
     # What a tile takes besides its products is more where rows are short.
     warp_keys = 64 if head_dim == 64 and warp_rows == FOLDED_ROWS else CODE_TILE_KEYS
@@ -262,10 +257,19 @@ def _sm90_codes_variant(
     warps = 12 if warp_rows <= 8 and INT4 in numbers else 8
     if warp_keys == 64 and numbers[0] != INT4:
         warps = 8  # registers are for the tiles
-    for stages in (6, 5, 4, 3, 2):
+    for stages, merged_rows in itertools.product((6, 5, 4, 3, 2), (8, 4)):
         config = Sm90CodesConfig(
-            dtype, head_dim, rows, warp_keys, warps, stages, *numbers, heads, warp_rows
+            dtype,
+            head_dim,
+            rows,
+            warp_keys,
+            warps,
+            stages,
+            *numbers,
+            heads,
+            warp_rows,
+            merged_rows=merged_rows,
         )
-        if config.smem_bytes <= 227 << 10:
+        if config.smem_bytes <= 227 << 10 and warp_rows % merged_rows == 0:
             return Variant("decoding/decode_codes_sm90.cu", "decode_codes_sm90", config)
     raise AssertionError(f"no rings fit for {head_dim=}, {rows=}, {formats=}")
