@@ -164,6 +164,9 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"tokens": 5, "capacity": 3500, "dim": 80}, None),
         ({"tokens": 5, "heads": 1}, (8, 4)),
         ({"tokens": 5, "heads": 1, "capacity": 2048}, 8),
+        ({"tokens": 5, "heads": 1, "capacity": 131072}, (8, 7)),  # two tiles only
+        ({"tokens": 5, "heads": 1, "capacity": 131073}, None),
+        ({"tokens": 9, "heads": 1, "capacity": 32768}, None),
         ({"tokens": 5, "heads": 16, "capacity": 1024}, 2),  # not of half multiprocessors
         ({"tokens": 16, "heads": 1}, (8, 3)),  # four tiles
         ({"tokens": 17, "heads": 1}, None),  # 68 rows
@@ -221,7 +224,8 @@ def test_few_sequences_have_clusters(change, clusters):
         ({"batch": 2, "capacity": 200, "tokens": 5}, 1),  # 16 tiles of rows
         ({"batch": 10, "tokens": 5}, 3),
         ({"batch": 33, "tokens": 5, "capacity": 200}, 3),
-        ({"batch": 300, "capacity": 1536, "dim": 64, "tokens": 4}, 4),
+        ({"batch": 300, "capacity": 1024, "dim": 64, "tokens": 4}, 4),
+        ({"batch": 300, "capacity": 1536, "dim": 64, "tokens": 4}, 2),  # with deeper rings
         ({"batch": 300, "capacity": 1537, "dim": 64, "tokens": 4}, None),
         ({"batch": 300, "capacity": 1536, "dim": 64}, None),
         ({"batch": 17, "capacity": 1025}, None),  # decode_sm80.cu reads them faster
@@ -639,6 +643,10 @@ def test_neighbouring_key_heads_share_a_block(dim, heads, options, expected):
         (128, (32, 8), {"capacity": 8192, "batch": 2}, (4, 1)),
         (128, (32, 8), {"capacity": 4096, "batch": 4}, (2, 1)),
         (128, (32, 8), {"capacity": 4097, "batch": 4}, None),
+        (128, (32, 8), {"capacity": 8192, "batch": 8}, (2, 1)),
+        (128, (32, 8), {"capacity": 8193, "batch": 8}, None),
+        (128, (32, 8), {"capacity": 8192, "batch": 7}, None),  # leaves multiprocessors idle
+        (128, (32, 8), INT4 | {"capacity": 8192, "batch": 8}, None),
         (128, (32, 8), {"capacity": 1024, "batch": 9}, None),
         (128, (32, 8), INT4 | {"capacity": 8192}, (8, 1)),
         (128, (64, 8), INT4 | {"capacity": 8193}, None),
@@ -681,6 +689,13 @@ def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():
     # Of 8 bits, where there are many pairs of a sequence and a key head, or many keys.
     assert entry(128) == entry(128, batch=32, capacity=2048) == "decode_codes_sm90"
     assert entry(128, batch=32) == "decode_sm80"
+
+
+def test_clusters_copy_scales_that_lie_side_by_side_many_at_a_time():
+    for options, packed in (({}, True), ({"is_float32": True}, False), ({"capacity": 1004}, False)):
+        config = dispatch.choose(over_codes("sm_90a", 128, batch=1, **options)).variant.config
+        assert config.cluster == 8
+        assert config.packed_scales == packed
 
 
 def cached(batch, heads, capacity, dim):

@@ -18,6 +18,7 @@
 //   pair waits for the partial results of the pair's other clusters, which come before it in the
 //   grid, wait for nobody, and are resident or have ended.
 #include "decoding/cluster_merge.cuh"
+#include "decoding/copied_scales.cuh"
 #include "decoding/slice.cuh"
 #include "decoding/storage.cuh"
 #include "ptx/tma.cuh"
@@ -30,7 +31,7 @@ constexpr int kStages = Config::stages;
 constexpr int kCluster = Config::cluster;
 constexpr int kRows = Config::rows;
 constexpr int kChunks = kHeadDim / 8;
-constexpr int kBoxKeys = 16;  // that TMA copies at a time
+constexpr int kBoxKeys = 16;  // that TMA copies at a time where pages have no more
 constexpr int kBoxes = kWarpKeys / kBoxKeys;
 constexpr int kOwnColumns = kHeadDim / kCluster;  // of O: a block merges these for the cluster
 constexpr int kVecs = kHeadDim / 4;
@@ -50,6 +51,8 @@ constexpr bool kCodes = Config::k_format != tile::kPlain;
 static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
 static_assert(kCodes || kBoxes == 1, "a box of columns is a panel of a whole tile");
 static_assert(!kCodes || Config::whole_rows, "rows of codes are not cut into panels");
+using Scales =
+    decoding::CopiedScales<Config::k_format, Config::v_format, kWarpKeys, Config::packed_scales>;
 using Writer = decoding::Writer<T, kRows, kHeadDim, true, 1>;
 using Inbox = decoding::Inbox<kRows, kHeadDim, kCluster>;
 using ClusterPartials = decoding::ClusterPartials<T, kRows, kHeadDim, kCluster>;
@@ -65,7 +68,7 @@ static_assert(kOwnColumns % 4 == 0 && 32 % kCluster == 0,
 static_assert(kPassRows * kPasses == kRows || kPassRows > kRows,
               "the rows of a tile take a whole number of passes, or less than one");
 
-struct Smem : Storage::Extra<kWarps, kStages> {
+struct Smem : Storage::Extra<kWarps, kStages, Scales> {
   union {
     alignas(1024) Stage ring[kStages];
     Staged staged;
@@ -101,18 +104,19 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, Smem& s
 
 // Adds a tile of keys, in a warp's stage `number`, to its rows.
 template <class AnySlice, class AnySmem>
-__device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params,
-                                       const AnySmem& smem, Stage& stage, int number,
-                                       const decoding::Split& split, const tile::Range& common_keys,
-                                       int key) {
+__device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params, AnySmem& smem,
+                                       Stage& stage, int number, const decoding::Split& split,
+                                       const tile::Range& common_keys, int key) {
   const unsigned q_rows = ptx::shared_address(smem.q);
   typename AnySlice::Scores s;
-  if constexpr (kCodes)
-    AnySlice::multiply_scores(s, stage, smem.scales[threadIdx.x / 32][number],
-                              decoding::ScaleReader::of_keys(params, split.head), q_rows,
+  if constexpr (kCodes) {
+    Scales& scales = smem.scales[threadIdx.x / 32][number];
+    if (!common_keys.contains(key, kWarpKeys)) scales.clear(key, split.begin, split.end);
+    AnySlice::multiply_scores(s, stage, scales, Scales::of_keys(params, split.head), q_rows,
                               smem.query_rows, 0);
-  else
+  } else {
     AnySlice::multiply_scores(s, ptx::shared_address(stage.k), q_rows);
+  }
   const bool masked = !common_keys.contains(key, kWarpKeys);
   AnySlice::finish_scores(s, params, smem.rows, split, key, 0, masked);
   if constexpr (kCodes) {
@@ -122,7 +126,7 @@ __device__ __forceinline__ void attend(AnySlice& acc, const DecodeParams& params
       decoding::clear_values<VTile, kWarpKeys, VTile::kRowBytes / 16>(stage.v, key, split.begin,
                                                                       split.end);
     acc.add_values(s, stage, smem.scales[threadIdx.x / 32][number],
-                   decoding::ScaleReader::of_values(params, split.head));
+                   Scales::of_values(params, split.head));
   } else {
     acc.update_softmax(s);
     if (masked)
@@ -147,14 +151,14 @@ __device__ __forceinline__ void load_scales(const DecodeParams& params, const An
                                             int number, const decoding::Split& split, int key,
                                             const int (&page)[kBoxes]) {
   if constexpr (kCodes) {
-    const int own_page = page[threadIdx.x % 32 < kBoxKeys ? 0 : kBoxes - 1];
-    decoding::copy_scales(params, smem.scales[threadIdx.x / 32][number],
-                          {key, split.begin, split.end, split.head,
-                           page_table(params).existing(own_page), (1 << params.page_shift) - 1});
+    const int own_page = page[Scales::first_key() < kBoxKeys ? 0 : kBoxes - 1];
+    smem.scales[threadIdx.x / 32][number].copy(
+        params, {key, split.begin, split.end, split.head, page_table(params).existing(own_page),
+                 (1 << params.page_shift) - 1});
   }
 }
 
-// Requests kBoxKeys keys or values, without scales. Rows that are shorter than kHeadDim come panel
+// Requests a box of keys or values, without scales. Rows that are shorter than kHeadDim come panel
 // by panel, of 64 columns, with zeros past their end.
 template <class Element>
 __device__ __forceinline__ void load_box(Element* tile, const ptx::TensorMap& map,
@@ -292,6 +296,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
 
   split.begin = decoding::visible_keys(params, split.seq, first_token).begin;
   split.end = max(split.begin, decoding::visible_keys(params, split.seq, last_token).end);
+  const bool in_one_box = 1 << table.page_shift >= kWarpKeys;
   int next_page = 0;  // in `pages`: the next tile's to be loaded
   const auto load = [&](Stage& stage, ptx::Mbarrier& barrier, int number, int first) {
     int page[kBoxes];
@@ -301,6 +306,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(Co
       ptx::mbarrier_arrive_expect_tx(barrier, sizeof(Stage));
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
+        if (box > 0 && in_one_box) break;
         const int slot = table.slot(first + box * kBoxKeys);
         load_box(box_of(stage.k, box), maps.k, barrier, slot, head, page[box]);
         load_box(box_of(stage.v, box), maps.v, barrier, slot, head, page[box]);

@@ -14,10 +14,10 @@ struct Storage {
   using Slice = CodeSlice<kKFormat, kVFormat, kHeadDim, kWarpRows, kWarpKeys, kKGroups, kVGroups>;
   using Tiles = typename Slice::Tiles;
   using QueryRows = typename Slice::QueryRows[kRows];
-  template <int kWarps, int kStages>
+  template <int kWarps, int kStages, class Scales = typename Slice::Scales>
   struct Extra {  // shared memory, where a stage has only codes
     QueryRows query_rows;
-    typename Slice::Scales scales[kWarps][kStages];
+    Scales scales[kWarps][kStages];
   };
 };
 template <class PlainStage, class PlainSlice, int kHeadDim, int kRows, int kWarpRows, int kWarpKeys,
@@ -28,7 +28,7 @@ struct Storage<PlainStage, PlainSlice, tile::kPlain, tile::kPlain, kHeadDim, kRo
   using Slice = PlainSlice;
   using Tiles = PlainStage;
   struct QueryRows {};
-  template <int, int>
+  template <int, int, class = void>
   struct Extra {};
 };
 

@@ -14,11 +14,13 @@ from cuattn._quantized import code_columns, format_number
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
     CODE_TILE_KEYS,
+    LEAST_USED,
     RING_BLOCK_BYTES,
     arguments_of,
     as_decoding,
     bits_of_two,
     code_groups,
+    has_packed_scales,
 )
 from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
 from cuattn.gpu.dispatch.routing import (
@@ -74,6 +76,10 @@ class Blocks(NamedTuple):
 #: has a multiprocessor.
 ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1), 256: Blocks(4, 3, 1)}
 BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3), 256: Blocks(2, 2, 3)}
+
+#: Where a multiprocessor has several with more than `LONE_BYTES` each, whose keys take longer than
+#: beginning and end: fewer, with deeper rings. By head_dim and rows of a tile.
+BESIDE_OF_MANY_KEYS = {(64, ROWS_OF_TILE): Blocks(8, 3, 2)}
 
 #: How many keys a pair with a block of its own has at most where it might have a cluster of these
 #: sizes: so few that to merge takes longer than to read them.
@@ -132,6 +138,10 @@ SMALL_CLUSTERS_KEYS = 1024
 #: time.
 MOST_CODES = 1024
 LEAST_CODES = 512
+
+#: The same in clusters of 2 over codes of 8 bits at head_dim 128, where they leave few
+#: multiprocessors idle.
+MOST_CODES_OF_HALF = 4096
 CLUSTER_FORMATS = (
     ("int8", "int8"),
     ("float8_e4m3", "float8_e4m3"),
@@ -156,6 +166,7 @@ class Sm90DecodeConfig(Config):
     blocks_per_sm: int = 1  # that registers have to have room for
     whole_rows: bool = True  # both head_dims are exactly this one; else up to it
     row_tiles: bool = False  # there may be several tiles of rows
+    packed_scales: bool = False  # those of a head's neighbouring keys lie side by side
 
     @property
     def threads(self) -> int:
@@ -226,7 +237,12 @@ class Sm90Decode:
         if shape is None:
             return None
         config, clusters = shape
-        config = dataclasses.replace(config, whole_rows=whole_rows, row_tiles=row_tiles > 1)
+        packed = spec.quantized and has_packed_scales(call)
+        config = dataclasses.replace(
+            config, whole_rows=whole_rows, row_tiles=row_tiles > 1, packed_scales=packed
+        )
+        small = spec.keys == "paged" and spec.page_size < config.warp_keys
+        box_keys = CLUSTER_TILE_KEYS if small else config.warp_keys
         grid = (clusters * config.cluster, spec.heads_kv * row_tiles, spec.batch)
         slots = 0 if clusters == 1 else clusters * pairs
         return Launch(
@@ -234,8 +250,11 @@ class Sm90Decode:
             grid,
             (arguments_of(call), DECODE_MAPS.arguments()),
             {
-                "k": _tiles(call, call.strides.k, spec.k_format, spec.head_dim, whole_rows),
-                "v": _tiles(call, call.strides.v, spec.v_format, spec.head_dim_v, whole_rows),
+                name: _tiles(call, strides, format, dim, box_keys, whole_rows)
+                for name, strides, format, dim in (
+                    ("k", call.strides.k, spec.k_format, spec.head_dim),
+                    ("v", call.strides.v, spec.v_format, spec.head_dim_v),
+                )
             },
             workspace_bytes=slots * config.part_bytes,
         )
@@ -246,7 +265,8 @@ class Sm90Decode:
             for dtype in ("float16", "bfloat16"):
                 for dim, rows in itertools.product(HEAD_DIMS, CLUSTER_ROWS):
                     whole = [_sm90_config(dtype, dim, rows, cluster) for cluster in CLUSTERS]
-                    for blocks in (ALONE[dim], BESIDE[dim]):
+                    several = BESIDE_OF_MANY_KEYS.get((dim, rows), BESIDE[dim])
+                    for blocks in dict.fromkeys((ALONE[dim], BESIDE[dim], several)):
                         whole.append(_lone_config(dtype, dim, rows, blocks))
                     configs = [*whole, _sm90_config(dtype, dim, rows, 4, half=True)]
                     if rows == ROWS_OF_TILE:
@@ -257,11 +277,18 @@ class Sm90Decode:
                     CODE_HEAD_DIMS, CLUSTER_ROWS, CLUSTER_FORMATS, CLUSTERS
                 ):
                     formats = format_number(names[0]), format_number(names[1])
-                    yield _sm90_variant(_sm90_config(dtype, dim, rows, cluster, formats))
+                    config = _sm90_config(dtype, dim, rows, cluster, formats)
+                    for packed in (False, True):
+                        yield _sm90_variant(dataclasses.replace(config, packed_scales=packed))
 
 
 def _tiles(
-    call: Call, strides: tuple[int, ...], format: str, head_dim: int, whole_rows: bool
+    call: Call,
+    strides: tuple[int, ...],
+    format: str,
+    head_dim: int,
+    box_keys: int,
+    whole_rows: bool,
 ) -> TensorMap:
     """A cache (sequence or page, key, head, head_dim) as decode_sm90.cu reads it, some keys of a
     head at a time: (64 columns, key, their number, head, sequence or page), or with all bytes of a
@@ -285,8 +312,9 @@ def _tiles(
         dtype,
         (columns, keys, panels, spec.heads_kv, outer),
         (key, columns * column, head, page),
-        (columns, CLUSTER_TILE_KEYS, panels, 1, 1),
+        (columns, box_keys, panels, 1, 1),
         swizzle_bytes=columns * dtype.itemsize,
+        l2_bytes=128 if format else 256,  # with codes the next head's row is another block's
     )
 
 
@@ -316,6 +344,8 @@ def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
         nbytes = spec.seqlen_k * key_bytes(spec)
         alone = tile.head_dim == 256 and tile.pairs <= call.multiprocessors
         blocks = (ALONE if alone else BESIDE)[tile.head_dim]
+        if nbytes > LONE_BYTES:
+            blocks = BESIDE_OF_MANY_KEYS.get((tile.head_dim, tile.rows), blocks)
         few = tile.pairs * nbytes <= FEW_BYTES
         # Rows that split lines are read faster by decode_sm80.cu, where they are many.
         fits = nbytes <= LONE_BYTES * (few + tile.whole_rows)
@@ -397,6 +427,8 @@ def _clusters_of_codes(call: Call, tile: Tile) -> Clusters | None:
     if size == max(CLUSTERS):
         slow_elsewhere = rows_of_sequence(spec) > (4 if wide else 8)
     most = MOST_CODES * (2 if slow_elsewhere and clusters.count == 1 else 1)
+    if wide and size == 2 and tile.pairs * size >= LEAST_USED * call.multiprocessors:
+        most = MOST_CODES_OF_HALF
     return clusters if keys <= most * clusters.blocks else None
 
 
