@@ -4,6 +4,7 @@ on a grid that a GPU has."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -196,6 +197,72 @@ def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long(
         configs = {launch.variant.entry: launch.variant.config for launch in chosen.launches}
         assert configs["backward_sm90"].tile_n == keys
         assert configs["backward_sm90"].threads == 128 + 2 * keys
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}])
+def test_deterministic_gradients_do_not_depend_on_the_batch(head_dim, options):
+    """Neither how they are computed nor in what parts keys are; from 8 heads on one pass adds up dq
+    in the order of keys."""
+
+    def chosen(batch, heads, multiprocessors=132, ragged=False, dropout=0.0):
+        shape, name = (batch, 700, heads, head_dim), "flash_attention"
+        more = {"dropout": dropout, **options}
+        if ragged:
+            shape, name = (700 * batch, *shape[2:]), name + "_varlen"
+            more["sequences"] = batch
+        v = (*shape[:-1], min(head_dim, 128) if head_dim == 192 else head_dim)
+        dtypes = [np.dtype(np.float16)] * 3
+        spec = attention_spec(name, shape, shape, v, *dtypes, **more)
+        call = Call.contiguous(spec, "sm_90a", multiprocessors)
+        asked = BackwardCall(call, call.strides.out, deterministic=True)
+        return dispatch.choose_backward(asked)
+
+    def variants(*args, **options):
+        return [launch.variant for launch in chosen(*args, **options).launches]
+
+    for heads, ragged in itertools.product((4, 8, 32), (False, True)):
+        few = variants(1, heads, ragged=ragged)
+        assert few == variants(64, heads, ragged=ragged) == variants(2, heads, 7, ragged=ragged)
+        in_order = heads >= 8 and head_dim <= 128
+        entries = [variant.entry for variant in few]
+        assert ("finish_sm90" in entries) == in_order
+        assert ("backward_queries_sm90" in entries) == (not in_order)
+        passes = [v for v in few if v.entry == "backward_sm90"]
+        assert all(v.config.in_order == v.config.computes_dq == in_order for v in passes)
+        workspaces = dict(chosen(1, heads, ragged=ragged).workspaces)
+        assert bool(workspaces["dq_sums"]) == ("opened" in workspaces) == in_order
+    with_dropout = variants(1, 8, dropout=0.1)
+    assert not any(getattr(v.config, "in_order", False) for v in with_dropout)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_order"), [({}, True), ({"window": (100, 0)}, True), ({"causal": True}, False)]
+)
+def test_causal_grouped_heads_have_a_pass_for_dq_where_it_is_deterministic(options, in_order):
+    shape = (2, 700, 8, 128)
+    dtypes = [np.dtype(np.float16)] * 3
+    spec = attention_spec("flash_attention", shape, *[(2, 700, 4, 128)] * 2, *dtypes, **options)
+    call = Call.contiguous(spec, "sm_90a", 132)
+    asked = BackwardCall(call, call.strides.out, deterministic=True)
+    entries = [launch.variant.entry for launch in dispatch.choose_backward(asked).launches]
+    assert ("backward_queries_sm90" in entries) == (not in_order)
+
+
+def test_few_tiles_of_a_head_begin_together_where_sums_have_an_order():
+    def order(seqlen, in_order, **options):
+        shape = (16384 // seqlen, seqlen, 16, 128)
+        dtypes = [np.dtype(np.float16)] * 3
+        spec = attention_spec("flash_attention", *[shape] * 3, *dtypes, **options)
+        return gradients_sm90._order(spec, 128, seqlen // 128, 132, in_order)
+
+    for options in ({}, {"causal": True}, {"window": (1023, 0)}):
+        assert order(2048, True, **options)[0] == 33
+        assert order(16384, True, **options)[0] == 16
+        assert order(512, True, **options)[0] == 48  # what stays in L2
+    assert order(8192, False)[0] == 1
+    assert order(8192, False, causal=True) == (3, 48)
+    assert order(8192, True, causal=True) == (32, 48)
 
 
 @pytest.mark.parametrize("varlen", [False, True])

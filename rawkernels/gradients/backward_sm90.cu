@@ -8,7 +8,8 @@
 //   see them, kQueries at a time, of all heads that share the keys; blocks are persistent and take
 //   tile after tile. Warpgroup 0 produces: warp 0 loads, warp 1 finds tiles, warps 2 and 3 each add
 //   one of two consumers' parts of dq to the sums in global memory, and have TMA write its dk and
-//   dv (Config::stores_by_tma), or warp 2 does so for three.
+//   dv (Config::stores_by_tma), or warp 2 does so for three. Sums are added up in any order, or in
+//   that of keys (Config::in_order).
 //
 //   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are operands of
 //   dV += P^T dO and dK += dS^T Q straight from registers. dS alone goes through shared memory, for
@@ -21,6 +22,7 @@
 // beside the other's products: what a consumer waits for of the other, its dS, has two stages, so
 // they may be a block apart.
 #include "gradients/dropout_sm90.cuh"
+#include "gradients/in_order_sm90.cuh"
 #include "gradients/produce_sm90.cuh"
 #include "gradients/products_sm90.cuh"
 #include "gradients/results_sm90.cuh"
@@ -89,18 +91,18 @@ struct Consumer {
     ptx::mbarrier_wait(smem.full_k, keys.parity);
     ptx::mbarrier_wait(smem.full_v, keys.parity);
     keys.advance();
-    Walk walk(tile());
+    QueryWalk walk(tile());
     if constexpr (kPipelined) first_scores(walk.row());
 #pragma unroll 1
     for (int n = 0; n < count - kPipelined; ++n) {
-      if (kPipelined) walk.advance();
+      if (kPipelined) walk.advance(sm90.group);
       const bool in_turn = kOneRing ? dq_stage.index == consumer : n % 2 == consumer;
       if (Config::computes_dq && (!kAlternate || in_turn))
         step<true>(walk, walk.row(), n == count - 1);
       else
         step<false>(walk, walk.row(), n == count - 1);
       if constexpr (kOneRing) dq_stage.advance();
-      if (!kPipelined) walk.advance();
+      if (!kPipelined) walk.advance(sm90.group);
     }
     if constexpr (kPipelined) {
       tile::arrive_warp(smem.empty_v);
@@ -115,7 +117,7 @@ struct Consumer {
   // One block of queries; where pipelined from its scores to its dS, beside the products that need
   // those of the block before. After the `last` of a tile its values are read no more.
   template <bool kComputesDq>
-  __device__ __forceinline__ void step(const Walk& walk, int first_query, bool last) {
+  __device__ __forceinline__ void step(const QueryWalk& walk, int first_query, bool last) {
     float s[kQueries / 2], dp[kQueries / 2], dq[32];
     const int now = stage.index;
     tile::PipelineState<kStages> next = stage;
@@ -222,7 +224,7 @@ struct Consumer {
   }
 
   // What is kept of a block of queries.
-  __device__ __forceinline__ KeptSigns compute_mask(const Walk& walk) const {
+  __device__ __forceinline__ KeptSigns compute_mask(const QueryWalk& walk) const {
     if constexpr (Config::dropout)
       return KeptSigns(smem, tile::dropout_of(backward), walk.row(),
                        first_key / 16 + threadIdx.x / 32 % 4,
@@ -356,8 +358,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::setmaxnreg_dec<kConsumers == 3 ? 32 : 40>();
     if (warp == 0 && threadIdx.x == 0)
       Loader{smem, params, sm90}.run();
+    else if (warp == 1 && Config::in_order)
+      find_tiles_in_order(smem.queue, params, sm90);
     else if (warp == 1)
       find_tiles(smem.queue, params, sm90, sm90.tiles, sm90.next_tile);
+    else if (Config::in_order && warp >= 2 && warp - 2 < kRings)
+      add_dq_in_order(smem, params, sm90, warp - 2);
     else if (Config::computes_dq && warp >= 2 && warp - 2 < kRings)
       add_dq(smem, params, sm90, warp - 2);
   } else {

@@ -27,6 +27,25 @@ constexpr int kStagesOfResults = kOneRing ? kConsumers : kPanels;  // of a ring
 // Warps that compute, load and add.
 constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings : 0);
 
+// The blocks of queries of a tile. Where sums have an order all heads of the group come before the
+// next block, and the last queries first: tiles that begin together come to a block of queries
+// together then with a causal mask, however many blocks each sees, and with a window the first keys
+// come first.
+struct QueryWalk : Walk {
+  using Walk::Walk;
+
+  __device__ __forceinline__ int row() const {
+    return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
+  }
+  __device__ __forceinline__ void advance(int group) {
+    if (!Config::in_order) return Walk::advance();
+    if (++head == group) {
+      head = 0;
+      --left;
+    }
+  }
+};
+
 struct Smem {
   alignas(1024) unsigned char k[kPanels * kPanelBytesK];
   alignas(1024) unsigned char v[kPanels * kPanelBytesK];
@@ -118,7 +137,7 @@ struct Loader {
     const int group = sm90.group;
     if (tile.blocks == 0) return ptx::mbarrier_arrive(smem.queue.loaded);
     const int until_next = max(group * tile.blocks - kBlocksAhead, 0);
-    Walk walk(tile);
+    QueryWalk walk(tile);
     for (int n = 0; n < group * tile.blocks; ++n) {
       if (n == until_next) ptx::mbarrier_arrive(smem.queue.loaded);
       const int head = tile.head_kv * group + walk.head, row = walk.row();
@@ -138,7 +157,7 @@ struct Loader {
         load_keys(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
       }
       stage.advance();
-      walk.advance();
+      walk.advance(group);
     }
     keys.advance();
   }

@@ -115,6 +115,22 @@ def gradients(rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim
         )
 
 
+def gradients_in_order(rng: np.random.Generator, dtype: np.dtype, head_dim: int) -> None:
+    """Sums of dq in the order of keys, of several tiles, and of lengths that are not what they must
+    be."""
+    q, k, v = arrays(rng, dtype, (1, 150, 8, head_dim), *[(1, 450, 8, head_dim)] * 2)
+    for more in ({}, {"causal": True}, {"window": (100, 5)}):
+        out, pullback = cuattn.flash_attention_vjp(q, k, v, deterministic=True, **more)
+        pullback(out)
+    q, k, v = k[0], v[0], k[0]
+    for lengths in [(0, 1, 1, 450), (0, 2**31 - 1, -(2**31), 50)]:
+        cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
+        out, lse = cuattn.flash_attention_varlen(q, k, v, cu_seqlens, causal=True, return_lse=True)
+        cuattn.flash_attention_varlen_backward(
+            out, q, k, v, out, lse, cu_seqlens, causal=True, deterministic=True
+        )
+
+
 def decode(
     rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim_v: int, heads: int
 ) -> None:
@@ -507,6 +523,9 @@ def parts() -> Iterator[tuple[str, Callable[[np.random.Generator, np.dtype], Non
         if dtype == "float16" and dims[0] >= 64:  # as where there is no wgmma
             below = in_tiers(call, "backward_sm80", "backward_simt")
             yield "gradients.sm80.{}.{}x{}".format(dtype, *dims), below, dtype
+    for dim in (64, 128):
+        call = functools.partial(gradients_in_order, head_dim=dim)
+        yield f"gradients.in_order.float16.{dim}", call, "float16"
     for call, dtypes in (
         (shared_prefix, real[:1]),
         (kvcache, real),

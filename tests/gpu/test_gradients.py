@@ -162,7 +162,7 @@ def draw_aligned(rng: np.random.Generator, dtype: np.dtype, **options: Any) -> C
     )
 
 
-def check_aligned(call: Call, z: np.ndarray | None = None) -> None:
+def check_aligned(call: Call, z: np.ndarray | None = None, *, deterministic: bool = False) -> None:
     """Compare every gradient of a call on contiguous arrays with the formula's."""
     of_formula = {n: o for n, o in call.options.items() if n not in ("dropout", "seed")}
     options = {
@@ -170,7 +170,11 @@ def check_aligned(call: Call, z: np.ndarray | None = None) -> None:
     }
     arrays = [cupy.asarray(a) for a in (call.q, call.k, call.v)]
     out, pullback = cuattn.flash_attention_vjp(
-        *arrays, grad_bias="bias" in options, grad_alibi="alibi_slopes" in options, **options
+        *arrays,
+        deterministic=deterministic,
+        grad_bias="bias" in options,
+        grad_alibi="alibi_slopes" in options,
+        **options,
     )
     dout = normal(call.rng, out.shape, call.q.dtype)
     judge(pullback(cupy.asarray(dout)), out.get(), dout, call, z=z, **of_formula)
@@ -194,6 +198,38 @@ def test_aligned_common_calls(tier, dtype, head_dims, options, rng):
     q = normal(rng, (2, 333, 4, head_dims[0]), DTYPES[dtype])
     k, v = (normal(rng, (2, 450, 2, d), DTYPES[dtype]) for d in head_dims)
     check_aligned(Call(q, k, v, dict(options), rng))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (100, 20)}, {"window": (None, -70)}],
+    ids=["full", "causal", "window", "far"],
+)
+@pytest.mark.parametrize("seqlens", [(333, 450), (450, 333), (700, 700)])
+@pytest.mark.parametrize("heads_kv", [8, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_aligned_deterministic_calls(tier, head_dim, heads_kv, seqlens, options, rng):
+    """As many heads as sums of dq in the order of keys need."""
+    q = normal(rng, (1, seqlens[0], 8, head_dim), DTYPES["bfloat16"])
+    k, v = (normal(rng, (1, seqlens[1], heads_kv, head_dim), DTYPES["bfloat16"]) for _ in "kv")
+    check_aligned(Call(q, k, v, dict(options), rng), deterministic=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_aligned_deterministic_calls_with_sinks(tier, head_dim, options, rng):
+    """With sinks, and a gradient of lse."""
+    q, dout = (normal(rng, (2, 300, 8, head_dim), DTYPES["bfloat16"]) for _ in "qo")
+    k, v = (normal(rng, (2, 450, 8, head_dim), DTYPES["bfloat16"]) for _ in "kv")
+    sinks, dlse = (normal(rng, shape, DTYPES["float32"]) for shape in ((8,), (2, 8, 300)))
+    call = Call(q, k, v, {**options, "sinks": sinks}, rng)
+    arrays, more = call.on_device()
+    out, lse = cuattn.flash_attention(*arrays, **more, return_lse=True)
+    given = cupy.asarray(dout), *arrays, out, lse
+    grads = cuattn.flash_attention_backward(
+        *given, dlse=cupy.asarray(dlse), deterministic=True, **more
+    )
+    judge(grads, out.get(), dout, call, lse=lse.get(), dlse=dlse, z=None, **call.options)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -423,12 +459,15 @@ def test_very_low_scores(rng):
     assert all(bool(cupy.isfinite(g).all()) for g in pullback(dout)[:3])
 
 
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_in_every_run_and_any_batch(tier, dtype, rng):
+def test_same_bits_in_every_run_and_any_batch(tier, dtype, head_dim, heads, rng):
+    """Hopper has two ways, by the number of heads."""
     dtype = DTYPES[dtype]
     arrays = [
-        cupy.asarray(normal(rng, (3, n, h, 64), dtype))
-        for n, h in ((300, 4), (300, 4), (280, 2), (280, 2))
+        cupy.asarray(normal(rng, (3, n, h, head_dim), dtype))
+        for n, h in ((300, heads), (300, heads), (280, heads // 2), (280, heads // 2))
     ]
     dout, q, k, v = arrays
     out, lse = cuattn.flash_attention(q, k, v, causal=True, return_lse=True)
@@ -443,6 +482,56 @@ def test_same_bits_in_every_run_and_any_batch(tier, dtype, rng):
             assert bool((a == b).all())
     for a, b in zip(first, gradients(slice(1, 2)), strict=True):
         assert bool((a[1:2] == b).all())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (90, 20)}], ids=["full", "causal", "window"]
+)
+@pytest.mark.parametrize("heads_kv", [8, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_same_bits_whatever_other_sequences_there_are(options, head_dim, heads_kv, rng):
+    """Also where a block finds a sequence's tiles among those of others, of any length."""
+    lengths = [300, 0, 5, 700, 129]
+    ends = np.cumsum([0, *lengths])
+    q, k, v, dout = (
+        cupy.asarray(normal(rng, (ends[-1], heads, head_dim), DTYPES["bfloat16"]))
+        for heads in (8, heads_kv, heads_kv, 8)
+    )
+
+    def forward(rows, lengths):
+        cu_seqlens = cupy.asarray(np.cumsum([0, *lengths]), np.int32)
+        arrays = q[rows], k[rows], v[rows], cu_seqlens
+        return arrays, cuattn.flash_attention_varlen(*arrays, **options, return_lse=True)
+
+    def gradients(rows, lengths, out, lse):
+        arrays, _ = forward(rows, lengths)
+        given = dout[rows], *arrays[:3], out[rows], lse[:, rows], arrays[3]
+        return cuattn.flash_attention_varlen_backward(*given, deterministic=True, **options)[:3]
+
+    everything = slice(0, int(ends[-1]))
+    _, (out, lse) = forward(everything, lengths)
+    together = gradients(everything, lengths, out, lse)
+    for length, end in zip(lengths, ends[1:], strict=True):
+        if length:
+            rows = slice(int(end) - length, int(end))
+            for a, b in zip(together, gradients(rows, [length], out, lse), strict=True):
+                assert bool((a[rows] == b).all())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_that_cannot_be_do_not_stop_a_deterministic_call(head_dim, rng):
+    """Tiles of such sequences overlap or are missing: who waited for them would wait for ever."""
+    rows = 1500
+    q, dout = (cupy.asarray(normal(rng, (rows, 8, head_dim), DTYPES["bfloat16"])) for _ in "qo")
+    k, v = (cupy.asarray(normal(rng, (rows, 8, head_dim), DTYPES["bfloat16"])) for _ in "kv")
+    lse = cupy.zeros((8, rows), np.float32)
+    for ends in ([0, 1400, 100, 1500], [700, 0, 1500, 1500], [0, 2**31 - 1, -(2**31), 50]):
+        for more in (0, 40):  # many sequences are found in another way
+            cu_seqlens = cupy.asarray(np.array([*ends, *[800] * more], np.int32))
+            cuattn.flash_attention_varlen_backward(
+                dout, q, k, v, q, lse, cu_seqlens, causal=True, deterministic=True
+            )
+    assert bool((cupy.ones(1) == 1).all())  # waits for the device
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

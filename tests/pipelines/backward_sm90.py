@@ -42,9 +42,11 @@ def variants() -> dict[str, Variant]:
             stages = getattr(config, "v_stages", 0)
             keys = config.tile_n  # type: ignore[attr-defined]
             stores = getattr(config, "stores_by_tma", False)
-            found[f"{variant.entry}-{alternates=}-{computes=}-{stores=}-{stages=}-{keys=}"] = (
-                variant
+            ordered = getattr(config, "in_order", False)
+            name = (
+                f"{variant.entry}-{alternates=}-{computes=}-{stores=}-{stages=}-{keys=}-{ordered=}"
             )
+            found[name] = variant
     return found
 
 
@@ -254,6 +256,13 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
                 own.started = True
                 yield Advance(f"dq.{ring}")
 
+    def add_in_order(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
+        for _ in range(blocks):
+            yield Wait(f"full_dq.{ring}")
+            yield Read(f"dq.{ring}")
+            yield Arrive(f"empty_dq.{ring}")
+            yield Advance(f"dq.{ring}")
+
     rings, barriers, memory = of_keys(constants, count, *WHOLE_TILE)
     rings["ds"] = constants["kStagesDs"]
     if computes_dq:
@@ -269,7 +278,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
         for end in ("full", "empty"):
             barriers[f"{end}_dq.{ring}"] = f"dq.{ring}", count[f"{end}_dq"]
         if computes_dq:
-            processes[f"adder {ring}"] = of_tiles(add_dq, 1, ring, keeps=True)
+            add = add_in_order if config.in_order else add_dq
+            processes[f"adder {ring}"] = of_tiles(add, 1, ring, keeps=True)
     return Pipeline(rings, barriers, memory, processes, tuple(range(6)), keeps=KEEPS)
 
 

@@ -9,6 +9,8 @@ since others only add to what has been left.
 - `decode_blocks`: decoding/schedule.cuh and combine.cuh (of decode_sm80.cu and decode_simt.cu), by
   which blocks leave partial results of work tiles that they share, and the last merges them.
 - `cluster_blocks`: decode_sm90.cu with several clusters for a sequence and key head.
+- `explore_sums_in_order`: blocks of backward_sm90.cu that add their tiles' parts of dq to the sums
+  in memory in the order of keys. All orders are tried, as blocks take tiles by a counter.
 - `VarlenTiles`: the counter that blocks of forward_sm90.cu take tiles of varlen calls from. There
   it matters who comes first, so all orders are tried.
 """
@@ -256,6 +258,101 @@ def _cluster_block(pair: int, block: int, clusters: int, cluster: int) -> Iterat
             return
         keys = yield Take(tuple((pair * clusters + i) * cluster + rank for i in range(clusters)))
     yield Finish(tile, keys)
+
+
+# ----------------------------------------------------------------------------- sums in order
+
+
+def order_of_tiles(heads: int, slots: int, section: int, late: int) -> list[tuple[int, int]]:
+    """(head, slot) of each tile by its number: SlotOfHead of gradients/layout_sm90.cuh."""
+    order = []
+    for first in range(0, heads, section):
+        together = range(first, min(first + section, heads))
+        order += [(head, slot) for slot in range(late) for head in together]
+    return order + [(head, slot) for slot in range(late, slots) for head in range(heads)]
+
+
+class Adding(NamedTuple):
+    """What a block is at: a tile, how many of its parts it has added, and whether others are still
+    to see the last of them; and the tile that it has taken beside that."""
+
+    tile: int | None = None
+    added: int = 0
+    holds: bool = False
+    following: int | None = None
+
+
+def explore_sums_in_order(
+    order: Sequence[tuple[int, int]], seen: Sequence[range], blocks: int
+) -> int:
+    """Try all orders in which so many resident blocks can take tiles and add; how many states
+    there are.
+
+    Parameters
+    ----------
+    order
+        (head, slot) of each tile, as the counter numbers them.
+    seen
+        The blocks of queries that a tile of each slot walks over, from the last to the first.
+    blocks
+        How many run. One looks for its next tile before it has added all of one, and others see
+        a part some time after it has been added, before the next one.
+
+    Raises
+    ------
+    Stuck
+        Some order stops, or parts are added in another order than that of their slots.
+    """
+    before = {(slot, q): sum(q in other for other in seen[:slot])
+              for slot, of in enumerate(seen) for q in of}  # fmt: skip
+    queries = 1 + max((q for of in seen for q in of), default=0)
+    heads = 1 + max(head for head, _ in order)
+
+    def place(tile: int, added: int) -> tuple[int, int]:
+        head, slot = order[tile]
+        query = seen[slot][-1 - added]
+        return head * queries + query, before[slot, query]
+
+    def steps(taken: int, sums: tuple, own: Adding) -> Iterator[tuple[int, tuple, Adding]]:
+        if own.tile is None:
+            if own.following is not None:
+                yield taken, sums, Adding(own.following)
+            elif taken < len(order):
+                yield taken + 1, sums, Adding(taken)
+            return
+        if own.following is None and taken < len(order):
+            yield taken + 1, sums, own._replace(following=taken)
+        if own.holds:
+            at, _ = place(own.tile, own.added - 1)
+            told = (*sums[:at], sums[at] + 1, *sums[at + 1 :])
+            yield taken, told, own._replace(holds=False)
+        elif own.added == len(seen[order[own.tile][1]]):
+            yield taken, sums, Adding(following=own.following)
+        else:
+            at, count = place(own.tile, own.added)
+            if sums[at] > count:
+                raise Stuck(f"tile {own.tile} comes too late to its part {own.added}")
+            if sums[at] == count:
+                yield taken, sums, own._replace(added=own.added + 1, holds=True)
+
+    # How many tiles are taken, how many have added to each sum, and what each block is at.
+    start = (0, (0,) * (heads * queries), (Adding(),) * blocks)
+    known, todo = {start}, [start]
+    while todo:
+        taken, sums, state = todo.pop()
+        following = []
+        for block, own in enumerate(state):
+            for now, told, after in steps(taken, sums, own):
+                others = (*state[:block], after, *state[block + 1 :])
+                following.append((now, told, tuple(sorted(others, key=str))))
+        done = taken == len(order) and all(own == Adding() for own in state)
+        if not following and not done:
+            raise Stuck(f"nobody can go on: {state}")
+        for other in following:
+            if other not in known:
+                known.add(other)
+                todo.append(other)
+    return len(known)
 
 
 # ------------------------------------------------------------------------------ tiles by a counter

@@ -92,6 +92,29 @@ def test_clusters_end():
         }
 
 
+SEEN = {
+    "full": [range(3)] * 3,
+    "causal": [range(slot, 4) for slot in range(3)],
+    "window": [range(slot, slot + 2) for slot in range(3)],
+    "none": [range(0), range(2), range(2)],
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize(("section", "late"), [(1, 3), (2, 3), (1, 2)])
+@pytest.mark.parametrize("seen", SEEN)
+def test_sums_in_the_order_of_keys_end(seen, section, late, blocks):
+    order = grid.order_of_tiles(2, 3, section, late)
+    assert sorted(order) == [(head, slot) for head in range(2) for slot in range(3)]
+    grid.explore_sums_in_order(order, SEEN[seen], blocks)
+
+
+def test_sums_whose_first_keys_come_last_are_found():
+    order = grid.order_of_tiles(1, 3, 1, 3)[::-1]
+    with pytest.raises(grid.Stuck, match="nobody can go on"):
+        grid.explore_sums_in_order(order, SEEN["causal"], 2)
+
+
 @pytest.mark.parametrize("resident", [1, 2, 3])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize("tiles", [0, 1, 2, 4])

@@ -41,6 +41,7 @@ class Sm90BackwardConfig(Config):
     tile_n: int  # keys of a block: 64 a consumer
     tile_m: int = 64  # queries
     dropout: bool = False
+    in_order: bool = False  # sums of dq are added up in the order of keys
 
     @property
     def threads(self) -> int:
@@ -148,6 +149,12 @@ SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
 #: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
 SM90_TIME_OF_192 = 0.91
 SM90_FEW_TILES = 4  # a multiprocessor
+#: Query heads, from which on sums of dq are added up in order where they must be the same in every
+#: run: with few heads the tiles of a sequence that is alone in its batch wait for each other.
+SM90_ORDERED_HEADS = 8
+#: Tiles of a head that begin together where sums have an order: each waits for the one before it.
+#: 2 and 8 take the same time.
+SM90_ORDERED_TILES = 4
 #: Tiles a multiprocessor, from which on all are taken to be as busy.
 SM90_MANY_TILES = 8
 #: Keys that a query sees on average, up to which sums of dq do not begin as zeros: writing these
@@ -187,16 +194,21 @@ class Sm90Backward:
         padded = next(n for n in SM90_QUERIES_TILES if dims[0] <= n[0] and dims[1] <= n[1])
         head_dim = padded[0]
         ragged = spec.rows == "ragged"
-        fused = head_dim <= SM90_FUSED_HEAD_DIM and not call.deterministic
         dropout = spec.dropout != 0.0
+        few_registers = head_dim > SM90_FUSED_HEAD_DIM
+        in_order = call.deterministic and not few_registers and _adds_in_order(spec)
+        fused = not few_registers and (in_order or not call.deterministic)
         if dropout and not fused:
             return None
         tile_n = SM90_SPLIT_KEYS.get(head_dim, 128)
-        if fused:
+        if fused and not in_order:
             tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors)
         windowed = spec.window_left is not None
         prepare, *passes = _variants(
-            spec.dtype.name, padded, ragged, fused, tile_n, dropout=dropout, windowed=windowed
+            *(spec.dtype.name, padded, ragged, fused, tile_n),
+            dropout=dropout,
+            windowed=windowed,
+            in_order=in_order,
         )
 
         slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
@@ -227,7 +239,7 @@ class Sm90Backward:
             sequences = spec.batch if ragged else 1
             slots = rows_grid(ragged, sequences, spec.seqlen_k, tile_n, 1)[0]
             tiles = slots * spec.heads_kv * (1 if ragged else spec.batch)
-            section, late = _order(spec, head_dim, slots, forward.multiprocessors)
+            section, late = _order(spec, head_dim, slots, forward.multiprocessors, in_order)
             own = SM90_BACKWARD_PARAMS.arguments(
                 padded_q=padded_q,
                 slots=slots,
@@ -261,7 +273,7 @@ class Sm90Backward:
             ("next_tile", 4),
             ("nonfinite", 4),
         )
-        if fused and _opens_sums(spec, head_dim):
+        if fused and (in_order or _opens_sums(spec, head_dim)):
             workspaces += (("opened", 8 * (rows // _PART_ROWS) * (head_dim // 64)),)
         return BackwardLaunches(tuple(launches), workspaces=workspaces)
 
@@ -279,6 +291,7 @@ class Sm90Backward:
                 yield from _variants(dtype, dims, varlen, fused, tile_n, windowed=windowed)
             if fused and dims[0] in SM90_FUSED_KEYS:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
+                yield from _variants(dtype, dims, varlen, fused, *split, in_order=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
             if dims[0] in SM90_FUSED_KEYS:
@@ -346,6 +359,15 @@ def _seen_keys(spec: AttentionSpec) -> int:
     return keys - min(queries, keys) // 2
 
 
+def _adds_in_order(spec: AttentionSpec) -> bool:
+    """Whether sums of dq that must be the same in every run are added up in the order of keys, by
+    the one pass: by what does not change with the batch, as two passes have other bits."""
+    if spec.dropout != 0.0 or spec.heads_q < SM90_ORDERED_HEADS:
+        return False
+    is_causal = spec.window_left is None and spec.window_right is not None
+    return spec.heads_q == spec.heads_kv or not is_causal
+
+
 def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:
     """Whether sums of dq begin with the part that comes first. Under a causal mask every tile is
     the first at the queries of its own keys, so that many open sums at once, if slowly; the tiles
@@ -356,7 +378,9 @@ def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:
     return _seen_keys(spec) <= SM90_OPENED_KEYS
 
 
-def _order(spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int) -> tuple[int, int]:
+def _order(
+    spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int, in_order: bool = False
+) -> tuple[int, int]:
     """Of how many heads tiles are dealt out at a time, and from which slot on they wait until those
     of all heads have been: where tiles cost the same, of one head, whose rows then stay in L2; else
     of as many as fit there, the longest tiles first. With a causal mask the last quarter of a
@@ -364,12 +388,17 @@ def _order(spec: AttentionSpec, head_dim: int, slots: int, multiprocessors: int)
     are: dealt out in the end, they fill the time for which other blocks are at longer tiles. Where
     a block has few tiles, the longest of all heads come first."""
     ragged = spec.rows == "ragged"
-    if spec.window_left is None and spec.window_right is None and not ragged:
+    is_full = spec.window_left is None and spec.window_right is None and not ragged
+    if is_full and not in_order:
         return 1, slots
     group = spec.heads_q // spec.heads_kv
     nbytes = 8 * spec.seqlen_q * head_dim * group  # of q, dout and sums
     heads = spec.heads_kv * (1 if ragged else spec.batch)
     section = max(1, min(heads, SECTION_BYTES // max(nbytes, 1)))
+    if in_order:
+        section = min(heads, max(section, -(-multiprocessors // SM90_ORDERED_TILES)))
+    if is_full:
+        return section, slots
     if spec.window_left is not None:
         return section, slots
     if slots * heads < SM90_FEW_TILES * multiprocessors:
@@ -392,6 +421,7 @@ def _variants(
     *,
     dropout: bool = False,
     windowed: bool = False,
+    in_order: bool = False,
 ) -> Iterator[Variant]:
     """The kernels of a call, in order; tile_n: keys of a thread block of the one that computes dk
     and dv together; windowed: keys are bounded on the left."""
@@ -405,9 +435,11 @@ def _variants(
     if head_dim <= SM90_FUSED_HEAD_DIM:
         # With a window of 1024 in 16384 TMA saves 3%; without a mask it loses as much at 8192
         # queries and more, and 1% with a causal mask.
-        stores_by_tma = fused and windowed and not dropout
+        stores_by_tma = fused and windowed and not dropout and not in_order
         both = Sm90BackwardConfig(
-            dtype, head_dim, varlen, fused, stores_by_tma, tile_n, dropout=dropout
+            *(dtype, head_dim, varlen, fused, stores_by_tma, tile_n),
+            dropout=dropout,
+            in_order=in_order,
         )
         yield Variant("gradients/backward_sm90.cu", "backward_sm90", both)
     else:
