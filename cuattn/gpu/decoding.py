@@ -22,7 +22,7 @@ from cuattn.gpu.memory import (
     temporaries,
     use_device,
 )
-from cuattn.gpu.params import MAX_PARTS, MERGE_PARAMS
+from cuattn.gpu.params import MAX_PARTS, MERGE_PARAMS, divisor
 from cuattn.gpu.plan import Plan, as_kernel_argument, attention_plan
 from cuattn.gpu.quantization import (
     NO_SCALES,
@@ -293,8 +293,10 @@ def _merge(
         and all(pointer % 16 == 0 for pointer in (*pointers, out.data.ptr))
     )
     missing = 4 - len(shape)
+    middle, inner = ((1,) * missing + shape[:-1])[1:]
+    vecs = -(-dim // 4)
     threads = 256
-    blocks = min(-(-(out.size // dim) * -(-dim // 4) // threads), 1 << 16)
+    blocks = min(-(-(out.size // dim) * vecs // threads), 1 << 16)
     nothing = [0] * (MAX_PARTS - len(pointers))
     params = MERGE_PARAMS.pack(
         *pointers,
@@ -306,11 +308,13 @@ def _merge(
         *([0] * missing + row_strides),
         *([0] * missing + lse_strides),
         out.size // dim,
-        *((1,) * missing + shape[:-1])[1:],
+        middle,
+        inner,
         dim,
         len(outs),
         packed,
         between,
         lse_between,
+        *(number for n in (vecs, middle, inner) for number in divisor(n)),
     )
     kernel((blocks,), (threads,), (as_kernel_argument(params),))

@@ -126,6 +126,7 @@ MERGE_PARAMS = Struct(
     ("long long", "rows"),
     ("int", "middle inner head_dim_v parts packed"),
     ("long long", "out_part_stride lse_part_stride"),
+    ("tile::Divisor", "by_vecs by_middle by_inner"),
 )
 
 CACHE_WRITE_PARAMS = Struct(

@@ -6,6 +6,7 @@
 //   over the first three axes, as the lse that is written; out contiguous, of the outs' type or of
 //   out_dtype. A thread has four columns of a row at a time.
 #include "decoding/combine.cuh"
+#include "tile/divisor.cuh"
 
 using T = Config::dtype;
 using Acc = tile::Accumulator<T>;
@@ -27,14 +28,21 @@ struct MergeParams {
   // Nonzero: parts are so many elements apart, from outs[0] and lses[0] on, and there may be any
   // number of them.
   long long out_part_stride, lse_part_stride;
+  tile::Divisor by_vecs, by_middle, by_inner;  // of four columns of a row, and of rows
 };
+
+// n / divisor, by a multiplication where all numbers are below 2^31.
+__device__ __forceinline__ long long divided(long long n, long long divisor, tile::Divisor by,
+                                             bool is_large) {
+  return is_large ? n / divisor : tile::divided(static_cast<int>(n), by);
+}
 
 __device__ __forceinline__ const T* out_of(const MergeParams& params, int part) {
   if (params.out_part_stride == 0) return static_cast<const T*>(params.outs[part]);
   return static_cast<const T*>(params.outs[0]) + part * params.out_part_stride;
 }
 __device__ __forceinline__ const Acc* lse_of(const MergeParams& params, int part) {
-  if (params.lse_part_stride == 0) return static_cast<const Acc*>(params.lses[part]);
+  if (params.out_part_stride == 0) return static_cast<const Acc*>(params.lses[part]);
   return static_cast<const Acc*>(params.lses[0]) + part * params.lse_part_stride;
 }
 
@@ -50,39 +58,61 @@ __device__ __forceinline__ decoding::FourColumns<T> load(const MergeParams& para
   return values;
 }
 
-extern "C" __global__ void __launch_bounds__(Config::threads)
-    merge(const __grid_constant__ MergeParams params) {
+// All rows. `kRegular`: parts at equal distances, of which four columns can be read at once, so
+// that a part takes few instructions. `kMost`: of parts, or 0.
+template <bool kRegular, int kMost>
+__device__ __forceinline__ void merge_rows(const MergeParams& params) {
+  constexpr int kLoads = kMost > 0 ? kMost : kBatch;
   const int vecs = (params.head_dim_v + 3) / 4;
+  const int parts = kMost > 0 ? min(params.parts, kMost) : params.parts;
   const long long count = params.rows * vecs;
+  const bool is_large = count >= 1ll << 31;
   for (long long i = blockIdx.x * static_cast<long long>(Config::threads) + threadIdx.x; i < count;
        i += static_cast<long long>(gridDim.x) * Config::threads) {
-    const long long row = i / vecs;
-    const int column = static_cast<int>(i % vecs) * 4;
-    const long long x = row / params.inner / params.middle, y = row / params.inner % params.middle,
-                    z = row % params.inner;
+    const long long row = divided(i, vecs, params.by_vecs, is_large);
+    const int column = static_cast<int>(i - row * vecs) * 4;
+    const long long xy = divided(row, params.inner, params.by_inner, is_large),
+                    x = divided(xy, params.middle, params.by_middle, is_large),
+                    y = xy - x * params.middle, z = row - xy * params.inner;
     const long long from =
         x * params.out_stride[0] + y * params.out_stride[1] + z * params.out_stride[2] + column;
     const long long lse_at =
         x * params.lse_stride[0] + y * params.lse_stride[1] + z * params.lse_stride[2];
-    const auto lse = [&](int part) { return lse_of(params, min(part, params.parts - 1))[lse_at]; };
+    const T* const first_out = static_cast<const T*>(params.outs[0]) + from;
+    const Acc* const first_lse = static_cast<const Acc*>(params.lses[0]) + lse_at;
+    // Of a part, or of the last one beyond: what a predicate kept from being read would be read one
+    // after the other.
+    const auto lse = [&](int part) {
+      part = min(part, parts - 1);
+      if constexpr (kRegular) return first_lse[part * params.lse_part_stride];
+      return lse_of(params, part)[lse_at];
+    };
+    const auto columns = [&](int part) {
+      part = min(part, parts - 1);
+      if constexpr (kRegular)
+        return *reinterpret_cast<const decoding::FourColumns<T>*>(first_out +
+                                                                  part * params.out_part_stride);
+      return load(params, part, from, column);
+    };
     Acc max_lse = tile::negative_infinity<Acc>();
-    for (int first = 0; first < params.parts; first += kBatch) {
+    for (int first = 0; first < parts; first += kLoads) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) max_lse = fmax(max_lse, lse(first + i));
+      for (int i = 0; i < kLoads; ++i) max_lse = fmax(max_lse, lse(first + i));
+      if (kMost > 0) break;
     }
     const Acc shift = max_lse == tile::negative_infinity<Acc>() ? 0 : max_lse;
     Acc sum = 0, o[4] = {};
-    for (int first = 0; first < params.parts; first += kBatch) {
-      Acc weight[kBatch];
-      decoding::FourColumns<T> values[kBatch];
+    for (int first = 0; first < parts; first += kLoads) {
+      Acc weight[kLoads];
+      decoding::FourColumns<T> values[kLoads];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kLoads; ++i) {
         weight[i] = lse(first + i);
-        values[i] = load(params, min(first + i, params.parts - 1), from, column);
+        values[i] = columns(first + i);
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        weight[i] = first + i < params.parts ? exp(weight[i] - shift) : 0;
+      for (int i = 0; i < kLoads; ++i) {
+        weight[i] = first + i < parts ? exp(weight[i] - shift) : 0;
         sum += weight[i];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -91,13 +121,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
           o[e] = fma(weight[i], value, o[e]);
         }
       }
+      if (kMost > 0) break;
     }
     const Acc inverse = sum == 0 ? 0 : 1 / sum;
     decoding::FourColumns<Out> result;
 #pragma unroll
     for (int e = 0; e < 4; ++e) result.x[e] = static_cast<Out>(o[e] * inverse);
     Out* target = static_cast<Out*>(params.out) + row * params.head_dim_v + column;
-    if (params.packed) {
+    if (kRegular || params.packed) {
       *reinterpret_cast<decoding::FourColumns<Out>*>(target) = result;
     } else {
 #pragma unroll
@@ -106,4 +137,16 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     }
     if (column == 0) static_cast<Acc*>(params.lse)[lse_at] = log(sum) + shift;
   }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::threads)
+    merge(const __grid_constant__ MergeParams params) {
+  if (!params.packed || params.out_part_stride == 0)
+    merge_rows<false, 0>(params);
+  else if (params.parts <= 2)
+    merge_rows<true, 2>(params);
+  else if (params.parts <= 4)
+    merge_rows<true, 4>(params);
+  else
+    merge_rows<true, 0>(params);
 }
