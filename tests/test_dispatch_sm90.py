@@ -378,10 +378,10 @@ def test_the_batch_has_no_say_in_the_parts_of_plain_arrays(tokens, keys):
 @pytest.mark.parametrize(
     ("call", "tile", "parts"),
     [
-        ({"tokens": 128, "keys": 8192}, (176, 1), 1),
-        ({"tokens": 128, "keys": 8192, "batch": 8}, (176, 2), 1),
+        ({"tokens": 256, "keys": 8192}, (176, 1), 1),
+        ({"tokens": 256, "keys": 8192, "batch": 8}, (176, 2), 1),
         ({"tokens": 512, "keys": 32768, "batch": 8}, (176, 2), 1),
-        ({"tokens": 128, "keys": 32768}, (176, 2), 2),
+        ({"tokens": 128, "keys": 32768}, (176, 2), 4),
         ({"tokens": 64, "keys": 8192}, (128, 2), 8),  # of 12 blocks a part would leave more idle
         ({"tokens": 256, "keys": 2048, "batch": 16}, (128, 2), 1),
         ({"tokens": 8192, "keys": 8192}, (80, 3), 1),

@@ -16,7 +16,14 @@ cupy = pytest.importorskip("cupy")
 from cuattn._repeat import forget  # noqa: E402
 from cuattn.gpu import compiler, decoding, dispatch, plan  # noqa: E402
 from cuattn.gpu.dispatch import split_sm90  # noqa: E402
-from cuattn.gpu.dispatch.routing import Packing, packed_warpgroups  # noqa: E402
+from cuattn.gpu.dispatch.parts_sm90 import (  # noqa: E402
+    PART_TILE_KEYS,
+    Packing,
+    packed_warpgroups,
+    part_head_dim,
+    plain_packings,
+)
+from cuattn.gpu.dispatch.routing import SPLIT_TILE_KEYS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +32,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """A function that fixes the number of parts, and the keys of a block."""
+    """A function that fixes the number of parts, and the tiles."""
     if compiler.device_arch(0) != "sm_90a":
         pytest.skip("not a Hopper GPU")
     scratch_array = decoding.scratch_array
@@ -35,15 +42,17 @@ def parts(monkeypatch):
         array[...] = np.nan
         return array
 
-    def fix(count, tile_n=None, warpgroups=None):
+    def fix(count, tile_n=None, warpgroups=None, pack_gqa=True):
         def packing(call):
-            return Packing(count, warpgroups or packed_warpgroups(call.spec))
+            head_dim = part_head_dim(call.spec)
+            plain = call.spec.keys == "batched"
+            keys = PART_TILE_KEYS[head_dim][0] if plain else SPLIT_TILE_KEYS[head_dim]
+            rows = warpgroups or packed_warpgroups(call.spec)
+            return Packing(count, rows, tile_n or keys, pack_gqa)
 
         plan.attention_plan.cache_clear()
         forget()
         monkeypatch.setattr(split_sm90, "best_packing", packing)
-        if tile_n is not None:
-            monkeypatch.setattr(split_sm90, "split_tile_keys", lambda call, packing: tile_n)
 
     monkeypatch.setattr(decoding, "scratch_array", dirty)
     with dispatch.use_tiers("split_sm90"):
@@ -68,7 +77,9 @@ def check(result, q, k, v, **options):
         formulas.assert_accurate(got.get(), want, usual)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 80), (128, 64), (72, 200)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (256, 256), (80, 80), (160, 160), (128, 64), (72, 200)]
+)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1), (6, 2)])
 @pytest.mark.parametrize("count", [2, 7])
 def test_parts_are_the_whole(rng, parts, dims, heads, count):
@@ -88,7 +99,9 @@ def test_parts_are_the_whole(rng, parts, dims, heads, count):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("dim", "tile_n"), [(64, 128), (128, 128), (128, 176), (192, 64)])
+@pytest.mark.parametrize(
+    ("dim", "tile_n"), [(64, 128), (96, 128), (128, 128), (128, 176), (192, 112)]
+)
 def test_a_second_consumer_changes_no_bit(rng, parts, dim, tile_n, causal):
     """Queries that fit into the 64 rows of one consumer."""
     q, k, v = map(cupy.asarray, arrays(rng, 2, 40, 530, (2, 2), (dim, dim)))
@@ -110,8 +123,22 @@ def test_parts_of_blocks_of_176_keys(rng, parts, heads, count):
         check(result, q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1)])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_parts_of_tiles_of_one_head(rng, parts, heads, dim, causal):
+    packing = next(p for p in plain_packings(96 if dim == 80 else dim) if not p.pack_gqa)
+    parts(3, packing.tile_n, packing.warpgroups, pack_gqa=False)
+    for tokens, keys in ((150, 515), (200, 1000), (193, 300)):
+        q, k, v = arrays(rng, 2, tokens, keys, heads, (dim, dim))
+        result = cuattn.flash_attention(
+            *map(cupy.asarray, (q, k, v)), causal=causal, return_lse=True
+        )
+        check(result, q, k, v, causal=causal)
+
+
 @pytest.mark.parametrize("page_size", [None, 8, 16, 64, 256])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, 160, 256])
 @pytest.mark.parametrize("causal", [True, False])
 def test_caches_and_pages(rng, parts, page_size, dim, causal):
     parts(3)
@@ -216,9 +243,13 @@ def test_a_captured_call_reads_what_the_arrays_hold_by_then(rng, parts):
         assert bool((out == want).all())
 
 
-def test_short_queries_over_long_keys_are_split_for_any_batch(rng):
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "dim"),
+    [(64, 16384, (8, 2), 128), (140, 9000, (1, 1), 160), (190, 20000, (2, 1), 80)],
+)
+def test_short_queries_over_long_keys_are_split_for_any_batch(rng, tokens, keys, heads, dim):
     """The number of parts does not depend on the batch, so that no bit does."""
-    q, k, v = map(cupy.asarray, arrays(rng, 3, 64, 16384, (8, 2), (128, 128)))
+    q, k, v = map(cupy.asarray, arrays(rng, 3, tokens, keys, heads, (dim, dim)))
     together = cuattn.flash_attention(q, k, v, causal=True)
     for b in range(3):
         one = slice(b, b + 1)

@@ -82,8 +82,9 @@ def sm90_section(spec: AttentionSpec, config: Sm90ForwardConfig, blocks: int) ->
 
 def blocks_of_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray:
     """Count the blocks of keys that some query of each tile of one head sees."""
-    first_row = np.arange(0, spec.seqlen_q, config.tile_m)
-    begin, end = _blocks_seen(spec, config, first_row, config.tile_m)
+    queries = config.queries_of_tile(spec)
+    first_row = np.arange(0, spec.seqlen_q, queries)
+    begin, end = _blocks_seen(spec, config, first_row, queries)
     return end - begin
 
 
@@ -123,7 +124,7 @@ def costs_of_tiles(spec: AttentionSpec, config: Sm90ForwardConfig) -> np.ndarray
 
 def time_of_head(spec: AttentionSpec, config: Sm90ForwardConfig) -> float:
     """About what all tiles of a head take one thread block, in an unnamed unit."""
-    return float(costs_of_tiles(spec, config).sum()) * _unit(config)
+    return float(costs_of_tiles(spec, config).sum()) * unit_of_time(config)
 
 
 def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors: int) -> float:
@@ -134,7 +135,7 @@ def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors
     if spec.rows == "ragged":
         heads = spec.heads_kv if config.pack_gqa else spec.heads_q
         tiles = -(-spec.seqlen_q // config.queries_of_tile(spec)) + spec.batch - 1
-        return -(-heads * tiles // multiprocessors) * _unit(config)
+        return -(-heads * tiles // multiprocessors) * unit_of_time(config)
     costs = np.sort(costs_of_tiles(spec, config))[::-1]
     heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
     tiles = len(costs) * heads
@@ -144,11 +145,11 @@ def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors
         before = (costs.sum() * heads - seen.sum()) / multiprocessors
         ahead = _busiest(seen, multiprocessors, ahead=True)
         free = _busiest(seen, multiprocessors, ahead=False)
-        return float(before + TAKEN_AHEAD * ahead + (1 - TAKEN_AHEAD) * free) * _unit(config)
+        return float(before + TAKEN_AHEAD * ahead + (1 - TAKEN_AHEAD) * free) * unit_of_time(config)
     # Of n blocks' first kn + 1 tiles in order of their costs some block has k + 1.
     further = np.arange(0, tiles, multiprocessors)
     busiest = ((1 + np.arange(len(further))) * costs[further // heads]).max()
-    return float(max(busiest, costs.sum() * heads / multiprocessors)) * _unit(config)
+    return float(max(busiest, costs.sum() * heads / multiprocessors)) * unit_of_time(config)
 
 
 def _busiest(costs: np.ndarray, blocks: int, *, ahead: bool) -> float:
@@ -163,8 +164,8 @@ def _busiest(costs: np.ndarray, blocks: int, *, ahead: bool) -> float:
     return float(done.max())
 
 
-def _unit(config: Sm90ForwardConfig) -> float:
-    """What a block of keys takes."""
+def unit_of_time(config: Sm90ForwardConfig) -> float:
+    """What a block of keys takes, in scores of the fastest tile of its head_dims."""
     dims = config.head_dim, config.head_dim_v
     tiles = SM90_TILES[dims] + SM90_LARGE_BLOCKS.get(dims, ())
     speeds = {(tile.tile_n, tile.warpgroups): tile.speed for tile in tiles}

@@ -18,11 +18,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.dispatch.launch import MAX_DIM, Call, capability
+from cuattn.gpu.dispatch.parts_sm90 import (
+    ALONE_SPEED,
+    MAX_PARTS,
+    MERGE_US,
+    PART_US,
+    WARPGROUP_ROWS,
+    Packing,
+    best_parts,
+    packed_tiles,
+    packed_warpgroups,
+    part_head_dim,
+)
 from cuattn.gpu.tensormap import addressable
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
@@ -234,34 +245,18 @@ def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: 
     return nbytes / rates.bytes / multiprocessors
 
 
-#: Keys of a tile of attention/forward_sm90.cu whose rows pack the query heads of a group and whose
-#: keys are cut into parts, by head_dim: whole pages, or part of one.
-SPLIT_TILE_KEYS = {64: 128, 128: 128, 256: 64}
-WARPGROUP_ROWS = 64
-#: As many keys of a tile in plain arrays, where parts have enough of them, and how much faster its
-#: products are, by head_dim.
-SPLIT_LARGE_BLOCKS = {128: (176, 1.025)}
-MAX_PARTS = 128
+#: Keys of a block in caches and pages, where the rows of a tile of attention/forward_sm90.cu are
+#: those of all heads of a group, by head_dim.
+SPLIT_TILE_KEYS = {64: 128, 96: 128, 128: 128, 192: 96, 256: 64}
 MIN_PAGE = 8  # rows that TMA's swizzle permutes together
+MERGE_BYTES = 2.5e6  # of the parts that are written and read in a microsecond
+TILE_STEPS = 2  # blocks of keys, which a tile's beginning and end take as long as
 #: Beyond so many rows a key head that kernel is faster than decoding wherever it is faster with its
 #: keys cut than with them whole: for 32768 keys, 32 heads on 8, 16 rows take decoding 39.6 µs and
 #: that kernel 45.5, 64 rows 115 and 45.9; one query of 48 heads on one of 256 over 43369 keys 120
 #: and 38.8. Over caches its tiles of all heads of a group are faster beyond 16 rows, too: 64
 #: sequences of 1000 keys, 128 heads on 4, 59.3 and 38.6.
 PARTS_FOR_ROWS = 32
-MERGE_US = 4.0  # what a second launch takes, which merges the parts
-PART_US = 0.2  # that merging a part takes at least
-MERGE_BYTES = 2.5e6  # of the parts that are written and read in a microsecond
-TILE_STEPS = 2  # blocks of keys, which a tile's beginning and end take as long as
-SLOWER_FOR_MANY = 1.06  # at most, than tiles that see all keys
-ALONE_SPEED = 0.65  # of a warpgroup's products, of one of two: as SM90_TILES of config_sm90.py say
-
-
-class Packing(NamedTuple):
-    """How Hopper's forward kernel shares out a call with tiles of all heads of a group."""
-
-    parts: int  # that the keys are cut into
-    warpgroups: int  # of 64 rows each
 
 
 def can_split(call: Call) -> bool:
@@ -289,77 +284,43 @@ def can_split(call: Call) -> bool:
     )
 
 
-def split_head_dim(spec: AttentionSpec) -> int:
-    """The padded head_dim of the tiles that a call whose keys are cut into parts has."""
-    return next(n for n in SPLIT_TILE_KEYS if max(spec.head_dim, spec.head_dim_v) <= n)
-
-
 def _packed_us(
-    spec: AttentionSpec,
-    multiprocessors: int,
-    packing: Packing,
-    batch: int,
-    tile_n: int,
-    speed: float = 1.0,
+    spec: AttentionSpec, multiprocessors: int, parts: int, warpgroups: int, tile_n: int
 ) -> float:
-    """About what a call takes with packed rows and blocks of `tile_n` keys."""
-    head_dim = split_head_dim(spec)
-    parts, warpgroups = packing
-    if spec.keys == "batched":  # by the speed of one, calls would come here that decoding serves
-        warpgroups = 2  # faster: 4 x 12 queries over 32768 keys in 0.88 of the time (H200)
+    """About what a call over caches takes with packed rows and blocks of `tile_n` keys."""
+    head_dim = part_head_dim(spec)
     rate = min(HOPPER.forward_flops, HOPPER.forward_flops_per_column * 2 * head_dim)
     if warpgroups == 1:
-        speed *= ALONE_SPEED
-    block_us = 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate / speed
-    tiles = spec.heads_kv * _packed_tiles(spec, warpgroups)
+        rate *= ALONE_SPEED
+    block_us = 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate
+    tiles = spec.heads_kv * packed_tiles(spec, warpgroups) * spec.batch
     blocks = -(-spec.seqlen_k // tile_n)
-    waves = -(-tiles * batch * parts // multiprocessors)
+    waves = -(-tiles * parts // multiprocessors)
     products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
-    us = max(products, _reading_us(spec, HOPPER, batch, multiprocessors))
+    us = max(products, _reading_us(spec, HOPPER, spec.batch, multiprocessors))
     if parts == 1:
         return us
     part_us = spec.seqlen_q * spec.heads_q * (2 * 4 * spec.head_dim_v) / MERGE_BYTES
-    return us + MERGE_US + parts * max(PART_US, batch * part_us)
-
-
-def packed_warpgroups(spec: AttentionSpec) -> int:
-    """How many warpgroups, of 64 rows each, a tile of packed rows has.
-
-    One where it has all queries: a second would multiply as many rows of zeros. Else two, as the
-    parts of a tile's keys are counted from the first key that one of its rows sees: under a causal
-    mask other tiles have other parts, and other bits.
-    """
-    return 1 if _packed_tiles(spec, 1) == 1 else 2
-
-
-def _packed_tiles(spec: AttentionSpec, warpgroups: int) -> int:
-    """How many tiles of packed rows a sequence and key head have."""
-    queries = WARPGROUP_ROWS // (spec.heads_q // spec.heads_kv) * warpgroups
-    return -(-spec.seqlen_q // queries)
+    return us + MERGE_US + parts * max(PART_US, spec.batch * part_us)
 
 
 @functools.lru_cache(maxsize=4096)
-def _best_packing(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
-    tile_n = SPLIT_TILE_KEYS[split_head_dim(spec)]
-    cached = spec.keys in ("cached", "paged")
+def _best_packing_over_caches(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
+    tile_n = SPLIT_TILE_KEYS[part_head_dim(spec)]
     warpgroups = packed_warpgroups(spec)
 
-    def us(parts: int, batch: int) -> float:
-        return _packed_us(spec, multiprocessors, Packing(parts, warpgroups), batch, tile_n)
+    def us(parts: int) -> float:
+        return _packed_us(spec, multiprocessors, parts, warpgroups, tile_n)
 
-    batch = spec.batch if cached else 1
-    whole_packed = cached and spec.heads_q > spec.heads_kv and _packed_tiles(spec, warpgroups) == 1
+    whole_packed = spec.heads_q > spec.heads_kv and packed_tiles(spec, warpgroups) == 1
     counts = range(1 if whole_packed else 2, min(-(-spec.seqlen_k // tile_n), MAX_PARTS) + 1)
-    if not cached:
-        many = 64 * multiprocessors
-        most = SLOWER_FOR_MANY * forward_us(spec, HOPPER, many, multiprocessors)
-        counts = [parts for parts in counts if us(parts, many) <= most]
     if not counts:
         return None
-    parts = min(counts, key=lambda parts: us(parts, batch))
-    faster = CLEARLY_FORWARD if cached else CLEARLY
-    whole = forward_us(spec, HOPPER, batch, multiprocessors)
-    return Packing(parts, warpgroups) if faster * us(parts, batch) <= whole else None
+    parts = min(counts, key=us)
+    whole = forward_us(spec, HOPPER, spec.batch, multiprocessors)
+    if CLEARLY_FORWARD * us(parts) > whole:
+        return None
+    return Packing(parts, warpgroups, tile_n)
 
 
 def best_packing(call: Call) -> Packing | None:
@@ -370,20 +331,9 @@ def best_packing(call: Call) -> Packing | None:
     sequences and key heads keep the device busy with: 784 of them with 48 rows and 418 keys of
     96 features take decode_sm80.cu 95 µs, which computes at a fifth of the rate.
     """
-    return _best_packing(call.spec, call.multiprocessors)
-
-
-def split_tile_keys(call: Call, packing: Packing) -> int:
-    """How many keys a block has: what is best for one sequence, so that the batch has no say."""
-    head_dim = split_head_dim(call.spec)
-    speeds = {SPLIT_TILE_KEYS[head_dim]: 1.0}
-    if call.spec.keys == "batched" and head_dim in SPLIT_LARGE_BLOCKS:
-        tile_n, speed = SPLIT_LARGE_BLOCKS[head_dim]
-        speeds[tile_n] = speed
-    return min(
-        speeds,
-        key=lambda n: _packed_us(call.spec, call.multiprocessors, packing, 1, n, speeds[n]),
-    )
+    if call.spec.keys == "batched":
+        return best_parts(call.spec, call.multiprocessors)
+    return _best_packing_over_caches(call.spec, call.multiprocessors)
 
 
 #: What a prefix that lies in the pages must be for it to be read once for all sequences: so many

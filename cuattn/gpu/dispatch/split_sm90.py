@@ -12,15 +12,18 @@ from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.arguments_sm90 import kernel_arguments, maps_of, score_scales
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig, variant_of
 from cuattn.gpu.dispatch.launch import Call, Launch
-from cuattn.gpu.dispatch.routing import (
-    SPLIT_LARGE_BLOCKS,
-    SPLIT_TILE_KEYS,
+from cuattn.gpu.dispatch.parts_sm90 import (
+    PART_TILE_KEYS,
     Packing,
+    packed_warpgroups,
+    part_config,
+    part_head_dim,
+    plain_packings,
+)
+from cuattn.gpu.dispatch.routing import (
+    SPLIT_TILE_KEYS,
     best_packing,
     can_split,
-    packed_warpgroups,
-    split_head_dim,
-    split_tile_keys,
 )
 from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -48,25 +51,21 @@ class Sm90Split:
         packing = best_packing(call)
         if packing is None:
             return None
-        config = split_config(call.spec, split_tile_keys(call, packing), packing)
+        config = split_config(call.spec, packing)
         return _launch(call, config, packing.parts)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
-        if arch == "sm_90a":
-            for dtype, head_dim, warpgroups in _tiles():
-                large = SPLIT_LARGE_BLOCKS.get(head_dim)
-                for tile_n in (SPLIT_TILE_KEYS[head_dim], *(large[:1] if large else ())):
-                    yield variant_of(
-                        _config(dtype, head_dim, tile_n, warpgroups, paged=False, lens=False)
-                    )
-                tile_n = SPLIT_TILE_KEYS[head_dim]
-                for split in (False, True):
-                    yield variant_of(
-                        _config(
-                            dtype, head_dim, tile_n, warpgroups, paged=True, lens=True, split=split
-                        )
-                    )
+        if arch != "sm_90a":
+            return
+        for dtype, head_dim in itertools.product(("float16", "bfloat16"), PART_TILE_KEYS):
+            for packing in plain_packings(head_dim):
+                yield variant_of(part_config(dtype, head_dim, packing))
+        for dtype, head_dim, packing in _packings_over_caches():
+            for split in (False, True):
+                yield variant_of(
+                    part_config(dtype, head_dim, packing, paged=True, lens=True, split=split)
+                )
 
 
 class Sm90Prefix:
@@ -100,18 +99,15 @@ class Sm90Prefix:
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
-            for dtype, head_dim, warpgroups in _tiles():
-                tile_n = SPLIT_TILE_KEYS[head_dim]
-                yield variant_of(
-                    _config(
-                        dtype, head_dim, tile_n, warpgroups, bounded=False, paged=True, lens=False
-                    )
-                )
+            for dtype, head_dim, packing in _packings_over_caches():
+                yield variant_of(part_config(dtype, head_dim, packing, bounded=False, paged=True))
 
 
-def _tiles() -> Iterator[tuple[str, int, int]]:
-    """Of each dtype and padded head_dim: with how many warpgroups, of 64 rows each."""
-    return itertools.product(("float16", "bfloat16"), SPLIT_TILE_KEYS, (1, 2))
+def _packings_over_caches() -> Iterator[tuple[str, int, Packing]]:
+    """Of each dtype and padded head_dim: tiles of one warpgroup of 64 rows, and of two."""
+    dtypes = "float16", "bfloat16"
+    for dtype, head_dim, warpgroups in itertools.product(dtypes, SPLIT_TILE_KEYS, (1, 2)):
+        yield dtype, head_dim, Packing(1, warpgroups, SPLIT_TILE_KEYS[head_dim])
 
 
 def prefix_tiles(
@@ -138,7 +134,8 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     tensor_maps: dict[str, TensorMap | None] = maps_of(call, config)
     if not all(m is None or addressable(m.strides) for m in tensor_maps.values()):
         return None
-    tiles = spec.heads_kv * -(-spec.seqlen_q // config.queries_of_tile(spec)) * spec.batch * parts
+    heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+    tiles = heads * -(-spec.seqlen_q // config.queries_of_tile(spec)) * spec.batch * parts
     if tiles >= 1 << 31:
         return None
     strides = call.strides
@@ -168,14 +165,13 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     )
 
 
-def split_config(spec: AttentionSpec, tile_n: int, packing: Packing) -> Sm90ForwardConfig:
+def split_config(spec: AttentionSpec, packing: Packing) -> Sm90ForwardConfig:
     """The Config for a call some of whose queries may not see some keys."""
     cached = spec.keys in ("cached", "paged")
-    return _config(
+    return part_config(
         spec.dtype.name,
-        split_head_dim(spec),
-        tile_n,
-        packing.warpgroups,
+        part_head_dim(spec),
+        packing,
         paged=cached,
         lens=cached,
         split=packing.parts > 1,
@@ -184,45 +180,6 @@ def split_config(spec: AttentionSpec, tile_n: int, packing: Packing) -> Sm90Forw
 
 def prefix_config(spec: AttentionSpec) -> Sm90ForwardConfig:
     """The Config for keys that all queries see."""
-    head_dim = split_head_dim(spec)
-    tile_n = SPLIT_TILE_KEYS[head_dim]
-    return _config(
-        spec.dtype.name,
-        head_dim,
-        tile_n,
-        packed_warpgroups(spec),
-        bounded=False,
-        paged=True,
-        lens=False,
-    )
-
-
-def _config(
-    dtype: str,
-    head_dim: int,
-    tile_n: int,
-    warpgroups: int,
-    *,
-    bounded: bool = True,
-    paged: bool,
-    lens: bool,
-    split: bool = True,
-) -> Sm90ForwardConfig:
-    return Sm90ForwardConfig(
-        dtype,
-        head_dim,
-        head_dim,
-        tile_n=tile_n,
-        warpgroups=warpgroups,
-        q_stages=1 if head_dim == 256 or tile_n > 128 else 2,
-        bound_left=False,
-        bound_right=bounded,
-        varlen=False,
-        score=False,
-        elementwise=False,
-        pack_gqa=True,
-        paged_kv=paged,
-        seq_lens=lens,
-        split_kv=split,
-        out_dtype="float32" if split else "",
-    )
+    head_dim = part_head_dim(spec)
+    packing = Packing(1, packed_warpgroups(spec), SPLIT_TILE_KEYS[head_dim])
+    return part_config(spec.dtype.name, head_dim, packing, bounded=False, paged=True)
