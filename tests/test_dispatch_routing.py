@@ -226,12 +226,14 @@ def test_how_to_split_is_what_decoding_does():
     assert not paged(2000, num_splits=3)
 
 
-def ragged(total, batch, capacity, *, heads=(32, 8), dtype=BFLOAT16, page_size=64, **described):
+def ragged(
+    total, batch, capacity, *, heads=(32, 8), dim=128, dtype=BFLOAT16, page_size=64, **described
+):
     """A call of :func:`cuattn.paged_attention` on ragged rows."""
     spec = attention_spec(
         "paged_attention",
-        (total, heads[0], 128),
-        *[(capacity, heads[1], 128)] * 2,
+        (total, heads[0], dim),
+        *[(capacity, heads[1], dim)] * 2,
         *[np.dtype(dtype)] * 3,
         causal=True,
         sequences=batch,
@@ -248,6 +250,12 @@ def ragged(total, batch, capacity, *, heads=(32, 8), dtype=BFLOAT16, page_size=6
         (64 + 2 * 2048, 66, 16384, {}, 2),  # decoding beside prompts: 8 rows of 4 heads
         (64 + 2 * 2048, 66, 16384, {"heads": (32, 32)}, 8),
         (256 + 512, 257, 8192, {}, 4),  # 3 tokens in the mean, for decoding
+        (211 + 2 * 514, 213, 1088, {}, 4),  # 6 in the mean, for one or for the forward kernel
+        (211 + 2 * 514, 213, 1088, {"dim": 256}, 4),
+        (211 + 2 * 514, 213, 1088, {"dim": 64}, 8),  # which reads these at half of the rate
+        (64 * 8, 64, 4096, {}, 4),
+        (20 * 8, 20, 4096, {}, 8),  # which would take two waves of tiles
+        (16 * 8, 16, 8192, {}, 8),  # one wave, which has multiprocessors left over
         (64, 64, 8192, {}, 0),  # one token each
         (1, 1, 8192, {}, 0),
         (4096, 1, 8192, {}, 0),
