@@ -287,18 +287,22 @@ def test_batches_that_may_be_mixed_have_two_launches(total, batch, capacity, opt
 
 
 @pytest.mark.parametrize(
-    ("tokens", "batch", "keys", "share", "waits"),
+    ("tokens", "batch", "keys", "options", "share", "waits"),
     [
-        (4160, 66, 16384, 2, False),
-        (4097, 3, 131072, 2, False),
-        (2112, 68, 8192, 2, True),  # decoding takes longer than prompts
-        (272, 17, 8192, 2, True),
-        (2176, 130, 2048, 2, True),
-        (768, 257, 8192, 1, False),  # far longer
+        (4160, 66, 16384, {}, 2, False),
+        (4097, 3, 131072, {}, 2, False),
+        (2112, 68, 8192, {}, 2, True),  # decoding takes longer than prompts
+        (272, 17, 8192, {}, 2, True),
+        (2176, 130, 2048, {}, 2, True),
+        (768, 257, 8192, {}, 1, False),  # far longer
+        # Short sequences, and of few bytes, which a half takes longer to read.
+        (1145, 17, 1600, {"heads": (32, 32)}, 1, False),
+        (1795, 221, 1664, {"heads": (64, 8), "dim": 64}, 1, False),
+        (4117, 221, 16384, {"heads": (64, 8), "dim": 64}, 2, True),
     ],
 )
-def test_prompts_begin_beside_decoding(tokens, batch, keys, share, waits):
-    launch = dispatch.choose(ragged(tokens, batch, keys))
+def test_prompts_begin_beside_decoding(tokens, batch, keys, options, share, waits):
+    launch = dispatch.choose(ragged(tokens, batch, keys, **options))
     prompts = launch.beside
     assert prompts is not None
     assert launch.variant.config.blocks_per_sm == 1

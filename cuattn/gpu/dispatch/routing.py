@@ -51,6 +51,10 @@ CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
 MIXED_ROWS = (8, 16, 32, 64)  # of a sequence that is for decoding, beside others that are not
 TWO_LAUNCHES_US = 60.0  # that a second launch is made for, if one alone may lose as much
+#: What decoding beside prompts loses on a half of the multiprocessors: a part of its time, and what
+#: so many bytes of each sequence and key head take.
+HALF_LOSS = 0.2
+SEQUENCE_BYTES = 110e3
 START_US = 6.0  # what decoding takes longer to begin, and to merge its splits
 BLOCK_BYTES = 90e3  # that one thread block reads in a microsecond, where memory has no other work
 
@@ -208,11 +212,12 @@ def multiprocessors_for_decoding(call: Call, queries: int) -> tuple[int, bool]:
     one of the forward kernel for the others, and whether that one has the rest to itself and takes
     over these when all are free; else its blocks begin wherever there is room.
 
-    Half of them read memory at 0.86 of the rate of all (H200), so that is where prompts take a
-    quarter of decoding's time or more, as far as one can tell: all sequences may have equally many
-    keys. Which of the two launches begins first is chance. Where prompts are the shorter ones it
-    decides: of the time of two calls, 16 sequences of 8192 keys beside 256 tokens over as many take
-    0.875, and 1.19 where either may begin first; 64 beside 4 times 512 over 4096 0.92 and 1.02.
+    Decoding on a half of them takes 1.17 to 1.85 times as long (H200), more where sequences are
+    short. It has a half where prompts take as long as it loses by that, as far as one can tell: all
+    sequences may have equally many keys. Which of the two launches begins first is chance. Where
+    prompts are the shorter ones it decides: of the time of two calls, 16 sequences of 8192 keys
+    beside 256 tokens over as many take 0.83, and 1.09 where either may begin first; 64 beside 4
+    times 512 over 4096 0.90 and 0.99.
     Where prompts take longer waiting for all blocks costs them 1 to 2%.
     """
     spec = call.spec
@@ -220,7 +225,8 @@ def multiprocessors_for_decoding(call: Call, queries: int) -> tuple[int, bool]:
     prompts_us = prompts * spec.heads_kv / HOPPER.forward_flops / call.multiprocessors
     reading_us = _reading_us(spec, HOPPER, spec.batch, call.multiprocessors)
     few_rows = queries * (spec.heads_q // spec.heads_kv) <= MIXED_ROWS[1]
-    if few_rows and 4 * prompts_us >= reading_us:
+    loss = HALF_LOSS + SEQUENCE_BYTES / (spec.seqlen_k * key_bytes(spec))
+    if few_rows and prompts_us >= min(1.0, loss) * reading_us:
         return max(1, call.multiprocessors // 2), prompts_us < reading_us
     return call.multiprocessors, False
 
