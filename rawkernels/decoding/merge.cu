@@ -13,7 +13,7 @@ using Acc = tile::Accumulator<T>;
 using Out = Config::out_dtype;
 
 constexpr int kMaxParts = 32;
-constexpr int kBatch = 8;  // parts that a thread loads at a time
+constexpr int kBatch = sizeof(Acc) == 8 ? 4 : 8;  // parts that a thread loads at a time
 
 struct MergeParams {
   const void* outs[kMaxParts];

@@ -77,9 +77,10 @@ class Blocks(NamedTuple):
 ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1), 256: Blocks(4, 3, 1)}
 BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3), 256: Blocks(2, 2, 3)}
 
-#: Where a multiprocessor has several with more than `LONE_BYTES` each, whose keys take longer than
-#: beginning and end: fewer, with deeper rings. By head_dim and rows of a tile.
+#: Where a multiprocessor has many pairs with more than `LONE_BYTES` each, whose keys take longer
+#: than beginning and end: fewer at a time, with deeper rings. By head_dim and rows of a tile.
 BESIDE_OF_MANY_KEYS = {(64, ROWS_OF_TILE): Blocks(8, 3, 2)}
+MANY_LONE_PAIRS = 4  # of a multiprocessor
 
 #: How many keys a pair with a block of its own has at most where it might have a cluster of these
 #: sizes: so few that to merge takes longer than to read them.
@@ -344,7 +345,7 @@ def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
         nbytes = spec.seqlen_k * key_bytes(spec)
         alone = tile.head_dim == 256 and tile.pairs <= call.multiprocessors
         blocks = (ALONE if alone else BESIDE)[tile.head_dim]
-        if nbytes > LONE_BYTES:
+        if nbytes > LONE_BYTES and tile.pairs >= MANY_LONE_PAIRS * call.multiprocessors:
             blocks = BESIDE_OF_MANY_KEYS.get((tile.head_dim, tile.rows), blocks)
         few = tile.pairs * nbytes <= FEW_BYTES
         # Rows that split lines are read faster by decode_sm80.cu, where they are many.

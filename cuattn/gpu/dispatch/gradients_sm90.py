@@ -149,9 +149,6 @@ SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
 #: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
 SM90_TIME_OF_192 = 0.91
 SM90_FEW_TILES = 4  # a multiprocessor
-#: Query heads, from which on sums of dq are added up in order where they must be the same in every
-#: run: with few heads the tiles of a sequence that is alone in its batch wait for each other.
-SM90_ORDERED_HEADS = 8
 #: Tiles of a head that begin together where sums have an order: each waits for the one before it.
 #: 2 and 8 take the same time.
 SM90_ORDERED_TILES = 4
@@ -196,7 +193,7 @@ class Sm90Backward:
         ragged = spec.rows == "ragged"
         dropout = spec.dropout != 0.0
         few_registers = head_dim > SM90_FUSED_HEAD_DIM
-        in_order = call.deterministic and not few_registers and _adds_in_order(spec)
+        in_order = call.deterministic and not few_registers and _adds_in_order(spec, head_dim)
         fused = not few_registers and (in_order or not call.deterministic)
         if dropout and not fused:
             return None
@@ -359,13 +356,16 @@ def _seen_keys(spec: AttentionSpec) -> int:
     return keys - min(queries, keys) // 2
 
 
-def _adds_in_order(spec: AttentionSpec) -> bool:
+def _adds_in_order(spec: AttentionSpec, head_dim: int) -> bool:
     """Whether sums of dq that must be the same in every run are added up in the order of keys, by
-    the one pass: by what does not change with the batch, as two passes have other bits."""
-    if spec.dropout != 0.0 or spec.heads_q < SM90_ORDERED_HEADS:
+    the one pass: by what does not change with the batch, as two passes have other bits. Not where
+    tiles are so few that they wait for each other: those of a single key head that many share, and
+    of grouped heads with a window, which has few tiles at a time."""
+    if spec.dropout != 0.0:
         return False
-    is_causal = spec.window_left is None and spec.window_right is not None
-    return spec.heads_q == spec.heads_kv or not is_causal
+    if spec.heads_q == spec.heads_kv:
+        return True
+    return spec.heads_kv > 1 and (head_dim == 64 or spec.window_left is None)
 
 
 def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:

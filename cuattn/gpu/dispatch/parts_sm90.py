@@ -43,7 +43,7 @@ TILE_STEPS = {64: 1.0, 96: 2.0, 128: 0.7, 192: 2.0, 256: 3.0}
 ALONE_SPEED = 0.65  # of a warpgroup's products, of one of two: as SM90_TILES of config_sm90.py say
 SLOWER_FOR_MANY = 1.13  # at most, than whole keys
 FASTER_FOR_ONE = 1.2  # at least
-FASTER_THAN_SLOWER = 4  # what many lose at this power is what one gains at least
+FASTER_THAN_SLOWER = 6  # what many lose by the model at this power is what one gains at least
 FEW = (1, 2, 3, 4, 6, 8)  # sequences
 
 

@@ -45,7 +45,7 @@ ROWS_OF_TILE = 16  # of decode_sm90.cu, at most
 MOST_ROWS_AGAIN = 64
 TILES_OF_MULTIPROCESSOR = 2
 MOST_BYTES_AGAIN = 32 << 20
-MOST_BYTES_OF_TWO_TILES = 128 << 20  # of head_dim 128, where there are only two
+MOST_BYTES_OF_TWO_TILES = 128 << 20  # up to head_dim 128, where there are only two
 LEAST_SPLITS = 2  # of the keys of plain arrays
 CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
@@ -138,7 +138,7 @@ def reads_keys_again(call: Call) -> bool:
     most = MOST_BYTES_AGAIN
     if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, 256):
         most //= 2  # rows split lines, or are longer in shared memory
-    elif spec.head_dim == 128 and tiles == 2:
+    elif spec.head_dim <= 128 and tiles == 2:
         most = MOST_BYTES_OF_TWO_TILES
     return (
         ROWS_OF_TILE < rows <= MOST_ROWS_AGAIN * (1 if packed else 2)
