@@ -166,7 +166,12 @@ def test_every_choice_is_listed_and_serves(arch, spec, multiprocessors, aligned)
         ({"tokens": 5, "heads": 1, "capacity": 2048}, 8),
         ({"tokens": 5, "heads": 1, "capacity": 131072}, (8, 7)),  # two tiles only
         ({"tokens": 5, "heads": 1, "capacity": 131073}, None),
-        ({"tokens": 9, "heads": 1, "capacity": 32768}, None),
+        ({"tokens": 5, "heads": 1, "capacity": 131072, "batch": 2}, None),
+        ({"tokens": 5, "heads": 1, "capacity": 131072, "dim": 64}, (8, 7)),
+        ({"tokens": 5, "heads": 1, "capacity": 131073, "dim": 64}, None),
+        ({"tokens": 16, "heads": 1, "capacity": 65536}, (8, 3)),
+        ({"tokens": 16, "heads": 1, "capacity": 65537}, None),
+        ({"tokens": 16, "heads": 1, "capacity": 32769, "dim": 64}, None),  # four tiles
         ({"tokens": 5, "heads": 16, "capacity": 1024}, 2),  # not of half multiprocessors
         ({"tokens": 16, "heads": 1}, (8, 3)),  # four tiles
         ({"tokens": 17, "heads": 1}, None),  # 68 rows
@@ -226,6 +231,7 @@ def test_few_sequences_have_clusters(change, clusters):
         ({"batch": 33, "tokens": 5, "capacity": 200}, 3),
         ({"batch": 300, "capacity": 1024, "dim": 64, "tokens": 4}, 4),
         ({"batch": 300, "capacity": 1536, "dim": 64, "tokens": 4}, 2),  # with deeper rings
+        ({"batch": 131, "capacity": 1536, "dim": 64, "tokens": 4}, 4),  # fewer than four each
         ({"batch": 300, "capacity": 1537, "dim": 64, "tokens": 4}, None),
         ({"batch": 300, "capacity": 1536, "dim": 64}, None),
         ({"batch": 17, "capacity": 1025}, None),  # decode_sm80.cu reads them faster
@@ -688,7 +694,14 @@ def test_scales_that_lie_side_by_side_are_for_the_kernel_that_loads_apart():
     assert entry(64, format="int4") == "decode_sm80"
     # Of 8 bits, where there are many pairs of a sequence and a key head, or many keys.
     assert entry(128) == entry(128, batch=32, capacity=2048) == "decode_codes_sm90"
-    assert entry(128, batch=32) == "decode_sm80"
+    assert entry(128, batch=30) == "decode_sm80"
+    # Fewer keys do where decode_sm80.cu's blocks share sequences unevenly, not of few pairs.
+    four = {"heads": (32, 4), "capacity": 8192}
+    assert entry(128, **four, batch=13) == entry(128, **four, batch=8) == "decode_codes_sm90"
+    assert entry(128, heads=(32, 4), capacity=40000, batch=2) == "decode_sm80"
+    # Those that have a sequence each need not merge.
+    assert entry(128, batch=16, capacity=8200) == "decode_sm80"
+    assert entry(128, batch=8, capacity=16384) == "decode_codes_sm90"
 
 
 def test_clusters_copy_scales_that_lie_side_by_side_many_at_a_time():

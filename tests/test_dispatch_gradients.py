@@ -202,8 +202,8 @@ def test_gradients_of_64_features_have_three_consumers_where_sequences_are_long(
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}])
 def test_deterministic_gradients_do_not_depend_on_the_batch(head_dim, options):
-    """Neither how they are computed nor in what parts keys are; from 8 heads on one pass adds up dq
-    in the order of keys."""
+    """Neither how they are computed nor in what parts keys are; one pass adds up dq in the order of
+    keys."""
 
     def chosen(batch, heads, multiprocessors=132, ragged=False, dropout=0.0):
         shape, name = (batch, 700, heads, head_dim), "flash_attention"
@@ -221,10 +221,10 @@ def test_deterministic_gradients_do_not_depend_on_the_batch(head_dim, options):
     def variants(*args, **options):
         return [launch.variant for launch in chosen(*args, **options).launches]
 
-    for heads, ragged in itertools.product((4, 8, 32), (False, True)):
+    for heads, ragged in itertools.product((1, 4, 32), (False, True)):
         few = variants(1, heads, ragged=ragged)
         assert few == variants(64, heads, ragged=ragged) == variants(2, heads, 7, ragged=ragged)
-        in_order = heads >= 8 and head_dim <= 128
+        in_order = head_dim <= 128
         entries = [variant.entry for variant in few]
         assert ("finish_sm90" in entries) == in_order
         assert ("backward_queries_sm90" in entries) == (not in_order)
@@ -236,17 +236,29 @@ def test_deterministic_gradients_do_not_depend_on_the_batch(head_dim, options):
     assert not any(getattr(v.config, "in_order", False) for v in with_dropout)
 
 
-@pytest.mark.parametrize(
-    ("options", "in_order"), [({}, True), ({"window": (100, 0)}, True), ({"causal": True}, False)]
-)
-def test_causal_grouped_heads_have_a_pass_for_dq_where_it_is_deterministic(options, in_order):
-    shape = (2, 700, 8, 128)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}])
+@pytest.mark.parametrize("heads_kv", [1, 2, 8])
+@pytest.mark.parametrize("heads_q", [4, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_some_grouped_heads_have_a_pass_for_dq_where_it_is_deterministic(
+    head_dim, heads_q, heads_kv, options
+):
+    """Those of a single key head and, above head_dim 64, those with a window."""
+    if heads_kv > heads_q:
+        return
+    k = (2, 700, heads_kv, head_dim)
     dtypes = [np.dtype(np.float16)] * 3
-    spec = attention_spec("flash_attention", shape, *[(2, 700, 4, 128)] * 2, *dtypes, **options)
+    q = (2, 700, heads_q, head_dim)
+    spec = attention_spec("flash_attention", q, k, k, *dtypes, **options)
     call = Call.contiguous(spec, "sm_90a", 132)
     asked = BackwardCall(call, call.strides.out, deterministic=True)
-    entries = [launch.variant.entry for launch in dispatch.choose_backward(asked).launches]
-    assert ("backward_queries_sm90" in entries) == (not in_order)
+    variants = [launch.variant for launch in dispatch.choose_backward(asked).launches]
+    entries = [variant.entry for variant in variants]
+    of_one = heads_kv == 1
+    windowed = head_dim > 64 and heads_q > heads_kv and "window" in options
+    assert ("backward_queries_sm90" in entries) == (of_one or windowed)
+    assert ("finish_sm90" in entries) == (not of_one and not windowed)
+    assert set(variants) <= set(dispatch.variants("sm_90a"))
 
 
 def test_few_tiles_of_a_head_begin_together_where_sums_have_an_order():

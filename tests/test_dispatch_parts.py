@@ -84,6 +84,9 @@ def test_the_batch_has_no_say():
         ((183, 41402, (2, 2), 64), Packing(16, 3, 128, pack_gqa=False)),  # 256 rows would be slower
         ((517, 40038, (1, 1), 96), Packing(11, 3, 112, pack_gqa=False)),
         ((162, 7333, (8, 1), 128), Packing(4, 2, 128)),
+        ((128, 8192, (32, 8), 128), None),  # one sequence would gain less than many lose
+        ((128, 16384, (32, 8), 128), Packing(4, 2, 128)),
+        ((256, 16384, (32, 8), 128), Packing(2, 2, 176)),
         ((60, 15936, (4, 4), 192), Packing(7, 1, 112)),  # what many pay is memory's time
         ((280, 5474, (1, 1), 96), None),  # two parts would cost many sequences too much
     ],

@@ -13,7 +13,9 @@ using Acc = tile::Accumulator<T>;
 using Out = Config::out_dtype;
 
 constexpr int kMaxParts = 32;
-constexpr int kBatch = sizeof(Acc) == 8 ? 4 : 8;  // parts that a thread loads at a time
+constexpr int kBatch = 8;  // parts that a thread loads at a time
+// Two parts, and up to four, have loops of their own; in float64 the kernel would spill.
+constexpr bool kOfTheirOwn = sizeof(Acc) == 4;
 
 struct MergeParams {
   const void* outs[kMaxParts];
@@ -143,9 +145,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     merge(const __grid_constant__ MergeParams params) {
   if (!params.packed || params.out_part_stride == 0)
     merge_rows<false, 0>(params);
-  else if (params.parts <= 2)
+  else if (kOfTheirOwn && params.parts <= 2)
     merge_rows<true, 2>(params);
-  else if (params.parts <= 4)
+  else if (kOfTheirOwn && params.parts <= 4)
     merge_rows<true, 4>(params);
   else
     merge_rows<true, 0>(params);

@@ -206,12 +206,12 @@ def test_aligned_common_calls(tier, dtype, head_dims, options, rng):
     ids=["full", "causal", "window", "far"],
 )
 @pytest.mark.parametrize("seqlens", [(333, 450), (450, 333), (700, 700)])
-@pytest.mark.parametrize("heads_kv", [8, 4])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (2, 2), (4, 1), (8, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_aligned_deterministic_calls(tier, head_dim, heads_kv, seqlens, options, rng):
-    """As many heads as sums of dq in the order of keys need."""
-    q = normal(rng, (1, seqlens[0], 8, head_dim), DTYPES["bfloat16"])
-    k, v = (normal(rng, (1, seqlens[1], heads_kv, head_dim), DTYPES["bfloat16"]) for _ in "kv")
+def test_aligned_deterministic_calls(tier, head_dim, heads, seqlens, options, rng):
+    """Sums of dq in the order of keys, and a pass of its own for dq."""
+    q = normal(rng, (1, seqlens[0], heads[0], head_dim), DTYPES["bfloat16"])
+    k, v = (normal(rng, (1, seqlens[1], heads[1], head_dim), DTYPES["bfloat16"]) for _ in "kv")
     check_aligned(Call(q, k, v, dict(options), rng), deterministic=True)
 
 
@@ -459,15 +459,16 @@ def test_very_low_scores(rng):
     assert all(bool(cupy.isfinite(g).all()) for g in pullback(dout)[:3])
 
 
-@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_in_every_run_and_any_batch(tier, dtype, head_dim, heads, rng):
     """Hopper has two ways, by the number of heads."""
+    heads_q, heads_kv = heads
     dtype = DTYPES[dtype]
     arrays = [
         cupy.asarray(normal(rng, (3, n, h, head_dim), dtype))
-        for n, h in ((300, heads), (300, heads), (280, heads // 2), (280, heads // 2))
+        for n, h in ((300, heads_q), (300, heads_q), (280, heads_kv), (280, heads_kv))
     ]
     dout, q, k, v = arrays
     out, lse = cuattn.flash_attention(q, k, v, causal=True, return_lse=True)
@@ -487,7 +488,7 @@ def test_same_bits_in_every_run_and_any_batch(tier, dtype, head_dim, heads, rng)
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (90, 20)}], ids=["full", "causal", "window"]
 )
-@pytest.mark.parametrize("heads_kv", [8, 4])
+@pytest.mark.parametrize("heads_kv", [8, 4, 1])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_same_bits_whatever_other_sequences_there_are(options, head_dim, heads_kv, rng):
     """Also where a block finds a sequence's tiles among those of others, of any length."""

@@ -76,6 +76,16 @@ def test_any_batch_and_dtype_gives_the_same_tokens(rng, dtype, rows, parameters)
     assert int(one) == expected[rows // 2]
 
 
+def ties_at_the_crossing(logits, expected, found):
+    """Whether the tokens of a row that one side keeps alone are as typical as the least typical one
+    that is kept, to float32: their order is not the same everywhere, and one may be much more
+    probable than the next."""
+    log_p = logits - np.logaddexp.reduce(logits.astype(np.float64))
+    distance = abs(-log_p + (np.exp(log_p) * log_p).sum())
+    crossing = distance[expected > -np.inf].max()
+    return np.all(abs(distance - crossing)[found != expected] < 1e-5)
+
+
 @pytest.mark.parametrize("parameters", FILTERS[1:], ids=name_of)
 @pytest.mark.parametrize("vocab", [129, 32768, 128256])
 def test_filters_keep_what_numpy_keeps(rng, vocab, parameters):
@@ -92,7 +102,10 @@ def test_filters_keep_what_numpy_keeps(rng, vocab, parameters):
     elif differ:  # sums of float32 exponentials: the token at the crossing may fall on either side
         assert differ <= 4
         there, here = (np.exp(x.astype(np.float64)).sum(axis=1) for x in (expected, found))
-        assert np.allclose(here, there, rtol=1e-5)
+        assert np.allclose(here, there, rtol=1e-5) or (
+            "typical_p" in parameters
+            and all(ties_at_the_crossing(*row) for row in zip(logits, expected, found, strict=True))
+        )
     same = (found > -np.inf) & (expected > -np.inf)
     assert np.array_equal(found[same], expected[same])
 

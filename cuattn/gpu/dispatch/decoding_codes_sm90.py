@@ -36,9 +36,12 @@ SMALL_PAGE_KEYS = 16  # of the smallest pages
 
 #: For codes of 8 bits at head_dim 128 each multiprocessor must have so many pairs of a sequence and
 #: a key head, or all pairs so many keys: fewer have few splits, or short ones, whose beginnings and
-#: ends decode_sm80.cu passes sooner. Otherwise this kernel is the faster one.
+#: ends decode_sm80.cu passes sooner. Otherwise this kernel is the faster one. Fewer keys do where
+#: decode_sm80.cu's blocks share sequences unevenly, if each multiprocessor has so many pairs.
 LEAST_PAIRS = 2
 LEAST_KEYS = 1 << 19
+LEAST_UNEVEN_PAIRS = 0.24
+LEAST_UNEVEN_KEYS = 15 << 14
 
 #: Rows of a warp where they are so few that their scores are shared out to twice as many lanes.
 FOLDED_ROWS = 4
@@ -239,10 +242,18 @@ def _pays(call: Call) -> bool:
     spec = call.spec
     if spec.head_dim == 64 or "int4" in (spec.k_format, spec.v_format):
         return True
-    pairs, least = spec.batch * spec.heads_kv, LEAST_PAIRS * call.multiprocessors
-    if least == 0:
+    pairs, multiprocessors = spec.batch * spec.heads_kv, call.multiprocessors
+    if multiprocessors == 0:
         return True
-    return call.num_splits is None and (pairs >= least or pairs * spec.seqlen_k >= LEAST_KEYS)
+    if call.num_splits is not None:
+        return False
+    if pairs >= LEAST_PAIRS * multiprocessors:
+        return True
+    blocks = multiprocessors // spec.heads_kv  # of decode_sm80.cu, for each key head
+    if blocks == spec.batch:
+        return False  # each of them has one sequence, and merges nothing
+    uneven = pairs >= LEAST_UNEVEN_PAIRS * multiprocessors and blocks % spec.batch != 0
+    return pairs * spec.seqlen_k >= (LEAST_UNEVEN_KEYS if uneven else LEAST_KEYS)
 
 
 def _sm90_codes_variant(

@@ -45,7 +45,8 @@ ROWS_OF_TILE = 16  # of decode_sm90.cu, at most
 MOST_ROWS_AGAIN = 64
 TILES_OF_MULTIPROCESSOR = 2
 MOST_BYTES_AGAIN = 32 << 20
-MOST_BYTES_OF_TWO_TILES = 128 << 20  # up to head_dim 128, where there are only two
+#: The same of one sequence with one key head, by head_dim: up to how many tiles, and bytes.
+MOST_BYTES_OF_ONE_PAIR = {64: (2, 64 << 20), 128: (4, 128 << 20)}
 LEAST_SPLITS = 2  # of the keys of plain arrays
 CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
@@ -138,8 +139,9 @@ def reads_keys_again(call: Call) -> bool:
     most = MOST_BYTES_AGAIN
     if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, 256):
         most //= 2  # rows split lines, or are longer in shared memory
-    elif spec.head_dim <= 128 and tiles == 2:
-        most = MOST_BYTES_OF_TWO_TILES
+    elif spec.batch * spec.heads_kv == 1:
+        most_tiles, most_bytes = MOST_BYTES_OF_ONE_PAIR.get(spec.head_dim, (0, 0))
+        most = most_bytes if tiles <= most_tiles else most
     return (
         ROWS_OF_TILE < rows <= MOST_ROWS_AGAIN * (1 if packed else 2)
         and capability(call.arch) == 90
