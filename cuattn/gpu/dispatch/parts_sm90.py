@@ -41,9 +41,12 @@ MERGE_BYTES = 2.5e6  # of the parts that are read in a microsecond
 #: Blocks of keys which a tile's beginning and end take as long as, by padded head_dim.
 TILE_STEPS = {64: 1.0, 96: 2.0, 128: 0.7, 192: 2.0, 256: 3.0}
 ALONE_SPEED = 0.65  # of a warpgroup's products, of one of two: as SM90_TILES of config_sm90.py say
-SLOWER_FOR_MANY = 1.13  # at most, than whole keys
 FASTER_FOR_ONE = 1.2  # at least
-FASTER_THAN_SLOWER = 6  # what many lose by the model at this power is what one gains at least
+#: How much longer than with whole keys many sequences take at most, and at which power of that one
+#: sequence has to gain: below `HEADS_OF_MANY` key heads, and from there on, where a few sequences
+#: fill the device already. By the model; as measured they take up to 5% longer than that.
+HEADS_OF_MANY = 8
+SLOWER_FOR_MANY = (1.13, 6), (1.045, 12)
 FEW = (1, 2, 3, 4, 6, 8)  # sequences
 
 
@@ -126,6 +129,7 @@ def best_parts(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
     alone = min(time_of_call(one, config, multiprocessors) * _flop_us(config) for config in wholes)
     alone = max(alone, _reading_us(one))
     many = min(_Tile(one, config, multiprocessors).us_of_many(1) for config in wholes)
+    most, power = SLOWER_FOR_MANY[one.heads_kv >= HEADS_OF_MANY]
     best, least = None, math.inf
     head_dim, warpgroups = part_head_dim(one), packed_warpgroups(one)
     for packing in plain_packings(head_dim):
@@ -134,9 +138,9 @@ def best_parts(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
         tile = _Tile(one, part_config(one.dtype.name, head_dim, packing), multiprocessors)
         for parts in range(2, min(tile.blocks, MAX_PARTS) + 1):
             slower = tile.us_of_many(parts) / many
-            if slower > SLOWER_FOR_MANY:
+            if slower > most:
                 break
-            faster = max(FASTER_FOR_ONE, slower**FASTER_THAN_SLOWER)
+            faster = max(FASTER_FOR_ONE, slower**power)
             if faster * tile.us(parts, 1) > alone:
                 continue
             mean = sum(math.log(tile.us(parts, batch)) for batch in FEW)
