@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 import ml_dtypes
 import numpy as np
@@ -142,8 +143,9 @@ def test_every_choice_is_listed_and_covers(
     assert tiles_of_part >= heads * -(-tokens // (config.tile_m // 64 * (64 // group)))
     assert 1 <= parts <= min(31, -(-length // config.tile_n))  # every part has keys
     if page_size is not None:
-        assert config.tile_n % min(page_size, config.tile_n) == 0
-        assert config.tile_n // min(page_size, config.tile_n) <= 32  # a lane brings one part
+        box = math.gcd(page_size, config.tile_n)
+        assert box == config.tile_n or box & (box - 1) == 0  # whole blocks, or powers of two
+        assert config.tile_n // box <= 32  # a lane brings one box
 
 
 def sm90_params(launch):

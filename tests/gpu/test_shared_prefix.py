@@ -120,7 +120,7 @@ def test_every_group_and_head_dim(rng, passes, dims, group, dtype, kind):
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_every_page_size(rng, passes, page_size, head_dim):
     for pages in (1, 5):
         own = rng.integers(1, 300, 40)
