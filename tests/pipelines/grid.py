@@ -18,8 +18,8 @@ since others only add to what has been left.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 
 class Put(NamedTuple):
@@ -44,6 +44,17 @@ class Finish(NamedTuple):
 
 class Stuck(AssertionError):
     """A block waits for what no block before it leaves."""
+
+
+def count_states(start: Hashable, following: Callable[[Any], Iterable[Hashable]]) -> int:
+    """How many states can be reached from one, where `following` gives those after each."""
+    known, todo = {start}, [start]
+    while todo:
+        for other in following(todo.pop()):
+            if other not in known:
+                known.add(other)
+                todo.append(other)
+    return len(known)
 
 
 def run(blocks: Iterable[Iterator]) -> dict[int, frozenset]:
@@ -337,22 +348,20 @@ def explore_sums_in_order(
 
     # How many tiles are taken, how many have added to each sum, and what each block is at.
     start = (0, (0,) * (heads * queries), (Adding(),) * blocks)
-    known, todo = {start}, [start]
-    while todo:
-        taken, sums, state = todo.pop()
-        following = []
+
+    def following(at: tuple) -> list[tuple]:
+        taken, sums, state = at
+        found = []
         for block, own in enumerate(state):
             for now, told, after in steps(taken, sums, own):
                 others = (*state[:block], after, *state[block + 1 :])
-                following.append((now, told, tuple(sorted(others, key=str))))
+                found.append((now, told, tuple(sorted(others, key=str))))
         done = taken == len(order) and all(own == Adding() for own in state)
-        if not following and not done:
+        if not found and not done:
             raise Stuck(f"nobody can go on: {state}")
-        for other in following:
-            if other not in known:
-                known.add(other)
-                todo.append(other)
-    return len(known)
+        return found
+
+    return count_states(start, following)
 
 
 # ------------------------------------------------------------------------------ tiles by a counter
@@ -394,24 +403,21 @@ def explore_varlen_tiles(
         Some order stops, or a tile is worked on twice or never.
     """
     start = VarlenTiles("closed", 12345, (("start", 0),) * blocks, (0,) * tiles, 0)
-    known, todo = {start}, [start]
-    while todo:
-        state = todo.pop()
-        following = list(_next_states(state, tiles, resident, late, mistake))
+
+    def following(state: VarlenTiles) -> list[VarlenTiles]:
+        found = list(_next_states(state, tiles, resident, late, mistake))
         if all(block[0] == "end" for block in state.blocks):
             if state.done != (1,) * tiles:
                 raise Stuck(f"launch {state.launch}: tiles were worked on {state.done} times")
             if state.launch == 1:
-                continue
+                return []
             again = (("start", 0),) * blocks
-            following = [dataclasses.replace(state, blocks=again, done=(0,) * tiles, launch=1)]
-        elif not following:
+            return [dataclasses.replace(state, blocks=again, done=(0,) * tiles, launch=1)]
+        if not found:
             raise Stuck(f"nobody can go on: {state}")
-        for other in following:
-            if other not in known:
-                known.add(other)
-                todo.append(other)
-    return len(known)
+        return found
+
+    return count_states(start, following)
 
 
 def _resident(state: VarlenTiles, resident: int, late: int) -> set[int]:
