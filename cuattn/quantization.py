@@ -77,7 +77,8 @@ def quantize(
     QuantizedArray
         With scales in bfloat16, as far as they are found here: ``max|x| / largest code`` rounded
         up, at least 2**-126, and 1 where all is 0 or there is nothing. An infinity or NaN makes the
-        scale NaN, and all that shares it.
+        scale NaN, and all that shares it, and so does what is so large that the value of the
+        largest code would overflow float32.
 
     Raises
     ------

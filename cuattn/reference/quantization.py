@@ -111,9 +111,9 @@ def round_down(x: np.ndarray) -> np.ndarray:
 
 def symmetric_scale(magnitudes: np.ndarray, axes: tuple[int, ...], largest: float) -> np.ndarray:
     """``max / largest``, rounded up so that no code saturates; 1 where all is 0, NaN where anything
-    is not finite."""
+    is not finite, or the largest code's value would not be."""
     peak = magnitudes.max(axis=axes, keepdims=True)
-    return _usable(round_up(peak / np.float32(largest)), peak)
+    return _usable(round_up(peak / np.float32(largest)), peak, largest, np.float32(0))
 
 
 def asymmetric_scale(y: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -121,12 +121,17 @@ def asymmetric_scale(y: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, 
     least = round_down(y.min(axis=axes, keepdims=True) + np.float32(0))  # no -0
     with np.errstate(over="ignore", invalid="ignore"):
         extent = y.max(axis=axes, keepdims=True) - least.astype(np.float32)
-    scale = _usable(round_up(extent / np.float32(15)), extent)
+    scale = _usable(round_up(extent / np.float32(15)), extent, 15, least)
     return scale, np.where(np.isnan(scale), BFLOAT16.type(0), least)
 
 
-def _usable(scale: np.ndarray, extent: np.ndarray) -> np.ndarray:
+def _usable(
+    scale: np.ndarray, extent: np.ndarray, largest: float, minimum: np.ndarray
+) -> np.ndarray:
     scale = np.where(scale < LEAST_SCALE, BFLOAT16.type(LEAST_SCALE), scale)
+    with np.errstate(over="ignore", invalid="ignore"):
+        most = scale.astype(np.float32) * np.float32(largest) + minimum.astype(np.float32)
+    scale = np.where(np.isfinite(most), scale, BFLOAT16.type(np.nan))
     return np.where(extent == 0, BFLOAT16.type(1), scale)
 
 

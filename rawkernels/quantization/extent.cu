@@ -68,8 +68,8 @@ extern "C" __global__ void scales(const __grid_constant__ QuantizeParams params,
   if (params.minimum != nullptr)
     scale = extent.scale(params.format, minimum);
   else
-    scale = tile::scale_of(ptx::max_nan(fabsf(extent.least), fabsf(extent.most)),
-                           tile::largest_code(params.format));
+    scale = tile::finite_scale_of(ptx::max_nan(fabsf(extent.least), fabsf(extent.most)),
+                                  tile::largest_code(params.format), 0.0f);
   const long long at = head * params.scale_stride.head + place * params.scale_stride.group;
   static_cast<unsigned short*>(params.scale)[at] = tile::bfloat16_bits(scale);
   if (params.minimum != nullptr)

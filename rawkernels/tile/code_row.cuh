@@ -99,6 +99,14 @@ struct StagedCodeRow : CodeRow<kFormat> {
   }
 };
 
+// The scale of numbers that codes from 0 to `codes` above `minimum` stand for (scale_of), or NaN
+// where the number of the largest code would not be finite.
+__device__ __forceinline__ float finite_scale_of(float extent, float codes, float minimum) {
+  const float scale = scale_of(extent, codes);
+  const float most = ptx::add_rn(ptx::mul_rn(scale, codes), minimum);
+  return fabsf(most) < infinity() ? scale : __uint_as_float(0x7fc00000);
+}
+
 // What of a group decides about its scale: the largest magnitude, with any sign, or with a minimum
 // both ends. NaN makes them NaN.
 template <bool kHasMinimum>
@@ -124,9 +132,9 @@ struct Extent {
   // Gives the scale, and the minimum where codes have one, else 0.
   __device__ __forceinline__ float scale(int format, float& minimum) const {
     minimum = 0;
-    if (!kHasMinimum) return scale_of(magnitude(most), largest_code(format));
+    if (!kHasMinimum) return finite_scale_of(magnitude(most), largest_code(format), 0.0f);
     const float low = rounded_down(least);
-    const float scale = scale_of(ptx::sub_rn(most, low), 15.0f);
+    const float scale = finite_scale_of(ptx::sub_rn(most, low), 15.0f, low);
     minimum = scale == scale ? low : 0.0f;
     return scale;
   }

@@ -58,6 +58,9 @@ def awkward(rng, shape, dtype):
     for row, value in enumerate((0.0, -0.0, 1e-40, 3e38, np.nan, np.inf, -np.inf, 1e-7, 6e-8)):
         flat[row, :: row + 1] = value
     flat[10] = np.arange(shape[-1]) - 3.5  # ties
+    # So large that rounding their scale up makes the largest code's number overflow, or not.
+    flat[11, ::2], flat[12, ::2], flat[13, ::2], flat[14] = 3.38e38, -2.84e38, 3.25e38, 3.385e38
+    flat[12, 1::2] = 5.3e37
     with np.errstate(over="ignore"):
         return x.astype(dtype)
 
