@@ -261,6 +261,20 @@ def test_sparse(rng, tier, heads, seqlen_q):
         cache.check(q, indices=indices, **options)
 
 
+def test_sparse_without_an_axis_of_tokens(rng, tier):
+    """One query a sequence: the axis that the kernels are told of in its place has a stride of 0."""
+    cache = Cache(rng, [300, 200, 90], BFLOAT16)
+    indices = np.stack([rng.permutation(300)[:100] for _ in range(3)]).astype(np.int32)
+    q = cache.queries(rng, 3, 1, 16)
+    wanted = cache.decode(q, indices=indices[:, None])
+    out = cupy.full_like(wanted[0][:, 0], np.nan)
+    for options in ({}, {"out": out}):
+        got = cache.decode(q[:, 0], indices=indices, **options)
+        for array, same in zip(got, (wanted[0][:, 0], wanted[1]), strict=True):
+            np.testing.assert_array_equal(array.get(), same.get())
+    assert got[0] is out
+
+
 def test_sparse_ragged_rows(rng, tier):
     cu = np.array([0, 1, 1, 4], np.int32)
     cache = Cache(rng, [100, 30, 300], BFLOAT16)

@@ -98,6 +98,12 @@ class MlaCall:
             and (scales.groups == 1 or width in (SCALE_COLUMNS, 2 * SCALE_COLUMNS))
         )
 
+    def by_query(self, strides: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of an array of contiguous rows in which each query is a sequence of its own. An
+        axis of one token has any stride."""
+        of_sequences = self.spec.rows == "batched" and self.spec.seqlen_q == 1
+        return (strides[0 if of_sequences else -3], *strides[-3:])
+
     def as_call(self, head_tiles: int = 1) -> Call:
         """The call as decoding of one key head, or of so many that have the same keys: with its
         latents as keys and as values. Where tokens are given by position, each query is a sequence
@@ -115,7 +121,7 @@ class MlaCall:
                 window_left=None,
                 window_right=None,
             )
-            q, out = ((array[-3], *array[-3:]) for array in (q, out))
+            q, out = map(self.by_query, (q, out))
         return Call(
             spec,
             self.arch,
@@ -598,7 +604,7 @@ def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
     """Strides of the rotated parts as the kernel's sequences have them."""
     if call.top_k is None:
         return call.q_rope
-    return (call.q_rope[-3], *call.q_rope[-3:])
+    return call.by_query(call.q_rope)
 
 
 #: The kernels, the fastest first.
