@@ -222,7 +222,7 @@ def launch_in_parts(
         merged = result
         if not result.flags.c_contiguous:
             merged = scratch_array(result.shape, result.dtype)
-        _merge(outs, lses, merged, result_lse, (0, 2, 1))
+        _merge(outs, lses, merged, result_lse, (0, 2, 1), cached=spec.keys != "batched")
         if merged is not result:
             result[...] = merged
 
@@ -271,9 +271,12 @@ def _merge(
     out: cupy.ndarray,
     lse: cupy.ndarray,
     lse_axes: tuple[int, ...],
+    *,
+    cached: bool = False,
 ) -> None:
     """Launch the merge kernel: parts of the same strides, `MAX_PARTS` at most, or stacked on axis 0
-    of contiguous arrays, of any number; `out` contiguous."""
+    of contiguous arrays, of any number; `out` contiguous. `cached`: they are of keys in caches,
+    whose results may depend on the batch."""
     if isinstance(outs, list):
         first, shape, strides = outs[0], outs[0].shape, outs[0].strides
         pointers, lse_pointers = [a.data.ptr for a in outs], [a.data.ptr for a in lses]
@@ -282,8 +285,6 @@ def _merge(
         first, shape, strides = outs, outs.shape[1:], outs.strides[1:]
         pointers, lse_pointers = [outs.data.ptr], [lses.data.ptr]
         between, lse_between = (a.strides[0] // a.itemsize for a in (outs, lses))
-    device = out.device.id
-    kernel = compiler.kernel(dispatch.merge(first.dtype.name, out.dtype.name), device)
     dim, size = shape[-1], first.itemsize
     lse_strides = [lse.strides[axis] // lse.itemsize for axis in lse_axes]
     row_strides = [stride // size for stride in strides[:-1]]
@@ -295,8 +296,13 @@ def _merge(
     missing = 4 - len(shape)
     middle, inner = ((1,) * missing + shape[:-1])[1:]
     vecs = -(-dim // 4)
-    threads = 256
-    blocks = min(-(-(out.size // dim) * vecs // threads), 1 << 16)
+    rows = out.size // dim
+    dtypes = first.dtype.name, out.dtype.name
+    if cached and packed:
+        variant = dispatch.merge_of_cut_keys(*dtypes, len(outs), rows * vecs)
+    else:
+        variant = dispatch.merge(*dtypes)
+    blocks = min(-(-rows * vecs // variant.config.vecs), 1 << 16)
     nothing = [0] * (MAX_PARTS - len(pointers))
     params = MERGE_PARAMS.pack(
         *pointers,
@@ -307,7 +313,7 @@ def _merge(
         lse.data.ptr,
         *([0] * missing + row_strides),
         *([0] * missing + lse_strides),
-        out.size // dim,
+        rows,
         middle,
         inner,
         dim,
@@ -317,4 +323,5 @@ def _merge(
         lse_between,
         *(number for n in (vecs, middle, inner) for number in divisor(n)),
     )
-    kernel((blocks,), (threads,), (as_kernel_argument(params),))
+    kernel = compiler.kernel(variant, out.device.id)
+    kernel((blocks,), (variant.config.threads,), (as_kernel_argument(params),))

@@ -149,7 +149,7 @@ def test_caches_and_pages(rng, parts, page_size, dim, causal):
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 80)])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, (48, 1)), (7, (10, 2))])
-@pytest.mark.parametrize(("count", "warpgroups"), [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize(("count", "warpgroups"), [(1, 1), (1, 2), (3, 1), (13, 1), (70, 1)])
 def test_rows_of_one_tile(rng, parts, page_size, dims, tokens, heads, count, warpgroups):
     """Keys that are left whole, and tiles of one warpgroup."""
     parts(count, warpgroups=warpgroups)

@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
-from cuattn.gpu.dispatch.decoding import SimtDecode, decode_head_lanes, merge, merge_variants
+from cuattn.gpu.dispatch.decoding import (
+    SimtDecode,
+    decode_head_lanes,
+    merge,
+    merge_of_cut_keys,
+    merge_variants,
+)
 from cuattn.gpu.dispatch.decoding_codes_sm90 import Sm90CodesDecode
 from cuattn.gpu.dispatch.decoding_sm80 import Sm80Decode
 from cuattn.gpu.dispatch.decoding_sm90 import Sm90Decode
@@ -115,6 +121,7 @@ __all__ = [
     "filter_rows",
     "filter_topk",
     "merge",
+    "merge_of_cut_keys",
     "penalize",
     "penalty_bytes",
     "penalty_table",

@@ -12,8 +12,9 @@ from cuattn._quantized import FORMATS, code_columns, format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, decode_arguments, score_arguments
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.decoding_times import LEAST_USED, rows_of_sequence
 from cuattn.gpu.dispatch.launch import Call, Launch
-from cuattn.gpu.dispatch.routing import UNIT_KEYS, rows_of_sequence
+from cuattn.gpu.dispatch.routing import UNIT_KEYS
 from cuattn.gpu.structs import Arguments
 
 MOST_STEPS = 1 << 30  # of the kernels' partition of the work, which counts in int
@@ -22,7 +23,6 @@ RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
 INT4 = FORMATS["int4"].number
 CODE_TILE_KEYS = 32  # of a warp, over codes
 SCALE_BYTES = {INT4: 4}  # of a token and head, by format, where they are not 2
-LEAST_USED = 0.95  # of the device's blocks: with as few, memory is read as fast
 
 #: Formats of keys and values that tensor cores decode; groups of features that have scales of their
 #: own, where there are several, by formats and head_dim.
@@ -34,6 +34,11 @@ CODE_FORMATS = (
     ("int8", "int4"),
 )
 CODE_GROUPS = {("int4", "int4", 64): ((2, 2),), ("int4", "int4", 128): ((2, 2), (4, 4))}
+
+#: From how many parts in float32 the warps of a block of merge.cu take some each, and up to how
+#: many fours of columns: threads that have all parts keep the device busy if there are more.
+MANY_PARTS = 9
+MOST_VECS_OF_MANY_PARTS = 1 << 14
 
 #: head_dims that decode_simt.cu comes with; the smallest where no faster kernel serves a call.
 SIMT_HEAD_DIMS = (128, 256, 512)
@@ -321,16 +326,29 @@ class MergeConfig(Config):
 
     dtype: str
     out_dtype: str
+    many_parts: bool = False  # at equal distances, of which a block's warps take some each
 
     @property
     def threads(self) -> int:
-        """Each has four columns of a row at a time."""
+        """Each has four columns of a row at a time, or a warp's lanes do."""
         return 256
 
+    @property
+    def vecs(self) -> int:
+        """Fours of columns that a block has at a time."""
+        return 32 if self.many_parts else self.threads
 
-def merge(dtype: str, out_dtype: str) -> Variant:
+
+def merge(dtype: str, out_dtype: str, *, many_parts: bool = False) -> Variant:
     """Choose a variant of decoding/merge.cu."""
-    return Variant("decoding/merge.cu", "merge", MergeConfig(dtype, out_dtype))
+    return Variant("decoding/merge.cu", "merge", MergeConfig(dtype, out_dtype, many_parts))
+
+
+def merge_of_cut_keys(dtype: str, out_dtype: str, parts: int, vecs: int) -> Variant:
+    """That for so many parts, at equal distances, of a call over caches, whose results have so many
+    fours of columns."""
+    few = vecs <= MOST_VECS_OF_MANY_PARTS
+    return merge(dtype, out_dtype, many_parts=dtype == "float32" and parts >= MANY_PARTS and few)
 
 
 def merge_variants() -> Iterator[Variant]:
@@ -339,3 +357,4 @@ def merge_variants() -> Iterator[Variant]:
         yield merge(name, name)
         if dtype.itemsize == 2:
             yield merge("float32", name)
+            yield merge("float32", name, many_parts=True)

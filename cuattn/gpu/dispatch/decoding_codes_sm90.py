@@ -27,8 +27,8 @@ from cuattn.gpu.dispatch.decoding import (
 )
 from cuattn.gpu.dispatch.decoding_sm80 import CODE_ROWS
 from cuattn.gpu.dispatch.decoding_sm90 import CODE_HEAD_DIMS
+from cuattn.gpu.dispatch.decoding_times import rows_of_sequence
 from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
-from cuattn.gpu.dispatch.routing import rows_of_sequence
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 

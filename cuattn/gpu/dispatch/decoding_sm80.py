@@ -21,8 +21,8 @@ from cuattn.gpu.dispatch.decoding import (
     part_bytes,
     partitioned,
 )
+from cuattn.gpu.dispatch.decoding_times import key_bytes, rows_of_sequence
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
-from cuattn.gpu.dispatch.routing import key_bytes, rows_of_sequence
 from cuattn.gpu.params import UNBOUNDED
 
 #: Entries of a single sequence's page table that decode_sm80.cu keeps, where there is room.

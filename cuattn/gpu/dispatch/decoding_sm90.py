@@ -14,7 +14,6 @@ from cuattn._quantized import code_columns, format_number
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
     CODE_TILE_KEYS,
-    LEAST_USED,
     RING_BLOCK_BYTES,
     arguments_of,
     as_decoding,
@@ -22,21 +21,33 @@ from cuattn.gpu.dispatch.decoding import (
     code_groups,
     has_packed_scales,
 )
-from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
-from cuattn.gpu.dispatch.routing import (
+from cuattn.gpu.dispatch.decoding_times import (
+    ALONE,
+    BESIDE,
+    BESIDE_OF_MANY_KEYS,
+    CLUSTERS,
+    DECODE_HEAD_DIMS,
+    LEAST_USED,
     ROWS_OF_TILE,
-    key_bytes,
-    reads_keys_again,
+    Blocks,
+    Clusters,
+    clusters_of_pair,
+    clusters_that_fit,
+    clusters_us,
+    decode_head_dim,
+    key_scale,
+    largest_that_fits,
+    lone_blocks,
+    row_tiles,
     rows_of_sequence,
+    splits_us,
+    whole_pairs,
 )
+from cuattn.gpu.dispatch.launch import MAX_DIM, Call, Launch, capability, shapes
+from cuattn.gpu.dispatch.routing import reads_keys_again
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-#: Sizes of clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key
-#: head: as many as run at a time on an H200's 132 multiprocessors. A block has one of these, or in
-#: clusters of 4 half of one, where there are more pairs than `WHOLE_PAIRS`.
-CLUSTERS = {8: 14, 4: 33, 2: 66}
-WHOLE_PAIRS = 30
 CLUSTER_TILE_KEYS = 16
 
 
@@ -50,83 +61,13 @@ class Tile(NamedTuple):
     pairs: int  # of a sequence's tile of rows and a key head
 
 
-class Clusters(NamedTuple):
-    """The clusters of a pair."""
-
-    size: int
-    count: int
-
-    @property
-    def blocks(self) -> int:
-        """Of the pair."""
-        return self.size * self.count
-
-
-class Blocks(NamedTuple):
-    """How decode_sm90.cu shares out a multiprocessor where a pair has one thread block."""
-
-    warps: int
-    stages: int
-    blocks_per_sm: int
-
-
-#: By head_dim: where a multiprocessor has one such block, and where it has several, so that one
-#: begins while another ends. Those of several are as fast or faster with fewer pairs than
-#: multiprocessors, too, but not at head_dim 256, where they have two warps: there each such pair
-#: has a multiprocessor.
-ALONE = {64: Blocks(8, 6, 1), 128: Blocks(8, 3, 1), 256: Blocks(4, 3, 1)}
-BESIDE = {64: Blocks(4, 3, 4), 128: Blocks(4, 2, 3), 256: Blocks(2, 2, 3)}
-
-#: Where a multiprocessor has many pairs with more than `LONE_BYTES` each, whose keys take longer
-#: than beginning and end: fewer at a time, with deeper rings. By head_dim and rows of a tile.
-BESIDE_OF_MANY_KEYS = {(64, ROWS_OF_TILE): Blocks(8, 3, 2)}
-MANY_LONE_PAIRS = 4  # of a multiprocessor
-
-#: How many keys a pair with a block of its own has at most where it might have a cluster of these
-#: sizes: so few that to merge takes longer than to read them.
-LONE_KEYS = {8: 128, 4: 256, 2: 384}
-
-#: How many bytes of keys and values it has at most where there are more pairs than that: twice as
-#: many if all pairs together have no more than `FEW_BYTES`. What decode_sm80.cu does at the
-#: beginning and end of a split takes longer, but it reads long sequences faster, and evenly; less
-#: fast in its tile of 16 rows at head_dim 64.
-LONE_BYTES = 256 << 10
-LONE_BYTES_OF_16_ROWS = {64: 384 << 10}
-FEW_BYTES = 160 << 20
-MOST_OF_GRID = 65535  # along its second and third axis
-
-#: Rows of a tile, and head_dims, that it comes with; and head_dims of codes.
+#: Rows of a tile that it comes with, and head_dims of codes.
 CLUSTER_ROWS = (8, ROWS_OF_TILE)
-HEAD_DIMS = (64, 128, 256)
 CODE_HEAD_DIMS = (64, 128)
 
-#: How many keys a pair has at most, and all pairs together, by rows of a tile, head_dim and size of
-#: a cluster: beyond, decode_sm80.cu starts later but reads faster, though less so in its tile for
-#: more than 8 rows. Half as many where rows are not of exactly a head_dim above.
-MOST_KEYS = {
-    (8, 64, 8): (1 << 14, 1 << 17),
-    (8, 64, 4): (1 << 12, 1 << 16),
-    (8, 64, 2): (1 << 12, 1 << 17),
-    (8, 128, 8): (1 << 15, 3 << 16),
-    (8, 128, 4): (1 << 14, 3 << 16),
-    (8, 128, 2): (1 << 13, 1 << 19),
-    (16, 64, 8): (1 << 15, 1 << 19),
-    (16, 64, 4): (1 << 14, 1 << 18),
-    (16, 64, 2): (1 << 13, 1 << 18),
-    (16, 128, 8): (1 << 16, 1 << 19),
-    (16, 128, 4): (1 << 14, 1 << 19),
-    (16, 128, 2): (1 << 13, 1 << 19),
-    (8, 256, 8): (1 << 14, 3 << 15),
-    (8, 256, 4): (1 << 13, 3 << 15),
-    (8, 256, 2): (1 << 12, 1 << 18),
-    (16, 256, 8): (1 << 15, 1 << 18),
-    (16, 256, 4): (1 << 13, 1 << 18),
-    (16, 256, 2): (1 << 12, 1 << 18),
-}
-
-#: A pair has several of the largest clusters where three fit: each has so many keys at least, and
-#: all pairs so many at most. And clusters of 4 instead, which leave fewer multiprocessors idle,
-#: where each of their blocks has so many keys.
+#: Over codes a pair has several of the largest clusters where three fit: each has so many keys at
+#: least, and all pairs so many at most. And clusters of 4 instead, which leave fewer
+#: multiprocessors idle, where each of their blocks has so many keys.
 SPLIT_KEYS = 2048
 MOST_SPLIT_KEYS = {8: 1 << 18, 16: 1 << 19}
 SMALL_CLUSTERS_KEYS = 1024
@@ -208,22 +149,21 @@ class Sm90Decode:
         if (taken := as_decoding(call)) is None:
             return None
         call, spec = taken, taken.spec
-        rows = rows_of_sequence(spec)
-        row_tiles = -(-rows // ROWS_OF_TILE)
+        rows, tiles = rows_of_sequence(spec), row_tiles(spec)
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2:
             return None
         if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
             return None
         if spec.rows == "ragged" or call.num_splits is not None:
             return None
-        if row_tiles > 1 and not reads_keys_again(call):
+        if tiles > 1 and not reads_keys_again(call):
             return None
         if call.elementwise:
             return None
         dims = spec.head_dim, spec.head_dim_v
-        if max(dims) > HEAD_DIMS[-1] or any(d % 8 for d in dims):
+        if max(dims) > MAX_DIM or any(d % 8 for d in dims):
             return None
-        head_dim = next(n for n in HEAD_DIMS if max(dims) <= n)
+        head_dim = decode_head_dim(spec)
         whole_rows = dims == (head_dim, head_dim)
         if spec.quantized and not (whole_rows and head_dim in CODE_HEAD_DIMS):
             return None
@@ -232,19 +172,19 @@ class Sm90Decode:
         if code_groups(call, head_dim) != (1, 1):
             return None
         tile_rows = next((n for n in CLUSTER_ROWS if rows <= n), ROWS_OF_TILE)
-        pairs = spec.batch * spec.heads_kv * row_tiles
-        tile = Tile(head_dim, tile_rows, row_tiles, whole_rows, pairs)
+        pairs = spec.batch * spec.heads_kv * tiles
+        tile = Tile(head_dim, tile_rows, tiles, whole_rows, pairs)
         shape = _lone_blocks(call, tile) or _clusters(call, tile)
         if shape is None:
             return None
         config, clusters = shape
         packed = spec.quantized and has_packed_scales(call)
         config = dataclasses.replace(
-            config, whole_rows=whole_rows, row_tiles=row_tiles > 1, packed_scales=packed
+            config, whole_rows=whole_rows, row_tiles=tiles > 1, packed_scales=packed
         )
         small = spec.keys == "paged" and spec.page_size < config.warp_keys
         box_keys = CLUSTER_TILE_KEYS if small else config.warp_keys
-        grid = (clusters * config.cluster, spec.heads_kv * row_tiles, spec.batch)
+        grid = (clusters * config.cluster, spec.heads_kv * tiles, spec.batch)
         slots = 0 if clusters == 1 else clusters * pairs
         return Launch(
             _sm90_variant(config),
@@ -264,9 +204,9 @@ class Sm90Decode:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                for dim, rows in itertools.product(HEAD_DIMS, CLUSTER_ROWS):
+                for dim, rows in itertools.product(DECODE_HEAD_DIMS, CLUSTER_ROWS):
                     whole = [_sm90_config(dtype, dim, rows, cluster) for cluster in CLUSTERS]
-                    several = BESIDE_OF_MANY_KEYS.get((dim, rows), BESIDE[dim])
+                    several = BESIDE_OF_MANY_KEYS.get(dim, BESIDE[dim])
                     for blocks in dict.fromkeys((ALONE[dim], BESIDE[dim], several)):
                         whole.append(_lone_config(dtype, dim, rows, blocks))
                     configs = [*whole, _sm90_config(dtype, dim, rows, 4, half=True)]
@@ -319,42 +259,12 @@ def _tiles(
     )
 
 
-def _fits(call: Call, tile: Tile) -> dict[int, int]:
-    """How many clusters of each size, the largest first, every pair can have at the same time."""
-    halves = not call.spec.quantized and tile.row_tiles == 1  # else there is no such variant
-    most = CLUSTERS if halves else CLUSTERS | {4: WHOLE_PAIRS}
-    return {n: most[n] * call.multiprocessors // 132 // tile.pairs for n in CLUSTERS}
-
-
-def _largest(fits: dict[int, int]) -> int | None:
-    """The size of the largest clusters of which every pair can have one."""
-    return next((size for size, fit in fits.items() if fit), None)
-
-
 def _lone_blocks(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
-    """The config with a thread block for each pair, where keys are so few that beginning and end
-    are what takes time; and that there is one cluster."""
-    spec = call.spec
-    size = _largest(_fits(call, tile))
-    if spec.quantized or max(spec.batch, spec.heads_kv * tile.row_tiles) > MOST_OF_GRID:
+    """The config with a thread block for each pair, and that there is one cluster."""
+    blocks = lone_blocks(call.spec, call.multiprocessors)
+    if blocks is None:
         return None
-    if size is not None:
-        most = LONE_KEYS[size] // key_scale(tile.head_dim)
-        fits, blocks = spec.seqlen_k <= most, ALONE[tile.head_dim]
-    else:
-        nbytes = spec.seqlen_k * key_bytes(spec)
-        alone = tile.head_dim == 256 and tile.pairs <= call.multiprocessors
-        blocks = (ALONE if alone else BESIDE)[tile.head_dim]
-        if nbytes > LONE_BYTES and tile.pairs >= MANY_LONE_PAIRS * call.multiprocessors:
-            blocks = BESIDE_OF_MANY_KEYS.get((tile.head_dim, tile.rows), blocks)
-        few = tile.pairs * nbytes <= FEW_BYTES
-        # Rows that split lines are read faster by decode_sm80.cu, where they are many.
-        fits = nbytes <= LONE_BYTES * (few + tile.whole_rows)
-        if tile.whole_rows and tile.rows == ROWS_OF_TILE:
-            fits |= nbytes <= LONE_BYTES_OF_16_ROWS.get(tile.head_dim, 0)
-    if not fits:
-        return None
-    return _lone_config(spec.dtype.name, tile.head_dim, tile.rows, blocks), 1
+    return _lone_config(call.spec.dtype.name, tile.head_dim, tile.rows, blocks), 1
 
 
 def _clusters(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
@@ -365,55 +275,41 @@ def _clusters(call: Call, tile: Tile) -> tuple[Sm90DecodeConfig, int] | None:
     if clusters is None:
         return None
     formats = format_number(spec.k_format), format_number(spec.v_format)
-    half = clusters.size == 4 and tile.pairs * clusters.count > _whole_pairs(call)
+    half = clusters.size == 4 and tile.pairs * clusters.count > whole_pairs(call.multiprocessors)
     config = _sm90_config(
         spec.dtype.name, tile.head_dim, tile.rows, clusters.size, formats, half=half
     )
     return config, clusters.count
 
 
-def _whole_pairs(call: Call) -> int:
-    """How many clusters of 4 run at a time whose blocks have a multiprocessor each."""
-    return WHOLE_PAIRS * call.multiprocessors // 132
-
-
 def _clusters_of_keys(call: Call, tile: Tile) -> Clusters | None:
-    """Those of keys and values that are not codes."""
-    keys, size = call.spec.seqlen_k, _largest(_fits(call, tile))
-    if size is None:
-        return None
-    clusters = Clusters(size, 1)
-    if size == max(CLUSTERS) and tile.head_dim <= 128:
-        clusters = _several(call, tile)
-    if clusters.count == 1:
-        most, most_of_all = MOST_KEYS[tile.rows, tile.head_dim, size]
-        most = min(most, most_of_all // tile.pairs)
-    else:
-        most = MOST_SPLIT_KEYS[tile.rows] // tile.pairs
-    return clusters if keys <= (most if tile.whole_rows else most // 2) else None
+    """Those of keys and values that are not codes, where decode_sm80.cu takes longer."""
+    spec, multiprocessors = call.spec, call.multiprocessors
+    slower = clusters_us(spec, multiprocessors) > splits_us(spec, multiprocessors)
+    return None if slower and tile.row_tiles == 1 else clusters_of_pair(spec, multiprocessors)
 
 
-def _several(call: Call, tile: Tile) -> Clusters:
-    """The clusters of a pair that has as many of the largest as pay, or of those of 4. (A row of
-    several clusters' partial results is for one warp: up to head_dim 128.)"""
-    size, keys, fit = max(CLUSTERS), call.spec.seqlen_k, _fits(call, tile)[max(CLUSTERS)]
+def _several(call: Call, tile: Tile, fit: int) -> Clusters:
+    """The clusters over codes of a pair that has as many of the largest as pay, of which so many
+    fit, or of those of 4."""
+    size, keys = max(CLUSTERS), call.spec.seqlen_k
     if fit < 3:  # twice the blocks do not pay for one more merge
         return Clusters(size, 1)
-    small = Clusters(4, _whole_pairs(call) // tile.pairs)
+    small = Clusters(4, whole_pairs(call.multiprocessors) // tile.pairs)
     an_eighth_more = 8 * small.blocks >= 9 * size * fit
-    if an_eighth_more and tile.row_tiles == 1 and keys >= SMALL_CLUSTERS_KEYS * small.blocks:
+    if an_eighth_more and keys >= SMALL_CLUSTERS_KEYS * small.blocks:
         return small
     return Clusters(size, max(1, min(fit, keys // SPLIT_KEYS)))
 
 
 def _clusters_of_codes(call: Call, tile: Tile) -> Clusters | None:
     """Those of codes, which are expanded in registers."""
-    spec, fits = call.spec, _fits(call, tile)
+    spec, fits = call.spec, clusters_that_fit(tile.pairs, call.multiprocessors, halves=False)
     keys, names = spec.seqlen_k, (spec.k_format, spec.v_format)
-    size = _largest(fits)
+    size = largest_that_fits(fits)
     if size is None or names not in CLUSTER_FORMATS:
         return None
-    clusters = _several(call, tile) if size == max(CLUSTERS) else Clusters(size, 1)
+    clusters = _several(call, tile, fits[size]) if size == max(CLUSTERS) else Clusters(size, 1)
     if clusters.count > 1:
         return clusters if keys <= MOST_SPLIT_KEYS[tile.rows] // tile.pairs else None
     smallest = Clusters(min(CLUSTERS), fits[min(CLUSTERS)])
@@ -431,11 +327,6 @@ def _clusters_of_codes(call: Call, tile: Tile) -> Clusters | None:
     if wide and size == 2 and tile.pairs * size >= LEAST_USED * call.multiprocessors:
         most = MOST_CODES_OF_HALF
     return clusters if keys <= most * clusters.blocks else None
-
-
-def key_scale(head_dim: int) -> int:
-    """How many times fewer keys than of head_dim 128 take as long."""
-    return max(1, head_dim // 128)
 
 
 def _sm90_config(

@@ -12,8 +12,8 @@ from cuattn._arrays import FLOAT_DTYPES
 from cuattn._quantized import BFLOAT16, FORMATS, QuantizedArray
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.decoding_times import rows_of_sequence
 from cuattn.gpu.dispatch.launch import MAX_DIM, capability
-from cuattn.gpu.dispatch.routing import rows_of_sequence
 
 #: Lanes of a row in kernels that read and write 8 features at a time, by head_dim.
 ROW_LANES = {64: 2, 128: 4, 256: 8}

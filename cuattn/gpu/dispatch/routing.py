@@ -19,34 +19,39 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.dispatch.decoding_times import (
+    ROWS_OF_TILE,
+    bytes_of_keys,
+    clusters_of_pair,
+    clusters_us,
+    decode_head_dim,
+    key_bytes,
+    lone_blocks,
+    packed_us,
+    row_tiles,
+    rows_of_sequence,
+    splits_us,
+    tokens_of_sequence,
+)
 from cuattn.gpu.dispatch.launch import MAX_DIM, Call, capability
 from cuattn.gpu.dispatch.parts_sm90 import (
-    ALONE_SPEED,
-    MAX_PARTS,
-    MERGE_US,
-    PART_US,
     WARPGROUP_ROWS,
     Packing,
     best_parts,
-    packed_tiles,
     packed_warpgroups,
     part_head_dim,
 )
 from cuattn.gpu.tensormap import addressable
 
 UNIT_KEYS = 1024  # of num_splits="fixed"
-ROWS_OF_TILE = 16  # of decode_sm90.cu, at most
-#: Up to how many rows of a key head several of these tiles serve (twice as many of a group of heads
-#: too large for the forward kernel's packed tiles), how many tiles each multiprocessor has at most,
-#: and how many bytes of keys and values all of them read: beyond, tiles of the forward kernel,
-#: which read them once, are faster.
+#: Up to how many rows of a key head several of decode_sm90.cu's tiles serve (twice as many of a
+#: group of heads too large for the forward kernel's packed tiles). Of thread blocks of their own,
+#: and where no packed tiles could, how many tiles each multiprocessor has at most, and how many
+#: bytes of keys and values all of them read, half as many of rows that split lines or are longer in
+#: shared memory.
 MOST_ROWS_AGAIN = 64
-TILES_OF_MULTIPROCESSOR = 2
-MOST_BYTES_AGAIN = 32 << 20
-#: The same of one sequence with one key head, by head_dim: up to how many tiles, and bytes.
-MOST_BYTES_OF_ONE_PAIR = {64: (2, 64 << 20), 128: (4, 128 << 20)}
+AGAIN = {64: (5, 64 << 20), 128: (2, 40 << 20), 256: (2, 32 << 20)}
 LEAST_SPLITS = 2  # of the keys of plain arrays
 CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
@@ -56,6 +61,7 @@ TWO_LAUNCHES_US = 60.0  # that a second launch is made for, if one alone may los
 #: so many bytes of each sequence and key head take.
 HALF_LOSS = 0.2
 SEQUENCE_BYTES = 110e3
+FORWARD_START_US = 4.0  # that `forward_us` leaves out
 START_US = 6.0  # what decoding takes longer to begin, and to merge its splits
 BLOCK_BYTES = 90e3  # that one thread block reads in a microsecond, where memory has no other work
 
@@ -97,6 +103,8 @@ def prefers_decoding(call: Call) -> bool:
     cached = spec.keys in ("cached", "paged")
     rows = rows_of_sequence(spec)
     many_rows = rows > PARTS_FOR_ROWS
+    if cached and rows <= ROWS_OF_TILE and _clusters_serve(call):
+        return not _packs_few_rows(call)
     packs = rows > (ROWS_OF_TILE if cached else PARTS_FOR_ROWS) and can_split(call)
     if packs and ((cached and many_rows) or best_packing(call) is not None):
         return False
@@ -133,18 +141,29 @@ def reads_keys_again(call: Call) -> bool:
     """Whether decode_sm90.cu serves a call over caches in several tiles of rows. Each reads all
     keys of its sequence and key head, which are so few that L2 has them for the others."""
     spec = call.spec
-    rows = rows_of_sequence(spec)
-    tiles = spec.batch * spec.heads_kv * -(-rows // ROWS_OF_TILE)
     packed = spec.heads_q // spec.heads_kv <= WARPGROUP_ROWS
-    most = MOST_BYTES_AGAIN
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, 256):
-        most //= 2  # rows split lines, or are longer in shared memory
-    elif spec.batch * spec.heads_kv == 1:
-        most_tiles, most_bytes = MOST_BYTES_OF_ONE_PAIR.get(spec.head_dim, (0, 0))
-        most = most_bytes if tiles <= most_tiles else most
+    most_rows = MOST_ROWS_AGAIN * (1 if packed else 2)
+    if not ROWS_OF_TILE < rows_of_sequence(spec) <= most_rows or not _clusters_serve(call):
+        return False
+    if lone_blocks(spec, call.multiprocessors) is None:
+        if clusters_of_pair(spec, call.multiprocessors) is None:
+            return False
+        packing = best_packing(call) if can_split(call) else None
+        if packing is not None:
+            return clusters_us(spec, call.multiprocessors) <= _us_of(call, packing)
+    most_tiles, most_bytes = AGAIN[decode_head_dim(spec)]
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in AGAIN:
+        most_bytes //= 2
+    tiles = spec.batch * spec.heads_kv * row_tiles(spec)
+    few = tiles <= most_tiles * call.multiprocessors
+    return few and row_tiles(spec) * bytes_of_keys(spec) <= most_bytes
+
+
+def _clusters_serve(call: Call) -> bool:
+    """Whether decode_sm90.cu could serve a call over caches, were its keys few."""
+    spec = call.spec
     return (
-        ROWS_OF_TILE < rows <= MOST_ROWS_AGAIN * (1 if packed else 2)
-        and capability(call.arch) == 90
+        capability(call.arch) == 90
         and spec.rows == "batched"
         and (spec.keys == "cached" or (spec.keys == "paged" and spec.page_size >= 16))
         and spec.dtype.itemsize == 2
@@ -155,8 +174,24 @@ def reads_keys_again(call: Call) -> bool:
         and all(addressable(array[:-1]) for array in call.strides[1:3])
         and max(spec.head_dim, spec.head_dim_v) <= MAX_DIM
         and spec.head_dim % 8 == spec.head_dim_v % 8 == 0
-        and tiles <= TILES_OF_MULTIPROCESSOR * call.multiprocessors
-        and tiles * spec.seqlen_k * key_bytes(spec) <= most
+    )
+
+
+def _packs_few_rows(call: Call) -> bool:
+    """Whether the forward kernel's packed tiles are the fastest for a call over caches of no more
+    rows than one tile of the decoding kernels has."""
+    spec = call.spec
+    packing = best_packing(call) if can_split(call) else None
+    if packing is None or lone_blocks(spec, call.multiprocessors) is not None:
+        return False
+    others = [us(spec, call.multiprocessors) for us in (clusters_us, splits_us)]
+    return _us_of(call, packing) < min(others)
+
+
+def _us_of(call: Call, packing: Packing) -> float:
+    """What packed tiles take."""
+    return packed_us(
+        call.spec, call.multiprocessors, packing.parts, packing.warpgroups, packing.tile_n
     )
 
 
@@ -272,8 +307,6 @@ def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: 
 #: those of all heads of a group, by head_dim.
 SPLIT_TILE_KEYS = {64: 128, 96: 128, 128: 128, 192: 96, 256: 64}
 MIN_PAGE = 8  # rows that TMA's swizzle permutes together
-MERGE_BYTES = 2.5e6  # of the parts that are written and read in a microsecond
-TILE_STEPS = 2  # blocks of keys, which a tile's beginning and end take as long as
 #: Beyond so many rows a key head that kernel is faster than decoding wherever it is faster with its
 #: keys cut than with them whole: for 32768 keys, 32 heads on 8, 16 rows take decoding 39.6 µs and
 #: that kernel 45.5, 64 rows 115 and 45.9; one query of 48 heads on one of 256 over 43369 keys 120
@@ -307,41 +340,21 @@ def can_split(call: Call) -> bool:
     )
 
 
-def _packed_us(
-    spec: AttentionSpec, multiprocessors: int, parts: int, warpgroups: int, tile_n: int
-) -> float:
-    """About what a call over caches takes with packed rows and blocks of `tile_n` keys."""
-    head_dim = part_head_dim(spec)
-    rate = min(HOPPER.forward_flops, HOPPER.forward_flops_per_column * 2 * head_dim)
-    if warpgroups == 1:
-        rate *= ALONE_SPEED
-    block_us = 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate
-    tiles = spec.heads_kv * packed_tiles(spec, warpgroups) * spec.batch
-    blocks = -(-spec.seqlen_k // tile_n)
-    waves = -(-tiles * parts // multiprocessors)
-    products = waves * (-(-blocks // parts) + TILE_STEPS) * block_us
-    us = max(products, _reading_us(spec, HOPPER, spec.batch, multiprocessors))
-    if parts == 1:
-        return us
-    part_us = spec.seqlen_q * spec.heads_q * (2 * 4 * spec.head_dim_v) / MERGE_BYTES
-    return us + MERGE_US + parts * max(PART_US, spec.batch * part_us)
-
-
 @functools.lru_cache(maxsize=4096)
 def _best_packing_over_caches(spec: AttentionSpec, multiprocessors: int) -> Packing | None:
     tile_n = SPLIT_TILE_KEYS[part_head_dim(spec)]
     warpgroups = packed_warpgroups(spec)
 
     def us(parts: int) -> float:
-        return _packed_us(spec, multiprocessors, parts, warpgroups, tile_n)
+        return packed_us(spec, multiprocessors, parts, warpgroups, tile_n)
 
-    whole_packed = spec.heads_q > spec.heads_kv and packed_tiles(spec, warpgroups) == 1
-    counts = range(1 if whole_packed else 2, min(-(-spec.seqlen_k // tile_n), MAX_PARTS) + 1)
+    whole = spec.heads_q > spec.heads_kv  # one head's rows are as well served by tiles of their own
+    counts = range(1 if whole else 2, min(-(-spec.seqlen_k // tile_n), multiprocessors) + 1)
     if not counts:
         return None
     parts = min(counts, key=us)
-    whole = forward_us(spec, HOPPER, spec.batch, multiprocessors)
-    if CLEARLY_FORWARD * us(parts) > whole:
+    whole_us = FORWARD_START_US + forward_us(spec, HOPPER, spec.batch, multiprocessors)
+    if us(parts) > whole_us:
         return None
     return Packing(parts, warpgroups, tile_n)
 
@@ -371,27 +384,6 @@ def cascade_pays(spec: AttentionSpec, length: int, arch: str) -> bool:
     row_bytes = spec.heads_kv * key_bytes(spec)
     fast = arch == "sm_90a" and spec.dtype.itemsize == 2
     return spec.batch * length * row_bytes >= CASCADE_BYTES[fast]
-
-
-def tokens_of_sequence(spec: AttentionSpec) -> int:
-    """Queries of a sequence; the mean, rounded up, where rows are ragged."""
-    return -(-spec.seqlen_q // max(spec.batch, 1)) if spec.rows == "ragged" else spec.seqlen_q
-
-
-def rows_of_sequence(spec: AttentionSpec) -> int:
-    """Rows of queries that meet a key head in a sequence; the mean where they are ragged."""
-    return tokens_of_sequence(spec) * (spec.heads_q // spec.heads_kv)
-
-
-def key_bytes(spec: AttentionSpec) -> int:
-    """Bytes of a key and its value."""
-    return sum(
-        code_columns(format, head_dim) if format else head_dim * spec.kv_dtype.itemsize
-        for format, head_dim in (
-            (spec.k_format, spec.head_dim),
-            (spec.v_format, spec.head_dim_v),
-        )
-    )
 
 
 def _flops(spec: AttentionSpec, rows: int) -> float:
