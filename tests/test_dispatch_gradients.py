@@ -240,10 +240,9 @@ def test_deterministic_gradients_do_not_depend_on_the_batch(head_dim, options):
 @pytest.mark.parametrize("heads_kv", [1, 2, 8])
 @pytest.mark.parametrize("heads_q", [4, 8, 16])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_some_grouped_heads_have_a_pass_for_dq_where_it_is_deterministic(
+def test_heads_on_one_key_head_have_a_pass_for_dq_where_it_is_deterministic(
     head_dim, heads_q, heads_kv, options
 ):
-    """Those of a single key head and, above head_dim 64, those with a window."""
     if heads_kv > heads_q:
         return
     k = (2, 700, heads_kv, head_dim)
@@ -255,9 +254,8 @@ def test_some_grouped_heads_have_a_pass_for_dq_where_it_is_deterministic(
     variants = [launch.variant for launch in dispatch.choose_backward(asked).launches]
     entries = [variant.entry for variant in variants]
     of_one = heads_kv == 1
-    windowed = head_dim > 64 and heads_q > heads_kv and "window" in options
-    assert ("backward_queries_sm90" in entries) == (of_one or windowed)
-    assert ("finish_sm90" in entries) == (not of_one and not windowed)
+    assert ("backward_queries_sm90" in entries) == of_one
+    assert ("finish_sm90" in entries) == (not of_one)
     assert set(variants) <= set(dispatch.variants("sm_90a"))
 
 

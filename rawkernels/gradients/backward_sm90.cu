@@ -95,14 +95,14 @@ struct Consumer {
     if constexpr (kPipelined) first_scores(walk.row());
 #pragma unroll 1
     for (int n = 0; n < count - kPipelined; ++n) {
-      if (kPipelined) walk.advance(sm90.group);
+      if (kPipelined) walk.advance(params, sm90.group);
       const bool in_turn = kOneRing ? dq_stage.index == consumer : n % 2 == consumer;
       if (Config::computes_dq && (!kAlternate || in_turn))
         step<true>(walk, walk.row(), n == count - 1);
       else
         step<false>(walk, walk.row(), n == count - 1);
       if constexpr (kOneRing) dq_stage.advance();
-      if (!kPipelined) walk.advance(sm90.group);
+      if (!kPipelined) walk.advance(params, sm90.group);
     }
     if constexpr (kPipelined) {
       tile::arrive_warp(smem.empty_v);

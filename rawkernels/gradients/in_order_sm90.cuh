@@ -87,7 +87,7 @@ struct AdderInOrder {
   __device__ __forceinline__ void add(const Tile& tile) {
     const int group = sm90.group;
     QueryWalk walk(tile);
-    for (int n = 0; n < group * tile.blocks; ++n, walk.advance(group)) {
+    for (int n = 0; n < group * tile.blocks; ++n, walk.advance(params, group)) {
       const long long row =
           statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,
                          tile.statistics_row + walk.row());

@@ -27,18 +27,19 @@ constexpr int kStagesOfResults = kOneRing ? kConsumers : kPanels;  // of a ring
 // Warps that compute, load and add.
 constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings : 0);
 
-// The blocks of queries of a tile. Where sums have an order all heads of the group come before the
-// next block, and the last queries first: tiles that begin together come to a block of queries
-// together then with a causal mask, however many blocks each sees, and with a window the first keys
-// come first.
+// The blocks of queries of a tile. Where sums have an order the last queries come first: tiles that
+// begin together come to a block of queries together then with a causal mask, however many blocks
+// each sees, and with a window the first keys come first. With a window all blocks of a head come
+// before the next head, as L2 then keeps a sum from one tile to the next; else all heads of the
+// group come before the next block, so that tiles of few blocks do not wait at every head.
 struct QueryWalk : Walk {
   using Walk::Walk;
 
   __device__ __forceinline__ int row() const {
     return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
   }
-  __device__ __forceinline__ void advance(int group) {
-    if (!Config::in_order) return Walk::advance();
+  __device__ __forceinline__ void advance(const ForwardParams& params, int group) {
+    if (!Config::in_order || params.window_left != kUnbounded) return Walk::advance();
     if (++head == group) {
       head = 0;
       --left;
@@ -157,7 +158,7 @@ struct Loader {
         load_keys(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
       }
       stage.advance();
-      walk.advance(group);
+      walk.advance(params, group);
     }
     keys.advance();
   }

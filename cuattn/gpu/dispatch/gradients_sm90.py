@@ -193,7 +193,7 @@ class Sm90Backward:
         ragged = spec.rows == "ragged"
         dropout = spec.dropout != 0.0
         few_registers = head_dim > SM90_FUSED_HEAD_DIM
-        in_order = call.deterministic and not few_registers and _adds_in_order(spec, head_dim)
+        in_order = call.deterministic and not few_registers and _adds_in_order(spec)
         fused = not few_registers and (in_order or not call.deterministic)
         if dropout and not fused:
             return None
@@ -356,16 +356,11 @@ def _seen_keys(spec: AttentionSpec) -> int:
     return keys - min(queries, keys) // 2
 
 
-def _adds_in_order(spec: AttentionSpec, head_dim: int) -> bool:
+def _adds_in_order(spec: AttentionSpec) -> bool:
     """Whether sums of dq that must be the same in every run are added up in the order of keys, by
     the one pass: by what does not change with the batch, as two passes have other bits. Not where
-    tiles are so few that they wait for each other: those of a single key head that many share, and
-    of grouped heads with a window, which has few tiles at a time."""
-    if spec.dropout != 0.0:
-        return False
-    if spec.heads_q == spec.heads_kv:
-        return True
-    return spec.heads_kv > 1 and (head_dim == 64 or spec.window_left is None)
+    tiles are so few that they wait for each other: those of a single key head that many share."""
+    return spec.dropout == 0.0 and (spec.heads_q == spec.heads_kv or spec.heads_kv > 1)
 
 
 def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:
