@@ -218,8 +218,8 @@ def clusters_of_pair(spec: AttentionSpec, multiprocessors: int) -> Clusters | No
     """The clusters that each pair is best given; None where there are too many pairs.
 
     They are the largest of which each can have one, or several of these, or of those of 4, which
-    leave fewer multiprocessors idle. (A row of several clusters' partial results is for one warp:
-    up to head_dim 128.)
+    leave fewer multiprocessors idle: as many as take the least. (A row of several
+    clusters' partial results is for one warp: up to head_dim 128.)
     """
     tiles = row_tiles(spec)
     pairs = spec.batch * spec.heads_kv * tiles
@@ -227,8 +227,7 @@ def clusters_of_pair(spec: AttentionSpec, multiprocessors: int) -> Clusters | No
     size = largest_that_fits(fits)
     if size is None or size < max(CLUSTERS) or decode_head_dim(spec) > 128:
         return size and Clusters(size, 1)
-    counts = range(1, fits[size] + 1)
-    choices = [Clusters(size, count) for count in counts]
+    choices = [Clusters(size, count + 1) for count in range(fits[size])]
     if tiles == 1 and fits[size] > 1:
         choices.append(Clusters(4, whole_pairs(multiprocessors) // pairs))
     us = {clusters: _clusters_us(spec, multiprocessors, clusters) for clusters in choices}
@@ -237,13 +236,14 @@ def clusters_of_pair(spec: AttentionSpec, multiprocessors: int) -> Clusters | No
 
 
 def _overlapped(power: float, *us: float) -> float:
-    """What several take that run at the same time: the longest, and more where others are close."""
+    """What several take together that run at the same time: the norm of their times, which is the
+    longest, and more where others are close."""
     longest = max(us)
     return longest * sum((x / longest) ** power for x in us) ** (1 / power) if longest else 0.0
 
 
 def clusters_us(spec: AttentionSpec, multiprocessors: int) -> float:
-    """What decode_sm90.cu takes with them."""
+    """What decode_sm90.cu takes with the clusters of :func:`clusters_of_pair`."""
     clusters = clusters_of_pair(spec, multiprocessors)
     return math.inf if clusters is None else _clusters_us(spec, multiprocessors, clusters)
 
@@ -291,9 +291,10 @@ def packed_us(
         rate *= ONE_WARPGROUP
     block_us = 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate
     tiles = spec.heads_kv * packed_tiles(spec, warpgroups) * spec.batch * parts
-    blocks = -(-spec.seqlen_k // tile_n)
-    tile_us = (-(-blocks // parts) + TILE_BLOCKS) * block_us
-    reading_us = bytes_of_keys(spec) / tiles / PACKED_BYTES  # of each tile, in a full wave
+    blocks_of_keys = -(-spec.seqlen_k // tile_n)
+    tile_us = (-(-blocks_of_keys // parts) + TILE_BLOCKS) * block_us
+    # Of each tile of a full wave; those of the last one share what memory brings to all.
+    reading_us = bytes_of_keys(spec) / max(tiles, 1) / PACKED_BYTES
     waves, rest = divmod(tiles, multiprocessors)
     us = PACKED_START_US + waves * _overlapped(PACKED_POWER, tile_us, reading_us)
     if rest:
