@@ -30,8 +30,9 @@ constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings 
 // The blocks of queries of a tile. Where sums have an order the last queries come first: tiles that
 // begin together come to a block of queries together then with a causal mask, however many blocks
 // each sees, and with a window the first keys come first. With a window all blocks of a head come
-// before the next head, as L2 then keeps a sum from one tile to the next; else all heads of the
-// group come before the next block, so that tiles of few blocks do not wait at every head.
+// before the next head, as L2 then keeps a sum from one tile to the next (but at head_dim 64, where
+// registers do not suffice); else all heads of the group come before the next block, so that tiles
+// of few blocks do not wait at every head.
 struct QueryWalk : Walk {
   using Walk::Walk;
 
@@ -39,7 +40,8 @@ struct QueryWalk : Walk {
     return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
   }
   __device__ __forceinline__ void advance(const ForwardParams& params, int group) {
-    if (!Config::in_order || params.window_left != kUnbounded) return Walk::advance();
+    const bool of_one_head = Config::head_dim > 64 && params.window_left != kUnbounded;
+    if (!Config::in_order || of_one_head) return Walk::advance();
     if (++head == group) {
       head = 0;
       --left;
