@@ -134,7 +134,9 @@ struct Extent {
     minimum = 0;
     if (!kHasMinimum) return finite_scale_of(magnitude(most), largest_code(format), 0.0f);
     const float low = rounded_down(least);
-    const float scale = finite_scale_of(ptx::sub_rn(most, low), 15.0f, low);
+    // Of zeros with a sign the difference is -0, which scale_of does not know.
+    const float extent = ptx::add_rn(ptx::sub_rn(most, low), 0.0f);
+    const float scale = finite_scale_of(extent, 15.0f, low);
     minimum = scale == scale ? low : 0.0f;
     return scale;
   }

@@ -90,6 +90,46 @@ def test_the_bits_of_numpy(rng, head_dim, dtype):
         np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
 
 
+def rows_of_one_sign(rng, shape, dtype):
+    """Rows of zeros with and without a sign, of one number, of one sign, of a subnormal number."""
+    x = np.full(shape, -0.0, dtype)
+    x[1, ..., :5] = 0
+    x[2], x[3] = 3, -3
+    x[4], x[5] = np.abs(rng.standard_normal((2, *shape[1:])))
+    x[5] *= -1
+    x[6:8], x[6, ..., 7], x[7, ..., 9] = 0, -1e-40, 1e-40
+    x[8], x[8, ..., 1::2] = 0, 5
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("rotate", [False, True])
+def test_rows_of_one_sign(rng, rotate, dtype):
+    x = rows_of_one_sign(rng, (16, 2, 128), dtype)
+    group = {"granularity": "group", "group_size": 32}
+    for format, options in itertools.product(FORMATS, ({}, group)):
+        options = {**options, "rotate": rotate, "symmetric": format != "int4"}
+        got = cuattn.quantize(cupy.asarray(x), format, **options)
+        assert_same_bits(got, cuattn.quantize(x, format, **options))
+
+
+@pytest.mark.parametrize("way", ["int8", "float8_e4m3", "int4", "k8v4", "rotated floats"])
+def test_the_writer_s_rows_of_one_sign(rng, way):
+    x = rows_of_one_sign(rng, (16, 2, 128), BFLOAT16)
+    formats = cuattn.KVQuantization("float8_e4m3", rotate_k=True) if " " in way else WAYS[way]
+    caches = [
+        cuattn.PagedKVCache(2, 16, 2, 128, dtype=BFLOAT16, quantization=formats, xp=xp)
+        for xp in (np, cupy)
+    ]
+    for cache, to in zip(caches, (np.asarray, cupy.asarray), strict=True):
+        cache._store.arrays["pages"][...] = 0
+        ids = [cache.add_sequence()]
+        cache.extend(ids, 16)
+        cache.write(0, ids, to(x), to(x[::-1]))
+    host, device = (cache._store.arrays["pages"] for cache in caches)
+    np.testing.assert_array_equal(device.get(), host)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
 def test_nothing_has_a_scale_of_one(granularity):
     for symmetric in (True, False):
