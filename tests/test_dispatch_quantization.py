@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cuattn
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
 
@@ -80,3 +81,27 @@ def test_numbers_of_ragged_prompts_are_a_cache_of_each_sequence():
     names = {launch.variant.entry, launch.beside and launch.beside.variant.entry}
     assert "forward_sm90" in names
     assert dispatch.choose(dispatch.Call.contiguous(spec, "sm_80")).variant.entry == "forward_sm80"
+
+
+@pytest.mark.parametrize(
+    ("change", "in_blocks"),
+    [
+        ({}, True),
+        ({"format": "int4", "symmetric": False}, True),
+        ({"format": "int4"}, False),
+        ({"tokens": 7}, False),
+        ({"dim": 64, "tokens": 15}, False),
+        ({"rotate": True}, False),
+        ({"granularity": "group", "group_size": 32}, False),
+        ({"offset": np.zeros((2, 128), np.float32)}, False),
+        ({"dtype": FLOAT32}, False),
+    ],
+)
+def test_quantize_by_neighbouring_tokens(change, in_blocks):
+    call = {"tokens": 8, "dim": 128, "format": "int8", "dtype": BFLOAT16} | change
+    shape = (3, call.pop("tokens"), 2, call.pop("dim"))
+    x = np.zeros(shape, call.pop("dtype"))
+    array = cuattn.quantize(x, call.pop("format"), **call)
+    lanes = dispatch.row_lanes(x.dtype.name, shape[-1], array.group_size, aligned=True)
+    variant = dispatch.quantize(x.dtype.name, lanes, array, is_static=False, tokens=shape[1])
+    assert variant.config.in_blocks == in_blocks

@@ -196,7 +196,7 @@ def _empty_scales(
 def _quantize(x: cupy.ndarray, array: QuantizedArray, *, is_static: bool) -> None:
     """Launch the kernel that makes codes of x."""
     x, codes, lanes = _operands(x, array)
-    variant = dispatch.quantize(x.dtype.name, lanes, array, is_static=is_static)
+    variant = dispatch.quantize(x.dtype.name, lanes, array, is_static=is_static, tokens=x.shape[1])
     config = variant.config
     params = _params(x, codes, array, is_static=is_static, block_tokens=config.block_tokens)
     kernel = compiler.kernel(variant, x.device.id)

@@ -8,11 +8,11 @@
 //   minima; else QuantizeParams says. Offset, rotation, scale and codes are those of
 //   cuattn/reference/quantization.py, bit for bit.
 //
-//   With a format, a warp's next rows are on their way while it has others. With in_blocks these
-//   are neighbouring tokens of a head, whose scales lie side by side, and both numbers and codes
-//   pass through shared memory.
+//   With a format, a warp's next rows are on their way while it has others. With in_blocks it has
+//   neighbouring tokens of a head, whose scales lie side by side, once, and at least as many exist;
+//   a row has one scale, no offset and no rotation.
 #include "quantization/params.cuh"
-#include "tile/row_block.cuh"
+#include "tile/four_rows.cuh"
 
 using T = Config::dtype;
 using Row = tile::RowOf<Config::lanes>::type;
@@ -52,74 +52,42 @@ __device__ __forceinline__ void quantize_in_turn(const QuantizeParams& params) {
   }
 }
 
+// Some neighbouring tokens of a head that a warp has, in whole lines: each of its threads has eight
+// features of four.
 template <class AnyRow>
-struct Warp {
-  static constexpr int kRows = 32 / AnyRow::kRowLanes;
-  static constexpr int kStages = 2;
-  static constexpr int kBits = Config::format == tile::kInt4 ? 4 : 8;
-  using Numbers = tile::RowBlock<AnyRow::kHeadDim * sizeof(T), kRows>;
-  using Codes = tile::RowBlock<AnyRow::kHeadDim * kBits / 8, kRows>;
-
-  Numbers numbers[kStages];
-  Codes codes;
-};
-
-template <class AnyRow>
-__device__ __forceinline__ void quantize_blocks(const QuantizeParams& params) {
-  using Memory = Warp<AnyRow>;
-  constexpr int kWarps = Config::threads / 32, kStages = Memory::kStages;
-  __shared__ Memory memory[kWarps];
-  Memory& own = memory[threadIdx.x / 32];
-  const int row = static_cast<int>(threadIdx.x) % 32 / AnyRow::kRowLanes;
-  const int step = gridDim.x * kWarps;
-  const auto request = [&](int index, int stage) {
-    if (index < params.rows) {
-      const quantization::Tokens at = quantization::tokens_of<Memory::kRows>(params, index);
-      const PageStrides& stride = params.x_stride;
-      own.numbers[stage].request(static_cast<const T*>(params.x) + at.page * stride.page +
-                                     at.first * stride.seq + at.head * stride.head,
-                                 stride.seq * static_cast<int>(sizeof(T)), at.count);
-    }
-    ptx::cp_async_commit();
-  };
-  int index = blockIdx.x * kWarps + threadIdx.x / 32, stage = 0;
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) request(index + i * step, i);
-#pragma unroll 1
-  for (; index < params.rows; index += step) {
-    ptx::cp_async_wait<kStages - 1>();
-    __syncwarp();
-    typename AnyRow::template Fetched<T> fetched;
-    fetched.read(reinterpret_cast<const T*>(own.numbers[stage].row(row)));
-    __syncwarp();
-    request(index + kStages * step, stage);
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    AnyRow numbers;
-    numbers.unpack(fetched);
-    const quantization::Tokens at = quantization::tokens_of<Memory::kRows>(params, index);
-    const bool exists = row < at.count;
-    tile::StagedCodeRow<Config::format> codes = {quantization::codes_of<Config::format>(
-        params, {at.page, at.first + (exists ? row : 0), at.head, exists})};
-    codes.codes = own.codes.row(row);
-    numbers.quantize(codes, params.head_dim, exists);
-    __syncwarp();
-    const PageStrides& stride = params.codes_stride;
-    own.codes.write(static_cast<unsigned char*>(params.codes) + at.page * stride.page +
-                        at.first * stride.seq + at.head * stride.head,
-                    stride.seq, at.count);
-    __syncwarp();
-  }
+__device__ __forceinline__ void quantize_tokens(const QuantizeParams& params) {
+  constexpr int kWarpTokens = 32 / AnyRow::kRowLanes, kRowThreads = AnyRow::kHeadDim / 8;
+  using Rows = tile::FourRows<T, kRowThreads, Config::format>;
+  const int index = blockIdx.x * (Config::threads / 32) + threadIdx.x / 32;
+  if (index >= params.rows) return;
+  const quantization::Tokens at = quantization::tokens_of<kWarpTokens>(params, index);
+  const int lane = threadIdx.x % 32, column = lane % kRowThreads * 8;
+  // The last warp's tokens may be the one before's too, which writes the same.
+  const int token = min(at.first, params.tokens - kWarpTokens) + lane / kRowThreads * 4;
+  const quantization::Place first = {at.page, token, at.head, true};
+  Rows rows;
+  rows.fetch(row_of_x(params, first) + column, params.x_stride.seq);
+  auto codes = quantization::codes_of<Config::format>(params, first);
+  const int own_row = Rows::own_row();
+  codes.scale = static_cast<unsigned short*>(codes.scale) + own_row * params.scale_stride.seq;
+  codes.minimum = static_cast<unsigned short*>(codes.minimum) + own_row * params.minimum_stride.seq;
+  const tile::FoundScale found = rows.find_scale();
+  if (lane % kRowThreads < 4) codes.put_scale(0, found.scale, found.minimum);
+  rows.divide(found, [&](auto words) {
+    codes.put_codes(column, words);
+    codes.codes += params.codes_stride.seq;
+  });
 }
 
 // Of the usual formats; for the others registers are missing.
 constexpr bool kInTurn = Config::format != tile::kAnyFormat;
 
-extern "C" __global__ void __launch_bounds__(Config::threads, Config::in_blocks ? 5
+extern "C" __global__ void __launch_bounds__(Config::threads, Config::in_blocks ? 4
                                                               : kInTurn         ? 2
                                                                                 : 3)
     quantize_rows(const __grid_constant__ QuantizeParams params) {
   if constexpr (Config::in_blocks) {
-    quantize_blocks<Row>(params);
+    quantize_tokens<Row>(params);
   } else if constexpr (kInTurn) {
     quantize_in_turn<Row>(params);
   } else {

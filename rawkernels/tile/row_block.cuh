@@ -34,13 +34,6 @@ struct RowBlock {
       ptx::cp_async_16(ptx::shared_address(own_chunk(i)), chunk + i * kRowsApart * stride,
                        row_of_chunk(i) < count);
   }
-  // Writes the first `count` rows.
-  __device__ __forceinline__ void write(void* first, long long stride, int count) {
-    write_chunks([&](int i) -> void* {
-      const int row = row_of_chunk(i);
-      return row < count ? static_cast<char*>(first) + row * stride + byte_of_chunk() : nullptr;
-    });
-  }
   // Writes this lane's chunks of rows to where `address(i)` says; null: nowhere.
   template <class Address>
   __device__ __forceinline__ void write_chunks(const Address& address) {

@@ -50,7 +50,7 @@ class QuantizeConfig(Config):
     @property
     def threads(self) -> int:
         """Several rows' lanes."""
-        return 128 if self.in_blocks else 256
+        return 256
 
     @property
     def block_tokens(self) -> int:
@@ -65,7 +65,7 @@ class QuantizeConfig(Config):
     @property
     def blocks_per_sm(self) -> int:
         """Thread blocks of quantize.cu whose rows come in turn; 0: each has rows once."""
-        return 3 if self.in_blocks else 2 if self.format != ANY_FORMAT else 0
+        return 0 if self.in_blocks or self.format == ANY_FORMAT else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +128,18 @@ def row_lanes(dtype: str, head_dim: int, group: int, *, aligned: bool) -> int:
     return lanes if lanes in lanes_of(dtype) else 0
 
 
-def quantize(dtype: str, lanes: int, array: QuantizedArray, *, is_static: bool) -> Variant:
-    """Choose a variant of quantization/quantize.cu."""
+def quantize(
+    dtype: str, lanes: int, array: QuantizedArray, *, is_static: bool, tokens: int
+) -> Variant:
+    """Choose a variant of quantization/quantize.cu; `tokens` are those of a page."""
     usual = (array.dtype, array.dtype) in FORMAT_PAIRS and not is_static
     usual &= (array.minimum is not None) == (array.dtype == "int4")
     number = ANY_FORMAT
     if usual and has_formats(dtype, lanes):
         number = FORMATS[array.dtype].number
     config = QuantizeConfig(dtype, lanes, number)
-    # Of 4 bits or rotated, it is instructions that take the time, and those of shared memory more.
-    if number != ANY_FORMAT and array.dtype != "int4" and array.rotation is None:
+    whole = number != ANY_FORMAT and array.group_size == array.shape[-1] and tokens * lanes >= 32
+    if whole and array.rotation is None and array.offset is None:
         config = dataclasses.replace(config, in_blocks=True)
     return Variant("quantization/quantize.cu", "quantize_rows", config)
 
@@ -230,7 +232,7 @@ def quantization_variants() -> Iterator[Variant]:
                 formats += [FORMATS[k].number for k, v in FORMAT_PAIRS if k == v]
             for number in formats:
                 for in_blocks in (False, True):
-                    if in_blocks and number in (ANY_FORMAT, FORMATS["int4"].number):
+                    if in_blocks and number == ANY_FORMAT:
                         continue
                     config = QuantizeConfig(name, lanes, number, in_blocks)
                     yield Variant("quantization/quantize.cu", "quantize_rows", config)
