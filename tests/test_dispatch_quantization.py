@@ -84,6 +84,41 @@ def test_numbers_of_ragged_prompts_are_a_cache_of_each_sequence():
 
 
 @pytest.mark.parametrize(
+    ("call", "tokens", "entry"),
+    [
+        (("bfloat16", 4, ("int8", "int8")), 8, "write_codes"),
+        (("bfloat16", 4, ("int8", "int8")), 7, "write_quantized"),  # fewer than a warp has
+        (("bfloat16", 4, ("int8", "int8")), 0, "write_quantized"),  # groups, an offset, ...
+        (("float16", 2, ("int8", "int4")), 16, "write_codes"),
+        (("float16", 2, ("int8", "int4")), 15, "write_quantized"),
+        (("bfloat16", 8, ("int8", "int8")), 100, "write_quantized"),  # 256 features
+        (("float32", 4, ("int8", "int8")), 100, "write_quantized"),
+        (("bfloat16", 4, ("int4", "int8")), 100, "write_quantized"),
+        (("bfloat16", 4, ("", "")), 100, "write_quantized"),
+    ],
+)
+def test_writers_of_codes(call, tokens, entry):
+    assert dispatch.quantized_cache_write(*call, tokens=tokens).entry == entry
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "grid"),
+    [
+        (32768, 8, (1024, 2)),
+        (8192, 8, (256, 2)),
+        (4096, 8, (128, 4)),
+        (64, 8, (2, 8)),
+        (8192, 6, (256, 2)),
+        (8192, 7, (256, 7)),
+        (33, 1024, (2, 256)),
+    ],
+)
+def test_warps_have_fewer_heads_in_turn_where_tokens_are_few(tokens, heads, grid):
+    variant = dispatch.quantized_cache_write("bfloat16", 4, ("int8", "int8"), tokens=tokens)
+    assert variant.config.grid(tokens, heads) == grid
+
+
+@pytest.mark.parametrize(
     ("change", "in_blocks"),
     [
         ({}, True),

@@ -429,8 +429,15 @@ def _quantized_plan(
         of is not None and (of.paired if format == "int4" else not of.has_minimum)
         for of, format in zip(scales, formats, strict=True)
     )
+    # What kvcache/write_codes.cu takes, where tokens are enough; it has angles at 32-bit places.
+    whole = usual and all(of.groups == 1 and not of.has_offset for of in scales if of is not None)
+    whole &= scales[1] is not None and not scales[1].rotated
+    whole &= pairs == 0 or (pairs == dims[0] // 2 and 0 < any_cache.max_position < 2**32 // pairs)
     variant = dispatch.quantized_cache_write(
-        dtype.name, lanes.pop() if len(lanes) == 1 else 0, formats if usual else ("", "")
+        dtype.name,
+        lanes.pop() if len(lanes) == 1 else 0,
+        formats if usual else ("", ""),
+        tokens=total if whole else 0,
     )
     arguments = cache_write_arguments(
         shape,

@@ -9,6 +9,7 @@
 //   has minima. RoPE's result is rounded to T, as the plain cache would store it, and then
 //   quantised: the bytes are those of cuattn/reference/kvcache.py.
 #include "kvcache/new_tokens.cuh"
+#include "kvcache/quantized_params.cuh"
 #include "ptx/registers.cuh"
 #include "tile/row_block.cuh"
 #include "tile/rows.cuh"
@@ -16,19 +17,6 @@
 using T = Config::dtype;
 using Acc = tile::Accumulator<T>;
 using Row = tile::RowOf<Config::lanes>::type;
-
-struct QuantizedWriteParams {
-  void* k_scale;
-  void* k_minimum;
-  void* v_scale;
-  void* v_minimum;
-  const float* k_offset;  // (heads, head_dim); null: none
-  const float* v_offset;
-  ScaleStrides k_scale_stride, k_minimum_stride, v_scale_stride, v_minimum_stride;
-  int k_format, v_format, k_group, v_group, k_group_shift, v_group_shift;
-  int k_scale_is_float, v_scale_is_float, k_rotated, v_rotated, k_is_static, v_is_static;
-  tile::Divisor by_heads;
-};
 
 // Of keys or of values.
 struct Side {

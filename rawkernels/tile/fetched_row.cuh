@@ -107,6 +107,20 @@ struct FetchedRow {
       for (int i = 0; i < 4; ++i) word(part, i) ^= signs << (15 - 4 * part - i) & 0x80008000;
   }
 
+  // The same of a quarter, by the signs of its words.
+  __device__ __forceinline__ void change_signs(int part, const uint4& signs) {
+    word(part, 0) ^= signs.x;
+    word(part, 1) ^= signs.y;
+    word(part, 2) ^= signs.z;
+    word(part, 3) ^= signs.w;
+  }
+  // Which of the rotation's signs are those of a quarter's words, of this thread's lane.
+  __device__ __forceinline__ static uint4 signs_of(int part) {
+    const unsigned signs = paired_signs() << (12 - 4 * part);
+    return {signs << 3 & 0x80008000, signs << 2 & 0x80008000, signs << 1 & 0x80008000,
+            signs & 0x80008000};
+  }
+
   // Features 4 `half`, … of a quarter's eight.
   __device__ __forceinline__ void get_four(float (&x)[4], int part, int half) const {
     if constexpr (sizeof(T) == 2) {
@@ -117,6 +131,22 @@ struct FetchedRow {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = __uint_as_float(word(part, 4 * half + e));
     }
+  }
+
+  // Word i of a quarter's.
+  __device__ __forceinline__ unsigned& word(int part, int i) {
+    return reinterpret_cast<unsigned (&)[4]>(words[part][i / 4])[i % 4];
+  }
+  __device__ __forceinline__ unsigned word(int part, int i) const {
+    return reinterpret_cast<const unsigned (&)[4]>(words[part][i / 4])[i % 4];
+  }
+
+  // All numbers become 0.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+#pragma unroll
+      for (int i = 0; i < 8 / kEach; ++i) words[part][i] = make_uint4(0, 0, 0, 0);
   }
 
   // Whether RoPE turns some of the features only.
@@ -132,6 +162,20 @@ struct FetchedRow {
                                       : Columns::column(fourth / 2) + fourth % 2 * 4;
     return {__ldg(reinterpret_cast<const float4*>(rope.cos + pair)),
             __ldg(reinterpret_cast<const float4*>(rope.sin + pair))};
+  }
+  // The same of all four, of which the first has its angles at `cos` and `sin`; see first_angle.
+  template <bool kInterleaved>
+  __device__ __forceinline__ void turn_by(const float* cos, const float* sin) {
+    const auto angles = [&](int fourth) -> Angles {
+      const int pair = kInterleaved ? fourth * (Columns::kQuarter / 2)
+                                    : fourth / 2 * Columns::kQuarter + fourth % 2 * 4;
+      return {__ldg(reinterpret_cast<const float4*>(cos + pair)),
+              __ldg(reinterpret_cast<const float4*>(sin + pair))};
+    };
+    turn(angles, kInterleaved);
+  }
+  __device__ __forceinline__ static int first_angle(bool interleaved) {
+    return Columns::lane() * (interleaved ? 4 : 8);
   }
 
  private:
@@ -149,12 +193,6 @@ struct FetchedRow {
     const float first = RowRope<T>::first(a, b, cos, sin);
     b = RowRope<T>::second(a, b, cos, sin);
     a = first;
-  }
-  __device__ __forceinline__ unsigned& word(int part, int i) {
-    return reinterpret_cast<unsigned (&)[4]>(words[part][i / 4])[i % 4];
-  }
-  __device__ __forceinline__ unsigned word(int part, int i) const {
-    return reinterpret_cast<const unsigned (&)[4]>(words[part][i / 4])[i % 4];
   }
   // The rotation's signs of this lane's features: of feature e of quarter p, bit 4 p + e / 2 of the
   // lower half, or of the upper one where e is odd.

@@ -31,6 +31,21 @@ __device__ __forceinline__ FoundScale found_scale(float most, float least) {
   }
 }
 
+// Of two rows, the second's where `second`; formats may differ.
+template <int kFirst, int kSecond>
+__device__ __forceinline__ FoundScale found_scale_of_either(bool second, float first_most,
+                                                            float first_least, float second_most,
+                                                            float second_least) {
+  const float most = second ? second_most : first_most;
+  if constexpr (kFirst == kSecond) {
+    return found_scale<kFirst>(most, second ? second_least : first_least);
+  } else {
+    static_assert(kFirst != kInt4 && kSecond == kInt4, "the second alone may have a minimum");
+    return found_scale_above(second ? rounded_down(second_least) : 0.0f, most,
+                             second ? 15.0f : largest_code(kFirst));
+  }
+}
+
 // Eight codes of 4 bits, of integers from 0 to 15 with a fraction that is rounded off.
 __device__ __forceinline__ unsigned eight_whole_nibbles(const float (&x)[8]) {
   constexpr float kUnit = 0x1.8p23f;  // beyond it the lowest bit of a float is 1

@@ -34,6 +34,12 @@ struct RowBlock {
       ptx::cp_async_16(ptx::shared_address(own_chunk(i)), chunk + i * kRowsApart * stride,
                        row_of_chunk(i) < count);
   }
+  // The same of all rows.
+  __device__ __forceinline__ void request_all_from(const char* chunk, long long stride) {
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i)
+      ptx::cp_async_16(ptx::shared_address(own_chunk(i)), chunk + i * kRowsApart * stride);
+  }
   // Writes this lane's chunks of rows to where `address(i)` says; null: nowhere.
   template <class Address>
   __device__ __forceinline__ void write_chunks(const Address& address) {

@@ -34,6 +34,8 @@ def cache_write(dtype: str, itemsize: int, *, aligned: bool, any_cache: bool = F
 
 
 HEADS_IN_TURN = (4, 3, 2, 1)  # of a warp that writes codes, the most that divide all
+#: Thread blocks that keep a device busy: with fewer, warps have fewer heads in turn.
+ENOUGH_BLOCKS = 384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +63,52 @@ class QuantizedWriteConfig(Config):
         return -(-tokens // rows), heads // each
 
 
-def quantized_cache_write(dtype: str, lanes: int, formats: tuple[str, str]) -> Variant:
-    """Choose a variant of kvcache/write_quantized.cu; `formats` are those of scales that are
-    found."""
-    k_format = v_format = ANY_FORMAT
-    if formats in FORMAT_PAIRS and has_formats(dtype, lanes):
-        k_format, v_format = (FORMATS[format].number for format in formats)
-    config = QuantizedWriteConfig(dtype, lanes, k_format, v_format, any_cache=True)
+@dataclasses.dataclass(frozen=True)
+class CodesWriteConfig(Config):
+    """kvcache/write_codes.cu."""
+
+    dtype: str
+    lanes: int  # of a row, as in `QuantizeConfig`
+    k_format: int
+    v_format: int
+    any_cache: bool  # as in `CacheWriteConfig`
+
+    @property
+    def threads(self) -> int:
+        """Several rows' lanes."""
+        return 128
+
+    def grid(self, tokens: int, heads: int) -> tuple[int, int]:
+        """Tokens and shares of the heads."""
+        blocks = -(-tokens // (self.threads // self.lanes))
+        shares = [heads // n for n in HEADS_IN_TURN if heads % n == 0]
+        return blocks, next((n for n in shares if blocks * n >= ENOUGH_BLOCKS), heads)
+
+
+def quantized_cache_write(
+    dtype: str, lanes: int, formats: tuple[str, str], *, tokens: int = 0
+) -> Variant:
+    """Choose the kernel that writes codes, and its variant.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the numbers.
+    lanes : int
+        That share a row, of keys and of values.
+    formats : (str, str)
+        Of scales that are found, or two empty strings.
+    tokens : int, optional
+        How many there are, in a call that kvcache/write_codes.cu serves where a warp has enough.
+    """
+    if formats not in FORMAT_PAIRS or not has_formats(dtype, lanes):
+        config = QuantizedWriteConfig(dtype, lanes, ANY_FORMAT, ANY_FORMAT, any_cache=True)
+        return Variant("kvcache/write_quantized.cu", "write_quantized", config)
+    numbers = (FORMATS[format].number for format in formats)
+    if tokens >= 32 // lanes:
+        whole = CodesWriteConfig(dtype, lanes, *numbers, any_cache=True)
+        return Variant("kvcache/write_codes.cu", "write_codes", whole)
+    config = QuantizedWriteConfig(dtype, lanes, *numbers, any_cache=True)
     return Variant("kvcache/write_quantized.cu", "write_quantized", config)
 
 
@@ -103,5 +144,7 @@ def cache_variants() -> Iterator[Variant]:
         for lanes in lanes_of(name):
             for formats in (("", ""), *(FORMAT_PAIRS if has_formats(name, lanes) else ())):
                 yield quantized_cache_write(name, lanes, formats)
+                if formats[0]:
+                    yield quantized_cache_write(name, lanes, formats, tokens=32)
     for numbers in (*GIVEN_NUMBERS, GIVEN_NUMBERS[-1] + 1):
         yield cache_update(numbers)
