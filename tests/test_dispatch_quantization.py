@@ -140,3 +140,30 @@ def test_quantize_by_neighbouring_tokens(change, in_blocks):
     lanes = dispatch.row_lanes(x.dtype.name, shape[-1], array.group_size, aligned=True)
     variant = dispatch.quantize(x.dtype.name, lanes, array, is_static=False, tokens=shape[1])
     assert variant.config.in_blocks == in_blocks
+
+
+def spec_of(tokens, keys, heads, batch=1):
+    cache = (batch, keys, heads[1], 128)
+    return attention_spec(
+        "flash_decode",
+        (batch, tokens, heads[0], 128),
+        *(cache, cache),
+        *[BFLOAT16] * 3,
+        causal=True,
+        keys="cached",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "rotates"),
+    [
+        (512, 8192, (32, 32), True),
+        (1024, 8192, (32, 32), True),
+        (2048, 8192, (32, 32), False),
+        (512, 2048, (32, 32), False),
+        (512, 8192, (32, 8), False),
+        (128, 8192, (32, 8), True),
+    ],
+)
+def test_queries_are_rotated_where_keys_are_many_more(tokens, keys, heads, rotates):
+    assert dispatch.rotates_queries(spec_of(tokens, keys, heads)) == rotates

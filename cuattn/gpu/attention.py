@@ -58,6 +58,8 @@ def forward(
             most = quantization.sequences_to_expand(
                 k, v, spec, elementwise=bias is not None or mask is not None
             )
+            if most and quantization.rotates_queries(k, spec):
+                q, k = quantization.rotated(q), quantization.unrotated(k)
             if 0 < most < spec.batch:
                 return _forward_in_turns(
                     q,

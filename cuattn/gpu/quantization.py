@@ -81,6 +81,43 @@ def sequences_to_expand(k: Any, v: Any, spec: AttentionSpec, *, elementwise: boo
     return dispatch.sequences_to_expand(spec, (k.like, v.like), arch, elementwise=elementwise)
 
 
+def rotates_queries(k: QuantizedArray, spec: AttentionSpec) -> bool:
+    """Whether queries are to be rotated instead of the keys that codes are expanded to."""
+    return k.rotation is not None and k.offset is None and dispatch.rotates_queries(spec)
+
+
+def unrotated(k: QuantizedArray) -> QuantizedArray:
+    """The same codes, of the features that were rotated."""
+    return QuantizedArray(k.data, k.scale, dtype=k.dtype, minimum=k.minimum, like=k.like)
+
+
+def rotated(q: cupy.ndarray) -> cupy.ndarray:
+    """Queries with the rotation of the keys, in scratch memory."""
+    out = scratch_array(q.shape, q.dtype)
+    x, codes = _four_axes(contiguous_last_axis(q)), _four_axes(out)
+    variant = dispatch.rotate(q.dtype.name, q.shape[-1])
+    pages, tokens, heads, head_dim = x.shape
+    params = QUANTIZE_PARAMS.pack(
+        x.data.ptr,
+        codes.data.ptr,
+        *(0,) * 5,
+        *(stride // x.itemsize for stride in x.strides[:-1]),
+        *codes.strides[:-1],
+        *(0,) * 9,
+        pages * tokens * heads,
+        tokens,
+        heads,
+        head_dim,
+        *(0,) * 8,
+        *divisor(heads),
+        *divisor(tokens),
+    )
+    kernel = compiler.kernel(variant, x.device.id)
+    blocks = -(-pages * tokens * heads // variant.config.rows)
+    kernel((blocks,), (variant.config.threads,), (as_kernel_argument(params),))
+    return out
+
+
 def expanded(
     k: QuantizedArray,
     v: QuantizedArray,
@@ -91,9 +128,7 @@ def expanded(
     """Keys and values as numbers of q's dtype, in a cache of each, and the call over these. Tokens
     beyond a sequence's length are left as they are."""
     dims = spec.head_dim, spec.head_dim_v
-    caches = [
-        scratch_array((spec.batch, spec.seqlen_k, spec.heads_kv, dim), spec.dtype) for dim in dims
-    ]
+    caches = scratch_caches(spec)
     pairs = list(zip(caches, (k, v), strict=True))
     where = {"page_table": page_table, "seq_lens": seq_lens}
     # Half of the launches' beginnings and ends, where one kernel serves both.
@@ -101,6 +136,12 @@ def expanded(
         _dequantize(part, **where)
     plain = dataclasses.replace(spec, k_format="", v_format="", keys="cached", page_size=0)
     return caches[0], caches[1], plain
+
+
+def scratch_caches(spec: AttentionSpec) -> list[cupy.ndarray]:
+    """Room for all keys, and all values, of a call as numbers of q's dtype."""
+    shape = spec.batch, spec.seqlen_k, spec.heads_kv
+    return [scratch_array((*shape, dim), spec.dtype) for dim in (spec.head_dim, spec.head_dim_v)]
 
 
 def scale_addresses(k: Operand, v: Operand) -> dict[str, int]:

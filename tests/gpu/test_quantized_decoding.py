@@ -359,3 +359,15 @@ def test_a_batch_does_not_matter(rng, tiers):
     turned = decode(q[order], k, v, [lens[i] for i in order], True, num_splits="fixed")
     np.testing.assert_array_equal(turned[0].get(), out[order])
     np.testing.assert_array_equal(turned[1].get(), lse[order])
+
+
+@pytest.mark.parametrize("k_format", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_prompts_rotate_queries_instead_of_keys(rng, monkeypatch, dim, k_format):
+    monkeypatch.setattr(dispatch, "rotates_queries", lambda spec: True)
+    lens = [300, 0, 77]
+    k = Cache(rng, lens, 2, dim, k_format, rotate=True)
+    v = Cache(rng, lens, 2, dim, "int8")
+    q = rng.standard_normal((3, 70, 4, dim)).astype(BFLOAT16)
+    result = decode(q, k, v, lens, True)
+    check(result, q, k.values, v.values, lens, [rotated_queries(q, k)], causal=True)

@@ -59,6 +59,8 @@ from cuattn.gpu.dispatch.quantization import (
     extent,
     quantization_variants,
     quantize,
+    rotate,
+    rotates_queries,
     row_lanes,
     sequences_to_expand,
 )
@@ -132,6 +134,8 @@ __all__ = [
     "quantized_cache_write",
     "rope",
     "rope_heads",
+    "rotate",
+    "rotates_queries",
     "row_lanes",
     "sample_filtered",
     "sample_unfiltered",

@@ -4,6 +4,7 @@ which calls of attention want numbers made of their codes first."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -99,6 +100,29 @@ class ExtentConfig(Config):
     def threads(self) -> int:
         """A warp a row."""
         return 256
+
+
+@dataclasses.dataclass(frozen=True)
+class RotateConfig(Config):
+    """quantization/rotate.cu."""
+
+    dtype: str
+    columns: int  # of a lane: a 32nd of head_dim
+
+    @property
+    def threads(self) -> int:
+        """A warp a row."""
+        return 256
+
+    @property
+    def rows(self) -> int:
+        """Of a thread block."""
+        return self.threads // 32
+
+
+def rotate(dtype: str, head_dim: int) -> Variant:
+    """Choose a variant of quantization/rotate.cu."""
+    return Variant("quantization/rotate.cu", "rotate_rows", RotateConfig(dtype, head_dim // 32))
 
 
 def extent(dtype: str, head_dim: int) -> tuple[Variant, Variant]:
@@ -223,8 +247,18 @@ def sequences_to_expand(
     return most if most == spec.batch or spec.rows == "batched" else 0
 
 
+def rotates_queries(spec: AttentionSpec) -> bool:
+    """Whether a launch that rotates queries is faster than to rotate the keys of all codes as they
+    are expanded."""
+    queries = spec.seqlen_q * (1 if spec.rows == "ragged" else spec.batch) * spec.heads_q
+    keys = spec.seqlen_k * spec.batch * spec.heads_kv
+    return spec.head_dim in ROW_LANES and keys >= 8 * queries
+
+
 def quantization_variants() -> Iterator[Variant]:
     """Every variant of the kernels in quantization/."""
+    for name, head_dim in itertools.product(("float16", "bfloat16"), ROW_LANES):
+        yield rotate(name, head_dim)
     for name in FLOAT_DTYPES.values():
         for lanes in lanes_of(name):
             formats = [ANY_FORMAT]
