@@ -52,6 +52,7 @@ UNIT_KEYS = 1024  # of num_splits="fixed"
 MOST_ROWS_AGAIN = 64
 TILES_AND_BYTES_AGAIN = {64: (5, 64 << 20), 128: (2, 40 << 20), 256: (2, 32 << 20)}
 LEAST_SPLITS = 2  # of the keys of plain arrays
+NEARLY = 1.03  # as fast as clusters: of packed tiles, whose estimate is the better one there
 CLEARLY = 1.6  # how much faster decoding has to be for plain arrays
 CLEARLY_FORWARD = 1.15  # and the forward kernel for caches
 MIXED_ROWS = (8, 16, 32, 64)  # of a sequence that is for decoding, beside others that are not
@@ -183,8 +184,8 @@ def _packs_few_rows(call: Call) -> bool:
     packing = best_packing(call) if can_split(call) else None
     if packing is None or lone_blocks(spec, call.multiprocessors) is not None:
         return False
-    others = [us(spec, call.multiprocessors) for us in (clusters_us, splits_us)]
-    return _us_of(call, packing) < min(others)
+    clusters, splits = (us(spec, call.multiprocessors) for us in (clusters_us, splits_us))
+    return _us_of(call, packing) < min(NEARLY * clusters, splits)
 
 
 def _us_of(call: Call, packing: Packing) -> float:
