@@ -81,9 +81,10 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
       const int panel = panel_in_order(kOdd, i);
-      ptx::mbarrier_wait(smem.full_k[kOdd][panel], parity);
-      if (kCopies || (kCopiesRotated && panel == kRopePanel))
-        ptx::fence_proxy_async();  // copies by cp.async need it
+      if (says_full(kOdd, i)) {
+        ptx::mbarrier_wait(smem.full_k[kOdd][panel], parity);
+        if (Config::gather) ptx::fence_proxy_async();  // what is not written by TMA needs it
+      }
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const int bytes = panel * kPanelBytes + step * 32;
@@ -187,7 +188,7 @@ struct Consumer {
       first += pair_distance();
       parity ^= 1;
       float s[kBlockKeys / 2];  // nothing of one round is kept for the next
-      if (Config::values_first) {
+      if (kValuesFirst) {
         add_other_block(first - odd_distance());
         finish_values(smem.empty_first[1]);
         multiply_keys<false>(s);
@@ -200,7 +201,7 @@ struct Consumer {
       ptx::wgmma_keep(s);
       const bool raises = soften(s, p, first, correction);
       if (kApart && pairs == 1) leave_queries();
-      if (!Config::values_first) finish_values(smem.empty_first[1]);
+      if (!kValuesFirst) finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
     if (!kApart || !ends_even) {
@@ -265,14 +266,12 @@ struct Consumer {
 
   // The same of keys that a list of tokens has not.
   __device__ __forceinline__ void hide_missing(float (&s)[kBlockKeys / 2]) const {
-    const unsigned (&exist)[4] = smem.exist[odd];
-    if ((exist[0] & exist[1] & exist[2] & exist[3]) == 0xffff) return;
+    unsigned long long exist = *reinterpret_cast<const unsigned long long*>(smem.exist[odd]);
+    if (exist == ~0ull) return;
+    exist >>= tile::lane_column(lane);
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
-      const int column = tile::fragment_column(i);
-      const unsigned bit = exist[column / 16] >> (column % 16 + tile::lane_column(lane)) & 1;
-      s[i] = bit ? s[i] : tile::negative_infinity();
-    }
+    for (int i = 0; i < kBlockKeys / 2; ++i)
+      s[i] = exist >> tile::fragment_column(i) & 1 ? s[i] : tile::negative_infinity();
   }
 
   // Zeros for the values of keys outside of the split, which may be NaN: 0 · NaN is NaN. TMA gives

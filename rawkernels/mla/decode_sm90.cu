@@ -22,12 +22,13 @@ namespace mla {
 
 // Takes splits from the producer, and puts their results, or partial ones.
 struct SplitConsumer : Consumer<false> {
-  tile::PipelineState<kQueue> queue;
+  tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
     while (true) {
-      ptx::mbarrier_wait(smem.full_work[queue.index], queue.parity);
-      work = &smem.queue[queue.index];
+      const tile::PipelineState<kQueue> place = queue.state();
+      ptx::mbarrier_wait(smem.full_work[place.index], place.parity);
+      work = &smem.queue[place.index];
       const int pairs = work->pairs;
       if (pairs < 0) return;
       if (pairs > 0) load_queries(smem, params, mla, work->split);
@@ -40,7 +41,7 @@ struct SplitConsumer : Consumer<false> {
           even_rounds(pairs);
       }
       finish();
-      tile::arrive_warp(smem.empty_work[queue.index]);
+      tile::arrive_warp(smem.empty_work[queue.state().index]);
       queue.advance();
     }
   }

@@ -1,11 +1,13 @@
-// The producing warps of mla/decode_sm90.cu where latents are codes: four warps for each buffer. A
-// warp has 16 keys of a block, whose codes it reads into registers, expands to 16-bit numbers with
-// their scale, and stores as TMA would have. What is rotated is copied by cp.async.
+// The producing warps of mla/decode_sm90.cu where latents are codes: eight, for both buffers in
+// turn. A warp has 8 keys of each block, whose codes it expands to 16-bit numbers with their scale,
+// and stores as TMA would have. What is rotated is copied by cp.async.
 //
-// A warp reads rows of codes, 16 a lane. Some rows are on their way while others are expanded, and
-// L2 has been told of their lines a block before. There are no branches between them: the compiler
-// is to overlap what they wait for. While a buffer is in use, its warps find out what comes next: a
-// buffer is free for a short time only.
+// A warp reads rows of codes, 16 a lane. The first rows of its next block are on their way to
+// registers while the buffer is in use. The others are copied into the buffer itself by cp.async as
+// soon as it is free: a lane's codes to where the same lane expands later rows to, so that lanes
+// need not wait for each other. A warp finds the keys of four blocks at a time, a key for each
+// lane, and tells L2 of their lines, lane by lane: a bulk prefetch takes its address from a uniform
+// register, for which the lanes of a warp would take turns.
 #pragma once
 
 #include "mla/codes.cuh"
@@ -17,161 +19,255 @@
 
 namespace mla {
 
+// The keys of a split: tokens of a sequence, or of a query's list of them. Registers are short, so
+// pointers are kept in place of what they are computed from.
+struct KeysOfSplit {
+  const int* list;   // of the query's tokens; null: key j is token j
+  const int* pages;  // of the sequence that has the tokens
+  int begin, end;    // of the tokens that are keys
+  int last;          // the split's last key, and one more
+
+  __device__ __forceinline__ KeysOfSplit(const DecodeParams& params, const MlaParams& mla,
+                                         const decoding::Split& split) {
+    const Tokens tokens = tokens_of(params, mla, split.seq.index);
+    list = tokens.indices;
+    pages = page_table(params).entry(tokens.sequence, 0);
+    // Keys that are places in a list begin where a split does.
+    begin = list == nullptr ? split.begin : tokens.begin;
+    end = list == nullptr ? split.end : tokens.end;
+    last = split.end;
+  }
+  // The token that a key is, which may be none of the split's.
+  __device__ __forceinline__ int token(const MlaParams& mla, int key) const {
+    return mla.indices == nullptr ? key : key < last ? list[key] : -1;
+  }
+  __device__ __forceinline__ bool has(int token) const { return token >= begin && token < end; }
+  // The entry of the page table for a token.
+  __device__ __forceinline__ int entry(const DecodeParams& params, int token) const {
+    return pages[token >> params.page_shift];
+  }
+};
+
 // What a warp does not need while it loads keys, and its first lane counts on: codes take the
 // registers.
 struct BetweenSplits {
   Schedule schedule;
   tile::PipelineState<kQueue> queue;
-  unsigned parity = 1;  // of the use before, of the warp's buffer
+  unsigned blocks = 0;  // so far
 };
 struct ExpanderSmem : Smem {
   BetweenSplits warps[kProducers];
   decoding::Split splits[kProducers];
-  SplitKeys keys[kProducers];
-  // Of the block that each warp expands, of 128 columns each.
-  alignas(32) float scales[kProducers][kLatent / kScaleColumns][kWarpKeys];
+  KeysOfSplit keys[kProducers];
+  // Of the keys that each warp has found, of 128 columns each: as many more to a row that lanes
+  // with different columns read other banks.
+  alignas(16) float scales[kProducers][kLatent / kScaleColumns][32 + 4];
 };
 
 template <int kFormat>
 struct Expander {
-  static constexpr int kRows = 4;  // on their way
+  static constexpr int kBatch = 4;          // rows that are expanded at a time
+  static constexpr int kHeldRows = kBatch;  // a block's first, requested in advance
+  static constexpr int kCopiedRows = kWarpKeys - kHeldRows;
+  static constexpr int kFound = 32 / kWarpKeys;  // blocks, at a time
   static constexpr int kPieces = kLatent / kScaleColumns;
   static_assert(kLatent == 32 * 16, "a lane has 16 codes of a row");
-  static_assert(kPieces == 4 && kWarpKeys == 16, "lanes have two scales of a key each");
+  static_assert(!kExpands || kWarpKeys == 8, "which of a warp's keys exist is a byte");
 
   ExpanderSmem& smem;
   const DecodeParams& params;
   const MlaParams& mla;
-  int thread;  // read anew for each block: nothing that is worked out from it is kept
-  KeyLookup<2 * kBlockKeys> keys = {params, mla, 0, smem.keys[warp()]};
-
-  uint4 codes[kRows];               // of the rows that are expanded next
-  StoredScale scales[kPieces / 2];  // of key lane % 16, columns 128 (lane / 16 + 2 i) on
-  // Where this lane's key of the present block has its codes, in 16 bytes, or kNowhere; and where
-  // what is rotated is.
+  unsigned thread;      // read anew for each block: nothing that is worked out from it is kept
+  uint4 codes[kBatch];  // of the rows that are expanded next
+  // Where a key has its codes, in 16 bytes, or kNowhere; and where what is rotated is.
   static constexpr unsigned kNowhere = ~0u;
-  unsigned chunk, rope_chunk;
+  struct Row {
+    unsigned chunk, rope_chunk;
+  };
+  Row here;             // of this lane's key of the present blocks
+  unsigned first_lane;  // which has the present block's first key
+  // This lane's key of the blocks that follow, and what has been found out about it, in the same
+  // registers: its token and the entry of the page table, or kNowhere and nothing; then its row.
+  int key;
+  Row later;
+  StoredScale scales[kPieces];
 
-  // Of all producing warps: the first four have the first buffer's keys.
-  __device__ __forceinline__ int warp() const { return thread / 32 % kProducers; }
-  __device__ __forceinline__ int buffer() const { return warp() / kBufferWarps; }
-  __device__ __forceinline__ int first_key() const { return warp() % kBufferWarps * kWarpKeys; }
-  __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ unsigned chunk_of(const Place& place) const {
-    const long long at = place.page * params.k_stride.page + place.slot * params.k_stride.seq;
-    return place.has ? static_cast<unsigned>(at >> 4) : kNowhere;
-  }
-  __device__ __forceinline__ unsigned rope_chunk_of(const Place& place) const {
-    return static_cast<unsigned>(
-        place.page * mla.rope_stride.page + place.slot * mla.rope_stride.seq >> 3);
+  // Of all producing warps.
+  __device__ __forceinline__ unsigned warp() const { return thread / 32 % kProducers; }
+  __device__ __forceinline__ unsigned first_key() const { return warp() * kWarpKeys; }
+  __device__ __forceinline__ unsigned lane() const { return thread % 32; }
+  __device__ __forceinline__ bool has_columns() const {
+    return static_cast<int>(lane() * 16) < params.head_dim_v;
   }
 
   // Which row is this lane's `row`-th: two neighbouring rows are swapped in every second panel, so
   // that no two lanes that store at the same time meet in a bank.
-  __device__ __forceinline__ int own_row(int row) const { return row ^ lane() / 4 % 2; }
+  __device__ __forceinline__ unsigned own_row(unsigned row) const { return row ^ lane() / 4 % 2; }
 
-  // Asks for this lane's codes of a row; zeros for what does not exist.
-  __device__ __forceinline__ void load(int i, unsigned chunk_of_lane, int row) {
-    const unsigned its_chunk = __shfl_sync(~0u, chunk_of_lane, own_row(row));
-    codes[i] = ptx::load_16_if(static_cast<const uint4*>(params.k) + (its_chunk + lane()),
-                               its_chunk != kNowhere && lane() * 16 < params.head_dim_v);
+  // Where a chunk of the warp's rows lies in a panel, as Panel::at has it.
+  __device__ __forceinline__ unsigned at(unsigned row, unsigned chunk) const {
+    return (first_key() + row) * Panel::kRowBytes + (chunk ^ row) * 16;
   }
-  __device__ __forceinline__ void load_scales(const Place& place) {
+  // Where this lane's `row`-th row begins in the buffer, less that of its first, where
+  // the bits of a row and of a chunk are apart. To be combined by xor.
+  __device__ __forceinline__ static constexpr unsigned row_bits(int row) {
+    return row * Panel::kRowBytes | row % 8 * 16;
+  }
+  // The same of a row's codes: of two rows in the place of one, the last ones. A row is expanded to
+  // where codes are of rows before it, or its own.
+  __device__ __forceinline__ static constexpr unsigned code_bits(int row) {
+    const int copied = row - kHeldRows;
+    return row_bits(kWarpKeys - kCopiedRows / 2 + copied / 2) ^ copied % 2 * 16;
+  }
+
+  // Requests this lane's codes of the first rows; something else where they do not exist.
+  __device__ __forceinline__ void request() {
 #pragma unroll
-    for (int i = 0; i < kPieces / 2; ++i)
-      scales[i].load(params, place.page, place.slot, lane() / kWarpKeys + 2 * i, place.has);
+    for (int i = 0; i < kHeldRows; ++i) {
+      const unsigned its_chunk = __shfl_sync(~0u, here.chunk, first_lane + own_row(i));
+      const unsigned at = its_chunk == kNowhere ? 0 : its_chunk;
+      codes[i] =
+          ptx::load_16(static_cast<const uint4*>(params.k) + (at + (has_columns() ? lane() : 0)));
+    }
   }
 
   // Keys of a split come next.
   __device__ __forceinline__ void start(const decoding::Split& split) {
-    keys.offset = buffer() * kBlockKeys + first_key() + lane() % kWarpKeys;
-    keys.start(split);
-    const Place first = keys.next();
-    chunk = chunk_of(first);
-    rope_chunk = rope_chunk_of(first);
-    load_scales(first);
+    if (lane() == 0) keys() = KeysOfSplit(params, mla, split);
+    __syncwarp();
+    key = split.origin + lane() / kWarpKeys * kBlockKeys + first_key() + lane() % kWarpKeys;
+    ask_token();
+    ask_page();
+    ask_row();
+    take_found();
+    request();
+  }
+  __device__ __forceinline__ KeysOfSplit& keys() const { return smem.keys[warp()]; }
+  // Finds the blocks that follow, a step while each block is loaded: no step waits for a load.
+  __device__ __forceinline__ void ask_token() {
+    later.chunk = keys().token(mla, key);
+    key += kFound * kBlockKeys;
+  }
+  __device__ __forceinline__ void ask_page() {
+    if (keys().has(later.chunk))
+      later.rope_chunk = keys().entry(params, later.chunk);
+    else
+      later.chunk = kNowhere;
+  }
+  __device__ __forceinline__ void ask_row() {
+    const bool exists = later.chunk != kNowhere;
+    const kvcache::PageTable table = page_table(params);
+    const Place place = {exists ? table.existing(later.rope_chunk) : 0, table.slot(later.chunk),
+                         exists};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) load(i, chunk, i);
+    for (int i = 0; i < kPieces; ++i) scales[i].load(params, place.page, place.slot, i, exists);
+    if (!exists) return;
+    later = {place.in_chunks(params.k_stride, 4), place.in_chunks(mla.rope_stride, 3)};
+    const uint4* const codes = static_cast<const uint4*>(params.k) + later.chunk;
+#pragma unroll
+    for (int column = 0; column < kLatent; column += 128)
+      if (column < params.head_dim_v) ptx::prefetch_l2(codes + column / 16);
+    if (params.head_dim > params.head_dim_v)
+      ptx::prefetch_l2(static_cast<const uint4*>(mla.rope) + later.rope_chunk);
+  }
+  // Goes on to the blocks that have been found.
+  __device__ __forceinline__ void take_found() {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      smem.scales[warp()][i][lane()] = scales[i].value(params) * tile::Codes<kFormat>::kUnit;
+    here = later;
+    first_lane = 0;
+  }
+  // Goes on to the next block.
+  __device__ __forceinline__ void advance() {
+    first_lane += kWarpKeys;
+    if (first_lane == kWarpKeys)
+      ask_token();
+    else if (first_lane == 2 * kWarpKeys)
+      ask_page();
+    else if (first_lane == 3 * kWarpKeys)
+      ask_row();
+    else
+      take_found();
+    request();
   }
 
-  __device__ __forceinline__ void copy_rope() const {
-    const unsigned column_chunk = lane() % 8u, first_row = lane() / 8u;
+  __device__ __forceinline__ void copy_rope(int buffer) const {
+    const unsigned column_chunk = lane() % 8, first_row = lane() / 8;
     const bool rotated = static_cast<int>(column_chunk * 8) < params.head_dim - params.head_dim_v;
-    const unsigned to = ptx::shared_address(smem.k[buffer()][kRopePanel]) +
-                        Panel::at(first_key() + first_row, column_chunk);
-#pragma unroll 1  // or it spills
+    const unsigned to =
+        ptx::shared_address(smem.k[buffer][kRopePanel]) + at(first_row, column_chunk);
+#pragma unroll
     for (int group = 0; group < kWarpKeys / 4; ++group) {
-      const int row = group * 4 + first_row;
-      const bool exists = __shfl_sync(~0u, chunk, row) != kNowhere;
-      const unsigned its_chunk = __shfl_sync(~0u, rope_chunk, row) + column_chunk;
+      const unsigned row = first_lane + group * 4 + first_row;
+      const bool exists = __shfl_sync(~0u, here.chunk, row) != kNowhere;
+      const unsigned its_chunk = __shfl_sync(~0u, here.rope_chunk, row) + column_chunk;
       // Rows r and r + 4 differ in where their chunks lie, rows r and r + 8 do not.
       ptx::cp_async_16((to ^ group % 2 * 64) + group * 4 * Panel::kRowBytes,
                        static_cast<const T*>(mla.rope) + its_chunk * 8ull, exists && rotated);
     }
-    // The copies arrive themselves.
-    ptx::Mbarrier& full = smem.full_k[buffer()][kRopePanel];
-    ptx::mbarrier_arrive_after_copies(full);
-    tile::arrive_warp(full);
   }
 
-  // Tells L2 of a row that is read later: the first lanes of its codes, the others of what is
-  // rotated.
-  __device__ __forceinline__ void prefetch(const Place& place) const {
-    if (!place.has) return;
-    if (lane() < kWarpKeys)
-      ptx::prefetch_bulk_l2(static_cast<const unsigned char*>(params.k) +
-                                place.page * params.k_stride.page +
-                                place.slot * params.k_stride.seq,
-                            params.head_dim_v);
-    else if (params.head_dim > params.head_dim_v)
-      ptx::prefetch_bulk_l2(static_cast<const T*>(mla.rope) + place.page * mla.rope_stride.page +
-                                place.slot * mla.rope_stride.seq,
-                            (params.head_dim - params.head_dim_v) * sizeof(T));
-  }
-
-  // Loads the present block to the warp's buffer, whose use before has `parity`.
-  __device__ __forceinline__ void load_block(unsigned parity) {
+  // Loads the present block, after so many in both buffers.
+  __device__ __forceinline__ void load_block(unsigned blocks) {
     thread = ptx::thread_index();
-    float (&own_scales)[kPieces][kWarpKeys] = smem.scales[warp()];
+    const unsigned buffer = blocks % 2, parity_before = ~blocks / 2 % 2;
+    ptx::mbarrier_wait(smem.empty_first[buffer], parity_before);
+    ptx::mbarrier_wait(smem.empty_second[buffer], parity_before);
+    unsigned char* const base = smem.k[buffer][0];
+    const unsigned to = lane() / 4 * kPanelBytes + at(own_row(0), lane() % 4 * 2);
+    const unsigned shared = ptx::shared_address(base);
 #pragma unroll
-    for (int i = 0; i < kPieces / 2; ++i)
-      own_scales[lane() / kWarpKeys + 2 * i][lane() % kWarpKeys] =
-          scales[i].value(params) * tile::Codes<kFormat>::kUnit;
-    const Place later = keys.next();
-    prefetch(later);
-    load_scales(later);
-    const unsigned next_chunk = chunk_of(later), next_rope_chunk = rope_chunk_of(later);
-    ptx::mbarrier_wait(smem.empty_first[buffer()], parity);
-    ptx::mbarrier_wait(smem.empty_second[buffer()], parity);
-    copy_rope();
-    rope_chunk = next_rope_chunk;
-    const unsigned exist = __ballot_sync(~0u, chunk != kNowhere) & 0xffff;
-    if (lane() == 0) smem.exist[buffer()][warp() % kBufferWarps] = exist;
-    __syncwarp();
-    const float* const factors = own_scales[lane() * 16 / kScaleColumns];
-    unsigned to = lane() / 4 * kPanelBytes + Panel::at(first_key() + own_row(0), lane() % 4 * 2);
-#pragma unroll 1
-    for (int first = 0; first < kWarpKeys; first += kRows) {
-      const unsigned next = first + kRows == kWarpKeys ? next_chunk : chunk;
-      to = ptx::opaque(to);  // where each row is stored is no register of its own
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const float factor = factors[own_row(first + i)];
-        const uint2 front = {codes[i].x, codes[i].y}, back = {codes[i].z, codes[i].w};
-        // As Panel::at, where the bits of a row and of a chunk are apart.
-        const unsigned its_to = to ^ (i * Panel::kRowBytes | i % 8 * 16);
-        *reinterpret_cast<uint4*>(smem.k[buffer()][0] + its_to) =
-            expanded<T, kFormat>(front, factor);
-        *reinterpret_cast<uint4*>(smem.k[buffer()][0] + (its_to ^ 16)) =
-            expanded<T, kFormat>(back, factor);
-        load(i, next, (first + kRows + i) % kWarpKeys);
-      }
-      to = (to + kRows * Panel::kRowBytes) ^ kRows % 8 * 16;
+    for (int row = kHeldRows; row < kWarpKeys; ++row) {
+      const unsigned its_chunk = __shfl_sync(~0u, here.chunk, first_lane + own_row(row));
+      ptx::cp_async_16(shared + (to ^ code_bits(row)),
+                       static_cast<const uint4*>(params.k) + (its_chunk + lane()),
+                       its_chunk != kNowhere && has_columns());
     }
-    chunk = next_chunk;
-    ptx::fence_proxy_async();
+    copy_rope(buffer);
+    ptx::Mbarrier& full = smem.full_k[buffer][panel_in_order(buffer, 0)];
+    ptx::mbarrier_arrive_after_copies(full);
+    constexpr unsigned kAll = (1u << kWarpKeys) - 1;
+    const unsigned exist = __ballot_sync(~0u, here.chunk != kNowhere) >> first_lane & kAll;
+    if (lane() == 0) smem.exist[buffer][warp()] = exist;
+    if (exist != kAll || params.head_dim_v < kLatent) {
+#pragma unroll
+      for (int i = 0; i < kHeldRows; ++i)
+        if (!(exist >> own_row(i) & 1) || !has_columns()) codes[i] = {};
+    }
     __syncwarp();
-    if (lane() < kLatentPanels) ptx::mbarrier_arrive(smem.full_k[buffer()][lane()]);
+    const float* const factors = smem.scales[warp()][lane() * 16 / kScaleColumns] + first_lane;
+#pragma unroll 1
+    for (int first = 0;; first += kBatch) {
+      // Where each row is stored is no register of its own.
+      const unsigned batch_to = ptx::opaque(to ^ row_bits(first));
+      const float4 in_order = *reinterpret_cast<const float4*>(factors + first);
+      const bool swapped = own_row(0) != 0;
+      const float batch_factors[kBatch] = {
+          swapped ? in_order.y : in_order.x, swapped ? in_order.x : in_order.y,
+          swapped ? in_order.w : in_order.z, swapped ? in_order.z : in_order.w};
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float factor = batch_factors[i];
+        const uint2 front = {codes[i].x, codes[i].y}, back = {codes[i].z, codes[i].w};
+        const unsigned its_to = batch_to ^ row_bits(i);
+        *reinterpret_cast<uint4*>(base + its_to) = expanded<T, kFormat>(front, factor);
+        *reinterpret_cast<uint4*>(base + (its_to ^ 16)) = expanded<T, kFormat>(back, factor);
+      }
+      if (first + kBatch == kWarpKeys) break;
+      take_copied(base, to, first + kBatch);
+    }
+    tile::arrive_warp(full);
+    advance();
+  }
+
+ private:
+  // Takes a batch of rows' codes that have been copied to the buffer.
+  __device__ __forceinline__ void take_copied(const unsigned char* base, unsigned to, int first) {
+    ptx::cp_async_wait_all();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      codes[i] = *reinterpret_cast<const uint4*>(base + (to ^ code_bits(first + i)));
   }
 };
 
@@ -180,7 +276,7 @@ __device__ __forceinline__ void expand(Smem& common, const DecodeParams& params,
                                        const MlaParams& mla) {
   static_assert(sizeof(ExpanderSmem) <= Config::smem_bytes, "Config has to ask for all of it");
   ExpanderSmem& smem = static_cast<ExpanderSmem&>(common);
-  Expander<kFormat> expander = {smem, params, mla, ptx::thread_index()};
+  Expander<kFormat> expander = {smem, params, mla, static_cast<unsigned>(ptx::thread_index())};
   BetweenSplits first;
   first.schedule.start(params);  // where there is no split, next() says so
   if (expander.lane() == 0) smem.warps[expander.warp()] = first;
@@ -195,12 +291,15 @@ __device__ __forceinline__ void expand(Smem& common, const DecodeParams& params,
     const int pairs = put_work(smem, params, state.schedule, split, exists, state.queue);
     __syncwarp();
     if (pairs < 0) return;
-    if (pairs > 0) expander.start(split);
-    unsigned parity = state.parity;
+    if (pairs == 0) continue;
+    expander.start(split);
+    unsigned blocks = state.blocks;
+    const unsigned end = blocks + 2 * pairs;
 #pragma unroll 1
-    for (int left = pairs; left > 0; --left, parity ^= 1) expander.load_block(parity);
+    do expander.load_block(blocks);
+    while (++blocks != end);
     __syncwarp();
-    if (expander.lane() == 0) smem.warps[expander.warp()].parity = parity;
+    if (expander.lane() == 0) state.blocks = end;
     __syncwarp();
   }
 }

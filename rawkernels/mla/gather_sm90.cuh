@@ -18,7 +18,7 @@ struct GatherSmem : Smem {
 
 struct Gatherer {
   static constexpr int kRowGroups = 4;  // of four rows, which a warp copies at a time
-  static constexpr int kWarpKeys = kBlockKeys / 4;
+  static_assert(kExpands || kWarpKeys == kRowGroups * 4, "a warp copies all of its keys");
 
   GatherSmem& smem;
   const DecodeParams& params;
@@ -96,12 +96,9 @@ struct Gatherer {
       }
     }
     // Lane 0 arrives itself, too: what it has written is seen with what has been copied.
-#pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) {
-      ptx::Mbarrier& full = smem.full_k[kBuffer][panel_in_order(kBuffer, i)];
-      ptx::mbarrier_arrive_after_copies(full);
-      tile::arrive_warp(full);
-    }
+    ptx::Mbarrier& full = smem.full_k[kBuffer][panel_in_order(kBuffer, kBegin)];
+    ptx::mbarrier_arrive_after_copies(full);
+    tile::arrive_warp(full);
   }
   // Copies the present block to a buffer, a half as soon as it is free, and goes on to the next.
   template <int kBuffer>
@@ -110,7 +107,7 @@ struct Gatherer {
     ptx::mbarrier_wait(smem.empty_first[kBuffer], parity);
     copy<kBuffer, 0>();
     ptx::mbarrier_wait(smem.empty_second[kBuffer], parity);
-    if (lane == 0) smem.exist[kBuffer][warp] = exist;
+    if (lane == 0) *reinterpret_cast<unsigned short*>(smem.exist[kBuffer] + warp * 2) = exist;
     copy<kBuffer, 1>();
     advance();
   }

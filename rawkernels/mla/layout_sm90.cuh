@@ -25,16 +25,18 @@ constexpr int kProducers = Config::threads / 32 - kConsumers / 32;  // warps
 // A consumer's columns of O are one product, or two where a launch's threads have too few registers
 // each for an instruction that has all of them.
 constexpr int kProducts = Config::threads > 384 ? 2 : 1;
-constexpr int kBufferWarps = 4;  // of them, which share a block where its keys lie apart
-constexpr int kWarpKeys = kBlockKeys / kBufferWarps;
+// Of a block whose keys lie apart, which all of them share.
+constexpr int kWarpKeys = kBlockKeys / kProducers;
 constexpr int kQueue = 2;
 
-// Who says that a panel is there: the lane that asked TMA for it, beside its bytes; or four warps,
-// which where they copy by cp.async are 32 lanes' copies and one arrival each.
-constexpr bool kCopies = Config::gather && !Config::latent_format;
-constexpr bool kCopiesRotated = Config::gather;  // what is rotated is copied so beside codes, too
-constexpr int kFullArrivals = kCopies ? kBufferWarps * 33 : Config::gather ? kBufferWarps : 1;
-constexpr int kRotatedArrivals = kCopiesRotated ? kBufferWarps * 33 : 1;
+constexpr bool kExpands = Config::latent_format != 0;
+// Who says that keys are there: of each panel the lane that asked TMA for it, beside its bytes; or
+// the producing warps, each lane's copies by cp.async and one arrival each, of half of a buffer, or
+// of all of it where codes are expanded.
+constexpr int kFullArrivals = Config::gather ? kProducers * 33 : 1;
+// The even consumer adds the odd block's values before it asks for its next scores, whose keys may
+// come late.
+constexpr bool kValuesFirst = kExpands;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = decoding::Schedule<kRows, kBlockKeys>;
@@ -55,7 +57,8 @@ struct Smem {
   float row_max[2][kRows];     // as raised by each consumer
   float row_sum[2][kRows];     // of each consumer's blocks
   tile::Range visible[kRows];  // the split's keys that each row sees
-  unsigned exist[2][4];        // which keys of a buffer exist, where they are gathered: 16 each
+  // Which keys of a buffer exist, where they are gathered: a bit each.
+  alignas(8) unsigned char exist[2][kBlockKeys / 8];
   Work queue[kQueue];
   ptx::Mbarrier full_k[2][kPanels];
   // The halves of a buffer are free: the left values, which the even consumer reads last, and the
@@ -71,6 +74,10 @@ __device__ __forceinline__ constexpr int panel_in_order(int buffer, int i) {
   return buffer == 0 || i < 4 ? i : i == 4 ? kRopePanel : i - 1;
 }
 __device__ __forceinline__ constexpr int first_panels(int buffer) { return buffer == 0 ? 4 : 5; }
+// Whether panel i in this order has a barrier of its own, which is that of those that follow too.
+__device__ __forceinline__ constexpr bool says_full(int buffer, int i) {
+  return !Config::gather || i == 0 || (!kExpands && i == first_panels(buffer));
+}
 
 // Named barriers. Of a pair of a consumer that arrives and one that waits: 256 threads.
 enum Barrier {

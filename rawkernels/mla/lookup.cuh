@@ -11,6 +11,12 @@ namespace mla {
 struct Place {
   int page, slot;
   bool has;  // it exists; else it has a page's address, but nothing is to be read there
+
+  // Where its row begins, in chunks of 1 << shift elements.
+  __device__ __forceinline__ unsigned in_chunks(const PageStrides& stride, int shift) const {
+    return page * static_cast<unsigned>(stride.page >> shift) +
+           slot * static_cast<unsigned>(stride.seq >> shift);
+  }
 };
 
 // The keys of a split: tokens of a sequence, or of a query's list of them.

@@ -18,10 +18,7 @@ __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
     ptx::prefetch_tensormap(maps.rope);
   }
   for (int buffer = 0; buffer < 2; ++buffer) {
-    for (int panel = 0; panel < kRopePanel; ++panel)
-      ptx::mbarrier_init(smem.full_k[buffer][panel], kFullArrivals);
-    ptx::Mbarrier& full_rotated = smem.full_k[buffer][kRopePanel];
-    ptx::mbarrier_init(full_rotated, kRotatedArrivals);
+    for (ptx::Mbarrier& full_k : smem.full_k[buffer]) ptx::mbarrier_init(full_k, kFullArrivals);
     ptx::mbarrier_init(smem.empty_first[buffer], 4);
     ptx::mbarrier_init(smem.empty_second[buffer], 4);
   }

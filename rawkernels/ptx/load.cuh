@@ -3,6 +3,14 @@
 
 namespace ptx {
 
+__device__ __forceinline__ uint4 load_16(const void* global) {
+  uint4 x;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(global));
+  return x;
+}
+
 // Zeros where not `exists`, without a branch.
 __device__ __forceinline__ uint4 load_16_if(const void* global, bool exists) {
   uint4 x;

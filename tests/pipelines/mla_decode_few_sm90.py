@@ -22,7 +22,6 @@ from tests.pipelines.mla_decode_sm90 import (
     PARTS,
     SIDE,
     WARPS,
-    arrivals_of,
     second,
 )
 
@@ -190,7 +189,7 @@ def pipeline(p: Protocol) -> Pipeline:
             for half in ("first", "second"):
                 own[f"empty_{half}.{n}"] = f"k.{n}", arrivals[f"empty_{half}"]
             for part in PARTS:
-                own[f"full_{part}.{n}"] = f"k.{n}", arrivals_of(arrivals, part)
+                own[f"full_{part}.{n}"] = f"k.{n}", arrivals["full_k"]
             for warp in range(WARPS):
                 pieces |= {f"{part}.{n}.{warp}": f"k.{n}" for part in PARTS[:2]}
                 pieces |= {f"rotated.{n}.{warp}": f"rotated.{n}", f"max.{n}.{warp}": "rounds"}

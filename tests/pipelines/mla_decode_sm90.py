@@ -43,7 +43,8 @@ class Protocol:
     queue: int
     arrivals: tuple[tuple[str, int], ...]
     threads: tuple[int, ...]  # of each named barrier
-    warps_of_buffers: bool  # producing warps that share a block have one buffer, not both
+    producers: int  # that share each block's keys; 0: four, each asks TMA for half of a buffer
+    full: tuple[str, ...]  # parts with a barrier, which is that of those that follow too
     values_first: bool  # the even consumer adds the odd values before it asks for its next scores
 
 
@@ -56,16 +57,12 @@ def protocols() -> set[Protocol]:
             constants["kQueue"],
             tuple(sorted(source.arrivals(text, constants).items())),
             tuple(sorted({constants.value(threads) for threads in named})),
-            constants["kProducers"] > constants["kBufferWarps"],
-            constants.config.values_first,
+            constants["kProducers"] if constants.config.gather else 0,
+            ("left",) if constants["kExpands"] else PARTS[: 3 - constants.config.gather],
+            bool(constants["kValuesFirst"]),
         )
         for constants in source.constants_of_variants(KERNEL)
     }
-
-
-def arrivals_of(arrivals: dict[str, int], part: str) -> int:
-    """How many arrivals say that a part of a buffer is there."""
-    return arrivals["full_rotated" if part == "rotated" else "full_k"]
 
 
 def second(buffer: int) -> tuple[str, ...]:
@@ -74,21 +71,16 @@ def second(buffer: int) -> tuple[str, ...]:
 
 
 class Producer:
-    """A producing warp: it has half of a buffer, or copies some keys of both, or expands some of
-    one. The first one tells consumers of splits. Who expands waits for the whole buffer."""
+    """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
+    by half or expands at once. The first one tells consumers of splits."""
 
-    def __init__(self, warp: int, arrivals: dict[str, int], *, of_buffer: bool = False) -> None:
+    def __init__(self, warp: int, producers: int, full: tuple[str, ...]) -> None:
         self.warp = warp
-        self.rows = warp % WARPS
-        #: Of a warp with its rows, where it has some: it, or each lane's copies and it.
-        self.arrivals = {
-            part: 0 if count <= 2 else EACH * (1 if count < 32 else 33)
-            for part in PARTS
-            for count in [arrivals_of(arrivals, part)]
-        }
-        shares = bool(self.arrivals["left"])
-        self.halves = (0, 1) if shares else (warp % 2,)
-        self.buffers = (0, 1) if shares and not of_buffer else (warp // 2,)
+        self.full = full
+        #: Of a warp with its keys, where it has some: each lane's copies and it.
+        self.arrivals = producers // WARPS * 33
+        self.halves = (0, 1) if producers else (warp % 2,)
+        self.buffers = (0, 1) if producers else (warp // 2,)
 
     def __call__(self, own, pairs) -> Iterator[NamedTuple]:
         if self.warp == 0:
@@ -101,26 +93,26 @@ class Producer:
         for _ in range(pairs):
             for buffer in self.buffers:
                 waits = [
-                    Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
-                    for half in self.halves
+                    [Wait(f"empty_{half}.{buffer}", before=True)] for half in ("first", "second")
                 ]
-                if self.arrivals["left"] == EACH:
-                    yield from waits
-                    waits = []
+                if len(self.full) == 1:
+                    waits = [waits[0] + waits[1], []]
                 for half in self.halves:
-                    yield from waits[half : half + 1] if self.arrivals["left"] else waits
+                    yield from waits[half]
                     for part in (FIRST[buffer], second(buffer))[half]:
                         yield from self.load(buffer, part)
+                    barrier = half + len(self.full) - 2
+                    if self.arrivals and barrier >= 0:
+                        yield Arrive(f"full_{self.full[barrier]}.{buffer}", self.arrivals)
                 yield Advance(f"k.{buffer}")
                 yield Advance(f"rotated.{buffer}", 2)
 
     def load(self, buffer: int, part: str) -> Iterator[NamedTuple]:
-        """By TMA all of a part; else this warp's rows, which are there when all have arrived."""
-        full = f"full_{part}.{buffer}"
-        if self.arrivals[part]:
-            yield Write(f"{part}.{buffer}.{self.rows}")
-            yield Arrive(full, self.arrivals[part])
+        """By TMA all of a part; else this warp's rows."""
+        if self.arrivals:
+            yield Write(f"{part}.{buffer}.{self.warp}")
         else:
+            full = f"full_{part}.{buffer}"
             yield Arrive(full, copies=WARPS)
             yield from (Copy(full, f"{part}.{buffer}.{warp}") for warp in range(WARPS))
 
@@ -128,8 +120,16 @@ class Producer:
 class Warp:
     """A warp of a consumer. Products read memory from their issue to their wait: both are reads."""
 
-    def __init__(self, odd: int, warp: int, *, values_first: bool = False) -> None:
+    def __init__(
+        self,
+        odd: int,
+        warp: int,
+        *,
+        full: tuple[str, ...] = PARTS,
+        values_first: bool = False,
+    ) -> None:
         self.odd, self.warp = odd, warp
+        self.full = full
         self.values_first = values_first
 
     def __call__(self, own, pairs) -> Iterator[NamedTuple]:
@@ -218,7 +218,8 @@ class Warp:
 
     def issue_scores(self, buffer: int) -> Iterator[NamedTuple]:
         for part in (*FIRST[buffer], *second(buffer)):
-            yield Wait(f"full_{part}.{buffer}")
+            if part in self.full:
+                yield Wait(f"full_{part}.{buffer}")
         yield from self.read_keys(buffer)
 
     def read_keys(self, buffer: int) -> Iterator[NamedTuple]:
@@ -258,17 +259,16 @@ def pipeline(p: Protocol) -> Pipeline:
         **{f"probabilities_{which}": ("once", named) for which in ("even", "odd")},
     }
     memory = {"work": "work"}
-    tma = arrivals["full_k"] <= 2
     processes: dict[str, Role] = {
-        f"producer {warp}": Producer(warp, arrivals, of_buffer=p.warps_of_buffers)
-        for warp in range(2 * WARPS if tma or p.warps_of_buffers else WARPS)
+        f"producer {warp}": Producer(warp, p.producers, p.full)
+        for warp in range(WARPS if p.producers else 2 * WARPS)
     }
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}
         for half in ("first", "second"):
             barriers[f"empty_{half}.{buffer}"] = f"k.{buffer}", arrivals[f"empty_{half}"]
-        for part in PARTS:
-            barriers[f"full_{part}.{buffer}"] = f"k.{buffer}", arrivals_of(arrivals, part)
+        for part in p.full:
+            barriers[f"full_{part}.{buffer}"] = f"k.{buffer}", arrivals["full_k"]
         for warp in range(WARPS):
             memory |= {f"{part}.{buffer}.{warp}": f"k.{buffer}" for part in PARTS[:2]}
             memory |= {
@@ -278,6 +278,6 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"sum.{buffer}.{warp}": "sums",
             }
             processes[f"consumer {buffer} warp {warp}"] = Warp(
-                buffer, warp, values_first=p.values_first
+                buffer, warp, full=p.full, values_first=p.values_first
             )
     return Pipeline(rings, barriers, memory, processes, (0, 1, 2, 3))

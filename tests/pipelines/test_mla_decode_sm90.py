@@ -24,8 +24,6 @@ def test_every_sequence_of_splits_ends(p):
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_count_that_changes_alone_is_found(p, name, change):
     arrivals = tuple((n, c + change * (n == name)) for n, c in p.arrivals)
-    if ("full_k", 2) in arrivals:
-        pytest.skip("a count of its own says that keys are gathered")
     with pytest.raises(explorer.Fault):
         explorer.explore(pipeline(dataclasses.replace(p, arrivals=arrivals)))
 
@@ -38,6 +36,7 @@ def test_a_count_that_changes_alone_is_found(p, name, change):
         (explorer.Wait, "empty_first.1"),
         (explorer.Wait, "empty_second.1"),
         (explorer.Wait, "full_left.0"),
+        (explorer.Wait, "full_right.1"),
         (explorer.Wait, "full_rotated.1"),
         (explorer.Wait, "full_work"),
         (explorer.Sync, "own"),
@@ -48,5 +47,8 @@ def test_a_count_that_changes_alone_is_found(p, name, change):
 )
 @pytest.mark.parametrize("p", PROTOCOLS, ids=str)
 def test_every_barrier_is_needed(p, kind, barrier):
+    model = pipeline(p)
+    if barrier not in model.barriers:
+        pytest.skip("another barrier says so")
     with pytest.raises(explorer.Fault):
-        explorer.explore(explorer.without(pipeline(p), kind, barrier))
+        explorer.explore(explorer.without(model, kind, barrier))

@@ -191,10 +191,7 @@ class Sm90MlaConfig(Config):
     latent_format: int  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
     consumer_registers: int
     producer_registers: int
-    producing_warps: int = 4  # eight where they expand codes: four for each buffer
-    #: The even consumer adds the odd block's values before it asks for its next scores, whose keys
-    #: may come late.
-    values_first: bool = False
+    producing_warps: int = 4  # eight where they expand codes
     blocks_per_sm: int = 1
 
     @property
@@ -215,7 +212,7 @@ class Sm90MlaConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Q, two blocks of keys, then what is small: more of it where latents are codes."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + (6144 if self.latent_format else 2048)
+        return 3 * self.rows * (LATENT + ROPE) * 2 + (10240 if self.latent_format else 2048)
 
     @property
     def part_bytes(self) -> int:
@@ -310,10 +307,8 @@ class Sm90Mla:
 
 
 def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
-    registers = (200, 56, 8) if format else (208, 88, 4) if gather else (216, 72, 4)
-    config = Sm90MlaConfig(
-        dtype, gather, format_number(format), *registers, values_first=bool(format)
-    )
+    registers = (192, 64, 8) if format else (208, 88, 4) if gather else (216, 72, 4)
+    config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
 
