@@ -262,7 +262,7 @@ def test_sparse(rng, tier, heads, seqlen_q):
 
 
 def test_sparse_without_an_axis_of_tokens(rng, tier):
-    """One query a sequence: the axis that the kernels are told of in its place has a stride of 0."""
+    """One query a sequence: kernels are told of an axis in its place, whose stride is 0."""
     cache = Cache(rng, [300, 200, 90], BFLOAT16)
     indices = np.stack([rng.permutation(300)[:100] for _ in range(3)]).astype(np.int32)
     q = cache.queries(rng, 3, 1, 16)
