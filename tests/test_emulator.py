@@ -35,6 +35,7 @@ TESTS = (
     "test_decoding.py::test_several_tiles_of_rows[sm90-lens0-1-1-48-64]",
     "test_quantized_decoding.py::test_rows[codes_sm90-8-1-64-paged-int4/int4]",
     "test_quantized_decoding.py::test_four_heads_of_a_block_with_several_splits[2]",
+    "test_quantized_decoding.py::test_prompts_rotate_queries_instead_of_keys[64-int8]",
     "test_mla.py::test_every_page_size[mla_sm90-256-True]",
     "test_mla.py::test_every_width[mla_sm80-widths0]",
     "test_mla.py::test_sparse[mla_sm90-16-3]",
