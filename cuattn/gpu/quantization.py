@@ -128,7 +128,9 @@ def expanded(
     """Keys and values as numbers of q's dtype, in a cache of each, and the call over these. Tokens
     beyond a sequence's length are left as they are."""
     dims = spec.head_dim, spec.head_dim_v
-    caches = scratch_caches(spec)
+    caches = [
+        scratch_array((spec.batch, spec.seqlen_k, spec.heads_kv, dim), spec.dtype) for dim in dims
+    ]
     pairs = list(zip(caches, (k, v), strict=True))
     where = {"page_table": page_table, "seq_lens": seq_lens}
     # Half of the launches' beginnings and ends, where one kernel serves both.
@@ -136,12 +138,6 @@ def expanded(
         _dequantize(part, **where)
     plain = dataclasses.replace(spec, k_format="", v_format="", keys="cached", page_size=0)
     return caches[0], caches[1], plain
-
-
-def scratch_caches(spec: AttentionSpec) -> list[cupy.ndarray]:
-    """Room for all keys, and all values, of a call as numbers of q's dtype."""
-    shape = spec.batch, spec.seqlen_k, spec.heads_kv
-    return [scratch_array((*shape, dim), spec.dtype) for dim in (spec.head_dim, spec.head_dim_v)]
 
 
 def scale_addresses(k: Operand, v: Operand) -> dict[str, int]:

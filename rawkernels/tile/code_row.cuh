@@ -107,6 +107,12 @@ __device__ __forceinline__ float finite_scale_of(float extent, float codes, floa
   return fabsf(most) < infinity() ? scale : __uint_as_float(0x7fc00000);
 }
 
+// From `least` to `most`; never -0, which the difference of zeros may be and scale_of does not
+// know.
+__device__ __forceinline__ float distance_of(float least, float most) {
+  return ptx::add_rn(ptx::sub_rn(most, least), 0.0f);
+}
+
 // What of a group decides about its scale: the largest magnitude, with any sign, or with a minimum
 // both ends. NaN makes them NaN.
 template <bool kHasMinimum>
@@ -134,9 +140,7 @@ struct Extent {
     minimum = 0;
     if (!kHasMinimum) return finite_scale_of(magnitude(most), largest_code(format), 0.0f);
     const float low = rounded_down(least);
-    // Of zeros with a sign the difference is -0, which scale_of does not know.
-    const float extent = ptx::add_rn(ptx::sub_rn(most, low), 0.0f);
-    const float scale = finite_scale_of(extent, 15.0f, low);
+    const float scale = finite_scale_of(distance_of(low, most), 15.0f, low);
     minimum = scale == scale ? low : 0.0f;
     return scale;
   }

@@ -133,6 +133,15 @@ struct FetchedRow {
     }
   }
 
+  // All of them.
+  __device__ __forceinline__ void get(float (&x)[4][8]) const {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      get_four(reinterpret_cast<float (&)[4]>(x[part][0]), part, 0);
+      get_four(reinterpret_cast<float (&)[4]>(x[part][4]), part, 1);
+    }
+  }
+
   // Word i of a quarter's.
   __device__ __forceinline__ unsigned& word(int part, int i) {
     return reinterpret_cast<unsigned (&)[4]>(words[part][i / 4])[i % 4];

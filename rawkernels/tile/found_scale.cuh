@@ -13,7 +13,7 @@ struct FoundScale {
 // Of numbers from `least` to `most`, for which codes go from 0 to `codes`.
 __device__ __forceinline__ FoundScale found_scale_above(float least, float most, float codes) {
   FoundScale found;
-  found.scale = finite_scale_of(ptx::add_rn(ptx::sub_rn(most, least), 0.0f), codes, least);
+  found.scale = finite_scale_of(distance_of(least, most), codes, least);
   found.inverse = inverse_of(found.scale);
   found.minimum = found.scale == found.scale ? least : 0.0f;
   return found;
@@ -59,6 +59,22 @@ __device__ __forceinline__ unsigned eight_whole_nibbles(const float (&x)[8]) {
     four[half] = sum;
   }
   return ptx::prmt(__float_as_uint(four[0]), __float_as_uint(four[1]), 0x5410);
+}
+
+// The codes of eight numbers by what has been found for their row: a word of 4 bits each, or two.
+template <int kFormat>
+__device__ __forceinline__ auto eight_codes(float (&x)[8], float inverse, float minimum) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (kFormat == kInt4) x[e] = ptx::sub_rn(x[e], minimum);
+    x[e] = ptx::mul_rn(x[e], inverse);
+  }
+  if constexpr (kFormat == kInt4) {
+    return eight_whole_nibbles(x);
+  } else {
+    const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+    return make_uint2(four_codes(kFormat, low), four_codes(kFormat, high));
+  }
 }
 
 }  // namespace tile

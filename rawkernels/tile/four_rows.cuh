@@ -89,17 +89,7 @@ struct FourRows {
         x[2 * i] = pair.x;
         x[2 * i + 1] = pair.y;
       }
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (kHasMinimum) x[e] = ptx::sub_rn(x[e], minimum);
-        x[e] = ptx::mul_rn(x[e], inverse);
-      }
-      if constexpr (kFormat == kInt4) {
-        put(eight_whole_nibbles(x));
-      } else {
-        const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
-        put(make_uint2(four_codes(kFormat, low), four_codes(kFormat, high)));
-      }
+      put(eight_codes<kFormat>(x, inverse, minimum));
     }
   }
 

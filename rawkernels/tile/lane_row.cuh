@@ -7,6 +7,36 @@
 
 namespace tile {
 
+// A step of the Hadamard transform.
+__device__ __forceinline__ void butterfly(float& a, float& b) {
+  const float sum = ptx::add_rn(a, b);
+  b = ptx::sub_rn(a, b);
+  a = sum;
+}
+
+// The Hadamard transform of the quarters of a row: distances within eight features, over lanes.
+template <int kLanes>
+__device__ __forceinline__ void transform_quarters(float (&x)[4][8]) {
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2)
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (!(e & distance)) butterfly(x[part][e], x[part][e + distance]);
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    const float sign = LaneColumns<kLanes>::lane() & distance ? -1.0f : 1.0f;
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const float other = __shfl_xor_sync(~0u, x[part][e], distance);
+        x[part][e] = ptx::fma_rn(x[part][e], sign, other);
+      }
+  }
+}
+
 // Each lane has the features of LaneColumns. Groups are of a power of two, 8 or more. Pointers are
 // aligned to 8 features.
 template <int kLanes>
@@ -22,11 +52,7 @@ struct LaneRow {
 
   template <class T>
   __device__ __forceinline__ void unpack(const Fetched<T>& fetched) {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      fetched.get_four(reinterpret_cast<float (&)[4]>(x[part][0]), part, 0);
-      fetched.get_four(reinterpret_cast<float (&)[4]>(x[part][4]), part, 1);
-    }
+    fetched.get(x);
   }
 
   __device__ __forceinline__ static int lane() { return Columns::lane(); }
@@ -266,26 +292,9 @@ struct LaneRow {
     }
   }
 
-  // The Hadamard transform: distances within eight features, over lanes, between quarters.
+  // The Hadamard transform: of quarters, then between them.
   __device__ __forceinline__ void transform() {
-#pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2)
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (!(e & distance)) butterfly(x[part][e], x[part][e + distance]);
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      const float sign = lane() & distance ? -1.0f : 1.0f;
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const float other = __shfl_xor_sync(~0u, x[part][e], distance);
-          x[part][e] = ptx::fma_rn(x[part][e], sign, other);
-        }
-    }
+    transform_quarters<kLanes>(x);
     const float scale = hadamard_scale(kHeadDim);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -296,12 +305,6 @@ struct LaneRow {
 #pragma unroll
       for (int part = 0; part < 4; ++part) x[part][e] = ptx::mul_rn(x[part][e], scale);
     }
-  }
-
-  __device__ __forceinline__ static void butterfly(float& a, float& b) {
-    const float sum = ptx::add_rn(a, b);
-    b = ptx::sub_rn(a, b);
-    a = sum;
   }
 };
 

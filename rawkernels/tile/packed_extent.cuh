@@ -9,33 +9,26 @@
 
 namespace tile {
 
+template <class T>
+struct PairOf {
+  using type = __half2;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+};
+
 // Each half: the larger, or NaN if either is.
 template <class T>
-__device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b);
-template <>
-__device__ __forceinline__ unsigned larger_halves<__half>(unsigned a, unsigned b) {
-  const __half2 larger =
-      __hmax2_nan(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-  return reinterpret_cast<const unsigned&>(larger);
-}
-template <>
-__device__ __forceinline__ unsigned larger_halves<__nv_bfloat16>(unsigned a, unsigned b) {
-  const __nv_bfloat162 larger = __hmax2_nan(reinterpret_cast<const __nv_bfloat162&>(a),
-                                            reinterpret_cast<const __nv_bfloat162&>(b));
+__device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
+  using Pair = typename PairOf<T>::type;
+  const Pair larger = __hmax2_nan(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
   return reinterpret_cast<const unsigned&>(larger);
 }
 template <class T>
-__device__ __forceinline__ unsigned smaller_halves(unsigned a, unsigned b);
-template <>
-__device__ __forceinline__ unsigned smaller_halves<__half>(unsigned a, unsigned b) {
-  const __half2 smaller =
-      __hmin2_nan(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-  return reinterpret_cast<const unsigned&>(smaller);
-}
-template <>
-__device__ __forceinline__ unsigned smaller_halves<__nv_bfloat16>(unsigned a, unsigned b) {
-  const __nv_bfloat162 smaller = __hmin2_nan(reinterpret_cast<const __nv_bfloat162&>(a),
-                                             reinterpret_cast<const __nv_bfloat162&>(b));
+__device__ __forceinline__ unsigned smaller_halves(unsigned a, unsigned b) {
+  using Pair = typename PairOf<T>::type;
+  const Pair smaller = __hmin2_nan(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
   return reinterpret_cast<const unsigned&>(smaller);
 }
 

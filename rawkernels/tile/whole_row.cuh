@@ -34,13 +34,7 @@ struct WholeRow {
     least = negated(both.y);
   }
 
-  __device__ __forceinline__ void unpack(const FetchedRow<T, kLanes>& fetched) {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      fetched.get_four(reinterpret_cast<float (&)[4]>(x[part][0]), part, 0);
-      fetched.get_four(reinterpret_cast<float (&)[4]>(x[part][4]), part, 1);
-    }
-  }
+  __device__ __forceinline__ void unpack(const FetchedRow<T, kLanes>& fetched) { fetched.get(x); }
 
   // All numbers become 0: of a row whose numbers are not all finite.
   __device__ __forceinline__ void clear() {
@@ -54,43 +48,15 @@ struct WholeRow {
   template <class Put>
   __device__ __forceinline__ void divide(float inverse, float minimum, const Put& put) {
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (kHasMinimum) x[part][e] = ptx::sub_rn(x[part][e], minimum);
-        x[part][e] = ptx::mul_rn(x[part][e], inverse);
-      }
-      if constexpr (kFormat == kInt4) {
-        put(Columns::column(part) / 2, eight_whole_nibbles(x[part]));
-      } else {
-        const float low[4] = {x[part][0], x[part][1], x[part][2], x[part][3]};
-        const float high[4] = {x[part][4], x[part][5], x[part][6], x[part][7]};
-        put(Columns::column(part), make_uint2(four_codes(kFormat, low), four_codes(kFormat, high)));
-      }
-    }
+    for (int part = 0; part < 4; ++part)
+      put(Columns::column(part) / (kFormat == kInt4 ? 2 : 1),
+          eight_codes<kFormat>(x[part], inverse, minimum));
   }
 
   // The Hadamard transform, as LaneRow has it. The extent is that of sums before the last factor,
   // times this one: rounding keeps the order of numbers.
   __device__ __forceinline__ void transform(float& most, float& least) {
-#pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2)
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (!(e & distance)) butterfly(x[part][e], x[part][e + distance]);
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      const float sign = Columns::lane() & distance ? -1.0f : 1.0f;
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const float other = __shfl_xor_sync(~0u, x[part][e], distance);
-          x[part][e] = ptx::fma_rn(x[part][e], sign, other);
-        }
-    }
+    transform_quarters<kLanes>(x);
     int magnitude = 0;  // bits of a float
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -122,12 +88,6 @@ struct WholeRow {
   }
 
  private:
-  __device__ __forceinline__ static void butterfly(float& a, float& b) {
-    const float sum = ptx::add_rn(a, b);
-    b = ptx::sub_rn(a, b);
-    a = sum;
-  }
-
   // The largest and the least number of the row. As integers with a sign bits of floats have their
   // order from 0 on, and without a sign those of negative ones come last, the least one of all:
   // three of them are compared at once, and three floats cannot be.

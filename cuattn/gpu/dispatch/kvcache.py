@@ -64,19 +64,8 @@ class QuantizedWriteConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class CodesWriteConfig(Config):
-    """kvcache/write_codes.cu."""
-
-    dtype: str
-    lanes: int  # of a row, as in `QuantizeConfig`
-    k_format: int
-    v_format: int
-    any_cache: bool  # as in `CacheWriteConfig`
-
-    @property
-    def threads(self) -> int:
-        """Several rows' lanes."""
-        return 128
+class CodesWriteConfig(QuantizedWriteConfig):
+    """kvcache/write_codes.cu: formats are known."""
 
     def grid(self, tokens: int, heads: int) -> tuple[int, int]:
         """Tokens and shares of the heads."""
