@@ -1,11 +1,11 @@
 """Shapes drawn at random, beside every peer that computes them: what is tuned to a table should
 serve the space around it. Forward calls are self-attention, batches of queries over keys of another
-length, and ragged batches.
+length, and ragged batches; decoding is of one token over caches, and of latents (MLA).
 
 ``CUATTN_SHAPES_SEED=7 pytest benchmarks/bench_shapes.py --benchmark-json=…``
 
 The seed is new in each run unless it is given, and is printed and recorded. ``CUATTN_SHAPES`` says
-how many calls of each of the four kinds are drawn (default 40, about eight minutes).
+how many calls of each of the five kinds are drawn (default 40, about ten minutes).
 
 A peer that fails, for want of memory or otherwise, is left out of a case and named. Each case
 begins with empty pools of memory. An error after which the device takes no work ends the run, and
@@ -265,11 +265,63 @@ def bench_random_decode(benchmark, ceilings, number):
     benchmark.group = "random decoding shapes"
     rows = checks.rows_of_batch(rng, *sets[-1], causal=True, lengths=lens)
     seconds = race(benchmark, ours, others, rows, left_out)
+    report_decode(benchmark, ceilings, number, shape, nbytes, len(sets), seconds)
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def bench_random_mla(benchmark, ceilings, number):
+    """Latent attention to joined rows of 512 + 64 in pages of 64: batch, lengths, heads and new
+    tokens at random."""
+    rng = np.random.default_rng([SEED, 4, number])
+    heads, tokens = int(rng.choice([8, 16, 32, 64, 128])), int(rng.choice([1, 1, 1, 2, 4]))
+    length, width = log_uniform(rng, 100, 130_000), 512 + 64
+    batch = log_uniform(rng, 1, max(1.5, min(256, MOST_BYTES / 4 / (length * width * 2))))
+    mixed = bool(rng.random() < 0.5)
+    lens = rng.integers(tokens, length + 1, batch) if mixed else np.full(batch, length)
+    pages = -(-length // 64)
+    tables = np.random.default_rng(0).permutation(batch * pages).astype(np.int32)
+    table, seq_lens = cupy.asarray(tables.reshape(batch, pages)), cupy.asarray(lens, np.int32)
+    sets = [
+        (draw(batch, tokens, heads, width), draw(batch * pages, 64, width), table)
+        for _ in range(min(32, timing.sets_past_l2(batch * length * width * 2)))
+    ]
+    # Not DeepSeek's scale, but that of the definition that results are checked by.
+    scale = width**-0.5
+    calls = [
+        lambda q=q, rows=rows: cuattn.mla_decode(
+            *(q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:]),
+            *(table, seq_lens),
+            scale=scale,
+        )
+        for q, rows, _ in sets
+    ]
+    ours, left_out = [timing.captured("cuattn", calls)], {}
+    others = list(peers.mla_decode(sets, seq_lens, scale=scale, left_out=left_out))
+    benchmark.group = "random latent shapes"
+    q, rows, _ = sets[-1]
+    keys = rows[table].reshape(batch, pages * 64, 1, width)
+    checked = checks.rows_of_batch(rng, q, keys, keys[..., :512], causal=True, lengths=lens)
+    seconds = race(benchmark, ours, others, checked, left_out)
+    shape = {"batch": batch, "length": length, "mixed": mixed, "heads": heads, "tokens": tokens}
+    nbytes = int(lens.sum()) * width * 2
+    report_decode(benchmark, ceilings, number, shape, nbytes, len(sets), seconds)
+
+
+def report_decode(
+    benchmark: Any,
+    ceilings: dict[str, float],
+    number: int,
+    shape: dict[str, Any],
+    nbytes: int,
+    calls: int,
+    seconds: dict[str, float],
+) -> None:
+    """Record and print the times of a decoding call, of which a launch has several."""
     best = min((s for name, s in seconds.items() if name != "cuattn"), default=None)
-    of_copy = nbytes * len(sets) / seconds["cuattn"] / ceilings["copy"]
+    of_copy = nbytes * calls / seconds["cuattn"] / ceilings["copy"]
     benchmark.extra_info |= {
         "shape": shape,
-        "microseconds": {name: s / len(sets) * 1e6 for name, s in seconds.items()},
+        "microseconds": {name: s / calls * 1e6 for name, s in seconds.items()},
         "of_best": best and best / seconds["cuattn"],
         "of_copy": of_copy,
         "megabytes": nbytes / 2**20,

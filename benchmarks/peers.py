@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import timing
 
 #: Distributions whose versions belong beside a figure.
-DISTRIBUTIONS = ("torch", "jax", "dew-flash-attn-cu13")
+DISTRIBUTIONS = ("torch", "jax", "dew-flash-attn-cu13", "sgl-flash-mla")
 #: Reading this many bytes takes longer than launching a JAX call.
 CAPTURE_FREE = 512 << 20
 #: What JAX may take of the device's memory: its pool gives none back to CuPy and torch.
@@ -320,6 +320,68 @@ def decode_varlen(q: Any, k: Any, v: Any, lens: np.ndarray) -> Iterator[timing.C
         )
         run = timing.rotate(attend, [(*arrays, *starts)])
         yield timing.Contestant("FA-3", run, timing.by_host)
+
+
+def mla_decode(
+    sets: list[tuple], lens: Any, *, scale: float, left_out: dict[str, str]
+) -> Iterator[timing.Contestant]:
+    """Every peer that computes latent attention to pages; a launch uses all sets in turn.
+
+    Parameters
+    ----------
+    sets : list of (q, rows, page_table)
+        bfloat16 q (batch, queries, heads, 576), rows (num_pages, 64, 576) whose first 512 columns
+        are values, too, and int32 page_table (batch, max_pages).
+    lens : cupy.ndarray
+        int32 (batch,): how many tokens each sequence has.
+    scale : float
+        Of scores.
+    left_out : dict of str to str
+        Gets the names of peers that fail, and why.
+    """
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("flash_mla"):
+        make = functools.partial(_flash_mla, sets, lens, scale)
+        yield from _made("FlashMLA", make, left_out)
+
+
+def _flash_mla(sets: list[tuple], lens: Any, scale: float) -> Callable[[int], Any]:
+    """FlashMLA on all sets, captured in one CUDA graph, with a schedule that it has made before."""
+    import torch
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+
+    def bfloat16(array: Any) -> Any:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+
+    schedule, _ = get_mla_metadata()
+    lengths = torch.from_dlpack(lens)
+    tensors = [
+        (bfloat16(q), bfloat16(rows[:, :, None]), torch.from_dlpack(table))
+        for q, rows, table in sets
+    ]
+
+    def attend(q: Any, rows: Any, table: Any) -> Any:
+        return flash_mla_with_kvcache(
+            *(q, rows, table, lengths, 512, schedule),
+            softmax_scale=scale,
+            causal=True,
+            use_legacy=True,
+        )[0]
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        attend(*tensors[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for each in tensors:
+            out = attend(*each)
+
+    def run(replays: int, kept: list = tensors) -> Any:  # kept: what the graph reads
+        with torch.cuda.stream(torch_stream()):
+            for _ in range(replays):
+                graph.replay()
+        return out.transpose(1, 2)
+
+    return run
 
 
 def _has_fa3() -> bool:

@@ -217,6 +217,45 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
     cache.check(cache.queries(rng, len(lens), seqlen_q, heads), window=window)
 
 
+@pytest.mark.parametrize(
+    ("count", "longest"),
+    [
+        (3, 100),  # one to a thread block, though others have none
+        (60, 500),
+        (130, 300),  # two to a thread block
+        (131, 200),
+    ],
+)
+def test_whole_sequences(rng, count, longest):
+    """Sequences of nearly equal lengths, whose keys are not split on Hopper."""
+    lens = rng.integers(longest - 60, longest, count)
+    lens[rng.integers(count)] = 0
+    cache = Cache(rng, list(lens), BFLOAT16)
+    cache.check(cache.queries(rng, count, 1, 128))
+    # The same with two tiles of rows a sequence, some of which have no query.
+    tokens = np.minimum(rng.integers(0, 3, count), lens)
+    cu = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
+    cache.check(cache.queries(rng, cu[-1], 40), cu, window=(70, 0))
+
+
+def test_a_graph_replays_whole_sequences_and_split_ones(rng, tier):
+    lengths = [np.full(40, 200), np.where(np.arange(40) == 7, 200, 3), np.arange(40) * 5]
+    cache = Cache(rng, list(lengths[0]), BFLOAT16)
+    on_gpu = cupy.asarray(cache.queries(rng, 40, 1, 128))
+    lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
+
+    def call():
+        arrays = on_gpu[..., :512], on_gpu[..., 512:], *cache.pages
+        return mla_decode(*arrays, table, lens, scale=SCALE)
+
+    replay, out = captured(call)
+    for now in (*lengths, lengths[0]):
+        lens[...] = cupy.asarray(now, np.int32)
+        out[...] = np.nan
+        replay()
+        assert np.array_equal(out.get().view(np.uint16), call().get().view(np.uint16))
+
+
 def test_ragged_rows(rng, tier):
     counts = [1, 4, 0, 9]
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
