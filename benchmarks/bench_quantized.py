@@ -15,6 +15,7 @@ import cuattn
 
 cupy = pytest.importorskip("cupy")
 
+from benchmarks import ceilings as limits  # noqa: E402
 from benchmarks import timing  # noqa: E402
 from benchmarks.bench_decoding import draw  # noqa: E402
 
@@ -44,14 +45,18 @@ def nbytes(*arrays):
 
 def report(benchmark, contestants, sizes, calls, copy):
     """Race, and write down microseconds a call, the part of the copy ceiling at which each one's
-    own bytes are moved, and how many times as fast as the first it is."""
+    own bytes are moved, and how many times as fast as the first it is. "copy of NAME" may be among
+    them, which copies as many bytes as NAME reads."""
     benchmark.group = "quantized"
     seconds = timing.race(benchmark, contestants, rounds=7, turn=10e-3)
     each = {name: s / calls for name, s in seconds.items()}
+    # A copy of as many bytes has a launch, and a first and a last byte, as the call has.
+    same_bytes = {n: each.pop(f"copy of {n}") / each[n] for n in sizes if f"copy of {n}" in each}
     of_copy = {name: sizes[name] / s / copy for name, s in each.items()}
     benchmark.extra_info |= {
         "microseconds": {name: s * 1e6 for name, s in each.items()},
         "of_copy": of_copy,
+        "of_copy_of_as_many_bytes": same_bytes,
         "copy_tb_per_s": copy * 1e-12,
     }
     first = next(iter(each.values()))
@@ -59,7 +64,8 @@ def report(benchmark, contestants, sizes, calls, copy):
         f"{name} {s * 1e6:.1f} us ({of_copy[name]:.0%}, x{first / s:.2f})"
         for name, s in each.items()
     )
-    print(f"\n{benchmark.name}: {', '.join(shown)}")
+    beside = "".join(f", {ratio:.0%} of a copy of {name}'s" for name, ratio in same_bytes.items())
+    print(f"\n{benchmark.name}: {', '.join(shown)}{beside}")
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 64], ids=["contiguous", "pages of 16", "pages of 64"])
@@ -95,6 +101,11 @@ def bench_decode(benchmark, ceilings, heads, shape, page_size):
         for name, sets in copies.items()
     ]
     sizes = {name: nbytes(*cache) for name, cache in caches.items()}
+    for name in ("int8", "int4"):
+        half = sizes[name] // 32 * 16  # is read, and half is written
+        copies = [cupy.random.randint(0, 256, half, dtype=np.uint8) for _ in range(count)]
+        calls = [lambda source=source: limits.copied(source) for source in copies]
+        contestants.append(timing.captured(f"copy of {name}", calls))
     report(benchmark, contestants, sizes, count, ceilings["copy"])
 
 
