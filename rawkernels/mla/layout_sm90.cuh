@@ -40,7 +40,7 @@ constexpr int kFullArrivals = Config::gather ? kProducers * 33 : 1;
 constexpr bool kValuesFirst = kExpands;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
-using Schedule = WholeSchedule<kRows, kBlockKeys>;
+using Schedule = PieceSchedule<kRows, kBlockKeys>;
 
 // A split, as the producer finds it and consumers work on it. Blocks are counted in pairs: where
 // there is an odd number, the last one's keys do not exist.

@@ -224,6 +224,8 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
         (60, 500),
         (130, 300),  # two to a thread block
         (131, 200),
+        (23, 1012),  # in pieces, one for each thread block
+        (47, 655),
     ],
 )
 def test_whole_sequences(rng, count, longest):
@@ -238,8 +240,8 @@ def test_whole_sequences(rng, count, longest):
     cache.check(cache.queries(rng, cu[-1], 40), cu, window=(70, 0))
 
 
-def test_a_graph_replays_whole_sequences_and_split_ones(rng, tier):
-    lengths = [np.full(40, 200), np.where(np.arange(40) == 7, 200, 3), np.arange(40) * 5]
+def test_a_graph_replays_whole_sequences_and_pieces(rng, tier):
+    lengths = [np.full(40, 900), np.where(np.arange(40) == 7, 900, 3), np.arange(40) * 22]
     cache = Cache(rng, list(lengths[0]), BFLOAT16)
     on_gpu = cupy.asarray(cache.queries(rng, 40, 1, 128))
     lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
