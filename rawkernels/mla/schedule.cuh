@@ -1,15 +1,12 @@
-// Work partition of mla/decode_sm90.cu. A split costs more here than in decoding/schedule.cuh's
-// kernels: Q of 72 KiB is loaded for it, and a partial result of 64 rows of 512 numbers is 128 KiB.
-// So thread blocks do not share all keys evenly, which gives most of them parts of two sequences,
-// where something else leaves none of them much more to do:
+// Work partition of mla/decode_sm90.cu: each group of thread blocks has one piece of one sequence
+// where that gives none of them much more than an even share.
 //
-// - pieces: each group of thread blocks has one piece of one sequence. 23 sequences of 1012 tokens
-//   on 132 groups are five pieces each, of at most 2 steps, where even shares are 1.4 steps in up
-//   to two splits.
-// - whole sequences, as many for each group: 64 of 4096 tokens on 66 groups are 33 steps whole and
-//   32 shared evenly, which took 160 us on an H200 where FlashMLA took 128.
-//
-// A step is a pair of blocks of keys.
+// A split costs more here than in the kernels that share all keys evenly (decoding/schedule.cuh): Q
+// of 72 KiB is loaded for it, and a partial result of 64 rows of 512 numbers is 128 KiB. Even
+// shares give most groups parts of two sequences. 64 sequences of 4096 tokens on 66 groups are 33
+// steps whole and 32 shared evenly, which took 160 us on an H200 where FlashMLA took 128; 23 of
+// 1012 on 132 groups are four pieces each, of 2 steps, and 1.4 steps shared evenly, in up to two
+// splits. A step is a pair of blocks of keys.
 #pragma once
 
 #include "decoding/schedule.cuh"
@@ -21,46 +18,18 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
   using Even = decoding::Schedule<kRows, kTileKeys>;
   static constexpr int kSplitSteps = 3;  // what a split costs beside its keys, about
   static constexpr int kPartSteps = 3;   // and partial results, if all groups have some
-  static constexpr int kLaneSequences = 5;
+  static constexpr int kLaneSequences = 5, kStepBits = 12;
 
-  int piece = 0, pieces = 0;  // of the sequence; 0: it is not cut into pieces
+  int piece = 0, pieces = 0;  // of the sequence; 0: groups have even shares
 
   // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
-    if (params.batch == 1 || params.batch > 32 * kLaneSequences || params.fixed_splits != 0 ||
-        params.heads_per_block > 1)
-      return Even::start(params);
-    const int lane = threadIdx.x % 32, groups = gridDim.y;
-    int steps[kLaneSequences], longest = 0, total = 0;
-    bool one_tile = true;  // of rows, in all sequences
-#pragma unroll
-    for (int i = 0; i < kLaneSequences; ++i) {
-      steps[i] = 0;
-      const int index = 32 * i + lane;
-      if (index >= params.batch) continue;
-      const decoding::CachedSequence sequence = decoding::sequence_at(params, index);
-      const int row_tiles = decoding::count_row_tiles<kRows>(params, sequence);
-      steps[i] = Even::steps_per_head(params, sequence, this->blocks) -
-                 row_tiles * Even::extra_steps(params);
-      one_tile = one_tile && row_tiles <= 1;
-      longest = max(longest, steps[i]);
-      total += steps[i];
-    }
-    longest = __reduce_max_sync(~0u, longest);
-    total = __reduce_add_sync(~0u, total);
-    const int share = (total + groups - 1) / groups;
-    const int each = (params.batch + groups - 1) / groups;
-    this->share = this->larger = 0;
-    this->head = this->row_tile = this->index = this->step = this->end = 0;
-    // Shared evenly, a group has a split for each of its sequences and another one.
-    const int splits = kSplitSteps * params.batch / groups;
-    const int parts = kPartSteps * min(params.batch, groups) / groups;
-    if (longest * each <= share + splits + kSplitSteps * (1 - each) + parts)
-      return start_whole(params, each);
-    if (each == 1 && __all_sync(~0u, one_tile)) {
-#pragma unroll 1
-      for (int most = share; most <= share + splits; ++most)
-        if (count_pieces(steps, most) <= groups) return start_piece(params, steps, most);
+    const int batch = params.batch, groups = gridDim.y;
+    if (batch > 1 && batch <= min(groups, 32 * kLaneSequences) && params.fixed_splits == 0 &&
+        params.heads_per_block == 1) {
+      const unsigned long long steps = steps_of_lane(params);
+      const int most = most_of_piece(steps, batch, groups);
+      if (most > 0) return start_piece(params, steps, most);
     }
     return Even::start(params);
   }
@@ -76,38 +45,63 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
   }
 
  private:
-  // `each` sequences one after the other.
-  __device__ __forceinline__ bool start_whole(const DecodeParams& params, int each) {
-    const int first = min(static_cast<int>(blockIdx.y) * each, params.batch);
+  // Steps of sequences 32 i + lane, kStepBits for each i; all bits where one has too many of them,
+  // or several tiles of rows.
+  __device__ __forceinline__ unsigned long long steps_of_lane(const DecodeParams& params) {
+    unsigned long long steps = 0;
 #pragma unroll 1
-    for (int i = min(first + each, params.batch) - 1; i >= first; --i) {
-      const decoding::CachedSequence sequence = decoding::sequence_at(params, i);
-      const int steps = Even::steps_per_head(params, sequence, this->blocks);
-      if (steps > 0) this->seq = sequence;
-      this->end += steps;
+    for (int i = 0; 32 * i < params.batch; ++i) {
+      const int index = 32 * i + threadIdx.x % 32;
+      if (index >= params.batch) break;
+      const decoding::CachedSequence sequence = decoding::sequence_at(params, index);
+      const int row_tiles = decoding::count_row_tiles<kRows>(params, sequence);
+      const int count = decoding::cut_keys<kRows, kTileKeys>(params, sequence, 0).count;
+      if (row_tiles > 1 || count >= 1 << kStepBits) return ~0ull;
+      if (row_tiles == 1) steps |= static_cast<unsigned long long>(count) << kStepBits * i;
     }
-    if (this->end == 0) return false;
-    this->blocks = decoding::cut_keys<kRows, kTileKeys>(params, this->seq, 0);
-    return true;
+    return steps;
+  }
+  __device__ __forceinline__ static int pieces_of(unsigned long long steps, int i, int most) {
+    const unsigned count = steps >> kStepBits * i & (1 << kStepBits) - 1;
+    return (count + most - 1) / most;
   }
 
-  // Into how many pieces of at most so many steps sequences are cut, all together.
-  __device__ __forceinline__ static int count_pieces(const int (&steps)[kLaneSequences], int most) {
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneSequences; ++i)
-      count += static_cast<unsigned>(steps[i] + most - 1) / most;
-    return __reduce_add_sync(~0u, count);
+  // How many steps a piece has at most; 0 if groups are to have even shares.
+  __device__ __forceinline__ static int most_of_piece(unsigned long long steps, int batch,
+                                                      int groups) {
+    if (__any_sync(~0u, steps == ~0ull)) return 0;
+    int longest = 0, total = 0;
+#pragma unroll 1
+    for (int i = 0; 32 * i < batch; ++i) {
+      const int count = pieces_of(steps, i, 1);
+      longest = max(longest, count);
+      total += count;
+    }
+    longest = __reduce_max_sync(~0u, longest);
+    total = __reduce_add_sync(~0u, total);
+    const int share = max(1, (total + groups - 1) / groups);
+    // Shared evenly, a group has a split for each of its sequences, and another one.
+    const int splits = kSplitSteps * batch / groups, parts = kPartSteps * batch / groups;
+    if (longest <= share + splits + parts) return max(1, longest);
+#pragma unroll 1
+    for (int most = share; most <= share + splits; ++most) {
+      int count = 0;
+#pragma unroll 1
+      for (int i = 0; 32 * i < batch; ++i) count += pieces_of(steps, i, most);
+      if (__reduce_add_sync(~0u, count) <= groups) return most;
+    }
+    return 0;
   }
 
   // This group's piece of at most `most` steps.
-  __device__ __forceinline__ bool start_piece(const DecodeParams& params,
-                                              const int (&steps)[kLaneSequences], int most) {
+  __device__ __forceinline__ bool start_piece(const DecodeParams& params, unsigned long long steps,
+                                              int most) {
     const int lane = threadIdx.x % 32, group = blockIdx.y;
+    this->share = this->larger = this->head = this->row_tile = this->step = this->end = 0;
     int before = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneSequences; ++i) {
-      const int own = static_cast<unsigned>(steps[i] + most - 1) / most;
+#pragma unroll 1
+    for (int i = 0; 32 * i < params.batch; ++i) {
+      const int own = pieces_of(steps, i, most);
       int inclusive = own;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -115,18 +109,19 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
         if (lane >= distance) inclusive += other;
       }
       const int all = __shfl_sync(~0u, inclusive, 31);
-      if (group < before + all) {
-        const int holder = __ffs(__ballot_sync(~0u, before + inclusive > group)) - 1;
-        pieces = __shfl_sync(~0u, own, holder);
-        piece = group - before - __shfl_sync(~0u, inclusive - own, holder);
-        this->seq = decoding::sequence_at(params, 32 * i + holder);
-        this->blocks = decoding::cut_keys<kRows, kTileKeys>(params, this->seq, 0);
-        const int begin = begin_of_piece(piece);
-        this->index = Even::extra_steps(params) + begin;
-        this->end = begin_of_piece(piece + 1) - begin;
-        return true;
+      if (group >= before + all) {
+        before += all;
+        continue;
       }
-      before += all;
+      const int holder = __ffs(__ballot_sync(~0u, before + inclusive > group)) - 1;
+      pieces = __shfl_sync(~0u, own, holder);
+      piece = group - before - __shfl_sync(~0u, inclusive - own, holder);
+      this->seq = decoding::sequence_at(params, 32 * i + holder);
+      this->blocks = decoding::cut_keys<kRows, kTileKeys>(params, this->seq, 0);
+      const int begin = begin_of_piece(piece);
+      this->index = Even::extra_steps(params) + begin;
+      this->end = begin_of_piece(piece + 1) - begin;
+      return true;
     }
     return false;
   }
