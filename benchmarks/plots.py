@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -72,15 +71,18 @@ def speeds(rows: dict[str, list[dict[str, Any]]], file: pathlib.Path) -> None:
 
 
 def random_shapes(
-    forward: list[dict[str, Any]], decoding: list[dict[str, Any]], file: pathlib.Path
+    forward: list[dict[str, Any]],
+    decoding: list[dict[str, Any]],
+    latents: list[dict[str, Any]],
+    file: pathlib.Path,
 ) -> None:
     """Draw cuattn's speed over the best peer's, a dot for each shape that was drawn at random:
-    forward over its FLOPs, decoding over the bytes of its keys and values."""
-    panels = (
-        ("forward", "floating-point operations of a call", [(_flops(r), r) for r in forward]),
-        ("decoding", "bytes of K and V", [(_bytes(r), r) for r in decoding]),
-    )
-    with figure(file, 1, 2, 9) as (drawn, axes):
+    forward over its FLOPs, decoding over the bytes of its keys and values, or latents."""
+    panels = [("forward", "floating-point operations of a call", [(_flops(r), r) for r in forward])]
+    panels.append(("decoding", "bytes of K and V", [(_bytes(r), r) for r in decoding]))
+    if latents:
+        panels.append(("latent attention", "bytes of latents", [(_bytes(r), r) for r in latents]))
+    with figure(file, 1, len(panels), 4.5 * len(panels)) as (drawn, axes):
         for axis, (title, label, points) in zip(axes[0], panels, strict=True):
             compared = [(x, r["of_best"]) for x, r in points if r.get("of_best")]
             axis.plot(*zip(*compared, strict=True), "o", color=COLOURS["cuattn"], alpha=0.8)
@@ -93,7 +95,8 @@ def random_shapes(
             axis.set_yticks([], minor=True)
         axes[0][0].set_ylabel("times the best peer's speed")
         drawn.supxlabel(
-            f"shapes drawn at random, {forward[0]['machine']['gpu']}; peers: FA-2, FA-3, cuDNN",
+            f"shapes drawn at random, {forward[0]['machine']['gpu']}; peers: FA-2, FA-3, cuDNN"
+            + ", FlashMLA" * bool(latents),
             fontsize=9,
         )
 
@@ -131,5 +134,4 @@ def _flops(record: dict[str, Any]) -> float:
 
 
 def _bytes(record: dict[str, Any]) -> float:
-    shape = record["shape"]
-    return 4 * shape["head_dim"] * math.prod([shape["batch"], shape["length"], shape["heads"][1]])
+    return record["megabytes"] * 2**20

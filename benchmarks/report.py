@@ -47,6 +47,7 @@ def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
             latest[benchmark["fullname"]] = {
                 **(benchmark["params"] or {}),
                 **benchmark["extra_info"],
+                "group": group,
                 "machine": run["machine_info"],
                 "commit": run["commit_info"]["id"],
                 "date": run["datetime"][:10],
@@ -305,12 +306,17 @@ def gradient_options(records: list[dict[str, Any]]) -> str:
     return _by_option(dict(zip(columns, heading, strict=True)), cells)
 
 
+RANDOM_SHAPES = {"forward": "forward attention", "decoding": "decoding", "latent": "latents"}
+
+
 def random_shapes(records: list[dict[str, Any]]) -> str:
-    """Of forward attention and of decoding one line each on cuattn's speed over the best peer's,
-    for shapes that were drawn at random."""
+    """One line for each kind of calls on cuattn's speed over the best peer's, for shapes that were
+    drawn at random."""
     lines = []
-    for what, decodes in (("forward attention", False), ("decoding", True)):
-        compared = [r for r in records if ("length" in r["shape"]) == decodes and r["of_best"]]
+    for group, what in RANDOM_SHAPES.items():
+        compared = [r for r in records if r["group"].split()[1] == group and r["of_best"]]
+        if not compared:
+            continue
         ratios = [r["of_best"] for r in compared]
         worst = min(compared, key=lambda r: r["of_best"])
         shape = ", ".join(f"{name} {value}" for name, value in worst["shape"].items())
@@ -361,8 +367,8 @@ def draw_pictures(files: list[pathlib.Path], folder: pathlib.Path) -> None:
     plots.speeds(by_mask(forward, "forward"), folder / "attention_forward.png")
     if backward:
         plots.speeds(by_mask(backward, "backward"), folder / "attention_backward.png")
-    random = [load(files, f"random {what} shapes") for what in ("forward", "decoding")]
-    if all(random):
+    random = [load(files, f"random {group} shapes") for group in RANDOM_SHAPES]
+    if all(random[:2]):
         plots.random_shapes(*random, folder / "random_shapes.png")
     wanted = ([32, 8, 128], 0)
     quantized = load(files, "quantized")
@@ -467,7 +473,7 @@ def main(argv: list[str] | None = None) -> None:
                 "Users' shapes are in no table: the benchmark draws these, and compares each with "
                 "the best of the peers that serve it.",
                 random_shapes,
-                [*load(files, "random forward shapes"), *load(files, "random decoding shapes")],
+                [r for group in RANDOM_SHAPES for r in load(files, f"random {group} shapes")],
                 "bfloat16",
                 "random_shapes.png",
             ),

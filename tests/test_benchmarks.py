@@ -225,15 +225,20 @@ def test_a_missing_peer_leaves_its_cell_empty(tmp_path):
 
 
 def test_random_shapes_name_the_worst():
-    def drawn(of_best, **shape):
-        return {"seed": 7, "of_best": of_best, "shape": shape}
+    def drawn(kind, of_best, **shape):
+        return {
+            "group": f"random {kind} shapes", "seed": 7, "of_best": of_best, "shape": shape
+        }  # fmt: skip
 
-    records = [drawn(4.0, seqlen=3), drawn(0.25, seqlen=5), drawn(2.0, length=9)]
-    assert report.random_shapes([*records, drawn(None, length=8)]).splitlines() == [
+    records = [drawn("forward", 4.0, seqlen=3), drawn("forward", 0.25, seqlen=5)]
+    records += [drawn("decoding", 2.0, length=9), drawn("decoding", None, length=8)]
+    assert report.random_shapes([*records, drawn("latent", 0.5, length=7)]).splitlines() == [
         "- forward attention, seed 7: 1.00× in the geometric mean of the 2 shapes that a peer "
         "serves, 0.25× at least (seqlen 5).",
         "- decoding, seed 7: 2.00× in the geometric mean of the 1 shapes that a peer serves, "
         "2.00× at least (length 9).",
+        "- latents, seed 7: 0.50× in the geometric mean of the 1 shapes that a peer serves, "
+        "0.50× at least (length 7).",
     ]
 
 
