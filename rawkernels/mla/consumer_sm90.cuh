@@ -17,8 +17,8 @@
 namespace mla {
 
 // A consumer of a block's work: the odd one has odd blocks of keys and the right half of O. Blocks
-// of a split follow each other; or, where kApart, the thread blocks of clusters take them in turn,
-// and the last pair may be one block.
+// of a split follow each other; or, where kApart, the thread blocks of clusters take them in turn.
+// The last pair may be one block.
 template <bool kApart>
 struct Consumer {
   Smem& smem;
@@ -30,7 +30,7 @@ struct Consumer {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row = 16 * warp + tile::lane_row(lane);  // this lane's first; it has row + 8 too
 
-  unsigned parity = 0;  // of both buffers' present use
+  unsigned parity = 0;  // of the present use of this consumer's buffer
   const Work* work = nullptr;
   int first = 0;           // key of the pair of blocks
   bool ends_even = false;  // the last pair has no odd block
@@ -204,7 +204,7 @@ struct Consumer {
       if (!kValuesFirst) finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
-    if (!kApart || !ends_even) {
+    if (!ends_even) {
       add_other_block(first + odd_distance());
       finish_values(smem.empty_first[1]);
     }
@@ -218,9 +218,9 @@ struct Consumer {
     for (int pair = 0; pair < pairs; ++pair) {
       float s[kBlockKeys / 2], correction[2];
       unsigned p[kBlockKeys / 4];
-      const bool last = kApart && pair + 1 == pairs;
+      const bool last = pair + 1 == pairs;
       if (last && ends_even) {
-        leave_queries();
+        if (kApart) leave_queries();
         add_other_block(first);
         finish_values(smem.empty_second[0]);
         break;
@@ -236,7 +236,7 @@ struct Consumer {
       }
       ptx::wgmma_keep(s);
       const bool raises = soften(s, p, first + odd_distance(), correction);
-      if (last) leave_queries();
+      if (kApart && last) leave_queries();
       if (kApart) finish_values(smem.empty_second[0]);
       if (raises) tile::scale_rows(o, correction);
       clear_values(1, first + odd_distance());

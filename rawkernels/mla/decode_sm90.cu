@@ -29,8 +29,9 @@ struct SplitConsumer : Consumer<false> {
       const tile::PipelineState<kQueue> place = queue.state();
       ptx::mbarrier_wait(smem.full_work[place.index], place.parity);
       work = &smem.queue[place.index];
-      const int pairs = work->pairs;
-      if (pairs < 0) return;
+      const int blocks = work->blocks, pairs = (blocks + 1) / 2;
+      if (blocks < 0) return;
+      ends_even = !kExpands && blocks % 2 == 1;
       if (pairs > 0) load_queries(smem, params, mla, work->split);
       start();
       ptx::bar_sync(kBoth, kConsumers);

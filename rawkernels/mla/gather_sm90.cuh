@@ -119,19 +119,19 @@ __device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
   Schedule schedule;
   Gatherer gatherer = {static_cast<GatherSmem&>(common), params, mla};
   tile::PipelineState<kQueue> queue;
-  unsigned parity = 0;
+  unsigned parities[2] = {};  // of each buffer's present use, and then of the one before
   bool exists = schedule.start(params);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int pairs = put_work(common, params, schedule, split, exists, queue);
+    const int blocks = put_work(common, params, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
-    if (pairs > 0) gatherer.start(split);
+    if (blocks > 0) gatherer.start(split);
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, parity ^= 1) {
-      gatherer.load<0>(parity ^ 1);
-      gatherer.load<1>(parity ^ 1);
+    for (int block = 0; block < blocks; block += 2) {
+      gatherer.load<0>(parities[0] ^= 1);
+      if (block + 1 < blocks) gatherer.load<1>(parities[1] ^= 1);
     }
   }
 }

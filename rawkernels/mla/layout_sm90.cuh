@@ -42,12 +42,12 @@ constexpr bool kValuesFirst = kExpands;
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = WholeSchedule<kRows, kBlockKeys>;
 
-// A split, as the producer finds it and consumers work on it. Blocks are counted in pairs: where
-// there is an odd number, the last one's keys do not exist.
+// A split, as the producer finds it and consumers work on it. Where codes are expanded it has whole
+// pairs of blocks: the keys of the last one may all be missing.
 struct Work {
   decoding::Split split;
   decoding::SplitPlace place;
-  int pairs;  // -1: there are no more splits
+  int blocks;  // -1: there are no more splits
 };
 
 struct Smem {

@@ -29,6 +29,7 @@ template <int kRows>
 __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaParams& mla,
                                          const decoding::Split& split,
                                          const decoding::SplitPlace& place) {
+  if (mla.tasks == nullptr) return;  // no call like this one has more than one split of a tile
   CombineTask task;
   // In a replay of a CUDA graph the tile's task may be there from the replay before.
   task.call_id = place.count > 1 ? mla.call_id : 0;

@@ -93,23 +93,24 @@ struct Loader {
   }
 };
 
-// Tells the consumers of a split; how many pairs of blocks it has.
+// Tells the consumers of a split; how many blocks of keys it has, -1 where there is no split.
 __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
                                         const Schedule& schedule, const decoding::Split& split,
                                         bool exists, tile::PipelineState<kQueue>& queue) {
   const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
-  const int pairs = exists ? (keys + 2 * kBlockKeys - 1) / (2 * kBlockKeys) : -1;
-  if (threadIdx.x != kConsumers) return pairs;
+  constexpr int kStepKeys = (kExpands ? 2 : 1) * kBlockKeys;
+  const int blocks = exists ? (keys + kStepKeys - 1) / kStepKeys * (kStepKeys / kBlockKeys) : -1;
+  if (threadIdx.x != kConsumers) return blocks;
   ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
   Work& work = smem.queue[queue.index];
-  work.pairs = pairs;
+  work.blocks = blocks;
   if (exists) {
     work.split = split;
     work.place = schedule.place_of(params, split);
   }
   ptx::mbarrier_arrive(smem.full_work[queue.index]);
   queue.advance();
-  return pairs;
+  return blocks;
 }
 
 // By each of four warps.
@@ -127,14 +128,14 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, 
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int pairs = put_work(smem, params, schedule, split, exists, queue);
+    const int blocks = put_work(smem, params, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     loader.begin(split);
     int first = split.origin + buffer * kBlockKeys;
-    int next_page = pairs > 0 ? loader.page_of_lane(first) : 0;
+    int next_page = buffer < blocks ? loader.page_of_lane(first) : 0;
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, parity ^= 1, first += 2 * kBlockKeys) {
+    for (int block = buffer; block < blocks; block += 2, parity ^= 1, first += 2 * kBlockKeys) {
       const int page = next_page;
       next_page = loader.page_of_lane(first + 2 * kBlockKeys);
       ptx::mbarrier_wait(empty, parity ^ 1);

@@ -572,12 +572,14 @@ def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch
 
 
 def _merged(call: MlaCall, variant: Variant) -> MlaLaunches:
-    """The launch of a kernel that leaves partial results to a second one. The grid is (tiles of
-    heads, groups of blocks), and of the second (tiles of rows, their rows, pieces of O's
-    columns)."""
+    """The launch of a kernel that leaves partial results to a second one, where it may split keys.
+    The grid is (tiles of heads, groups of blocks), and of the second (tiles of rows, their rows,
+    pieces of O's columns)."""
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
     launch = _partitioned(call, variant, head_tiles)
+    if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
+        return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
         tiles = rows // variant.config.rows + spec.batch
