@@ -178,7 +178,7 @@ struct Consumer {
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
       soften(s, p, first, correction);  // there is nothing in O yet
-      if (kApart && pairs == 1) leave_queries();
+      if (pairs == 1) leave_queries();
     }
     while (true) {
       clear_values(0, first);
@@ -200,7 +200,7 @@ struct Consumer {
       }
       ptx::wgmma_keep(s);
       const bool raises = soften(s, p, first, correction);
-      if (kApart && pairs == 1) leave_queries();
+      if (pairs == 1) leave_queries();
       if (!kValuesFirst) finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
@@ -220,7 +220,7 @@ struct Consumer {
       unsigned p[kBlockKeys / 4];
       const bool last = pair + 1 == pairs;
       if (last && ends_even) {
-        if (kApart) leave_queries();
+        leave_queries();
         add_other_block(first);
         finish_values(smem.empty_second[0]);
         break;
@@ -236,7 +236,7 @@ struct Consumer {
       }
       ptx::wgmma_keep(s);
       const bool raises = soften(s, p, first + odd_distance(), correction);
-      if (kApart && last) leave_queries();
+      if (last) leave_queries();
       if (kApart) finish_values(smem.empty_second[0]);
       if (raises) tile::scale_rows(o, correction);
       clear_values(1, first + odd_distance());
@@ -247,8 +247,13 @@ struct Consumer {
     }
   }
 
-  // After this consumer's last scores: the cluster may write where Q was.
-  __device__ __forceinline__ void leave_queries() const { ptx::cluster_arrive(); }
+  // After this consumer's last scores: the cluster may write where Q was, or TMA the next split's.
+  __device__ __forceinline__ void leave_queries() const {
+    if (kApart)
+      ptx::cluster_arrive();
+    else if (!kExpands)
+      tile::arrive_warp(smem.empty_q);
+  }
 
   // Scores of keys that a row does not see become -inf.
   __device__ __forceinline__ void hide_keys(float (&s)[kBlockKeys / 2], int key) {

@@ -25,6 +25,8 @@ struct SplitConsumer : Consumer<false> {
   tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
+    const bool by_tma = !kExpands && mla.query_rows > 0;
+    if (by_tma) clear_missing_queries();
     while (true) {
       const tile::PipelineState<kQueue> place = queue.state();
       ptx::mbarrier_wait(smem.full_work[place.index], place.parity);
@@ -32,19 +34,29 @@ struct SplitConsumer : Consumer<false> {
       const int blocks = work->blocks, pairs = (blocks + 1) / 2;
       if (blocks < 0) return;
       ends_even = !kExpands && blocks % 2 == 1;
-      if (pairs > 0) load_queries(smem, params, mla, work->split);
+      if (!by_tma && pairs > 0) load_queries(smem, params, mla, work->split);
       start();
+      if (by_tma) ptx::mbarrier_wait(smem.full_q, queue.count % 2);
       ptx::bar_sync(kBoth, kConsumers);
-      if (pairs > 0) {
-        if (odd)
-          odd_rounds(pairs);
-        else
-          even_rounds(pairs);
-      }
+      if (pairs == 0)
+        leave_queries();
+      else if (odd)
+        odd_rounds(pairs);
+      else
+        even_rounds(pairs);
       finish();
       tile::arrive_warp(smem.empty_work[queue.state().index]);
       queue.advance();
     }
+  }
+
+  // Zeros for the rows that TMA does not load, in any split.
+  __device__ __forceinline__ void clear_missing_queries() const {
+    constexpr int kChunks = kPanels * 8;
+#pragma unroll 1
+    for (int i = mla.query_rows * kChunks + threadIdx.x; i < kRows * kChunks; i += kConsumers)
+      *reinterpret_cast<uint4*>(smem.q[i % kChunks / 8] + Panel::at(i / kChunks, i % 8)) = {};
+    ptx::fence_proxy_async();
   }
 
   // The end of a split: sums of both consumers, then the result or a partial one.
@@ -115,7 +127,13 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   mla::Smem& smem = *reinterpret_cast<mla::Smem*>(dynamic_smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) mla::prepare(smem, maps);
+  if (threadIdx.x == 0) {
+    mla::prepare(smem, maps);
+    if (mla_params.query_rows > 0) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.q_rope);
+    }
+  }
   __syncthreads();
   if (warpgroup < 2) {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
@@ -125,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     if constexpr (Config::latent_format != tile::kPlain)
       mla::expand<Config::latent_format>(smem, params, mla_params);
     else if (Config::gather)
-      mla::gather(smem, params, mla_params);
+      mla::gather(smem, params, mla_params, maps);
     else
-      mla::produce(smem, params, maps);
+      mla::produce(smem, params, mla_params, maps);
   }
 }

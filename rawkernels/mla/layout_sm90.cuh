@@ -66,6 +66,8 @@ struct Smem {
   // right ones, which the odd one does.
   ptx::Mbarrier empty_first[2], empty_second[2];
   ptx::Mbarrier full_work[kQueue], empty_work[kQueue];
+  // Q is there, where TMA loads it; both consumers have their last scores of the split.
+  ptx::Mbarrier full_q, empty_q;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 

@@ -42,6 +42,7 @@ struct MlaParams {
   int row_tiles;                  // of a sequence, where all have as many queries
   int window_left, window_right;  // with `indices`, where DecodeParams has none
   int capacity;                   // tokens that a sequence's pages have room for
+  int query_rows;  // of a tile, that TMA loads as one box; 0: rows are copied one by one
 };
 
 namespace mla {

@@ -1,5 +1,6 @@
 // The producing warps of mla/decode_sm90.cu: each finds the block's splits, and loads one half of
-// the blocks of one buffer, as soon as it is free.
+// the blocks of one buffer, as soon as it is free. The last one, whose keys are needed last, asks
+// for the queries too: while the end of the split before is computed.
 #pragma once
 
 #include "mla/layout_sm90.cuh"
@@ -7,6 +8,7 @@
 
 struct Maps {
   ptx::TensorMap latent, rope;  // (64 columns, key of a page, panel, page)
+  ptx::TensorMap q, q_rope;     // (columns, head, token, sequence)
 };
 
 namespace mla {
@@ -26,7 +28,34 @@ __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
     ptx::mbarrier_init(smem.full_work[i], 1);
     ptx::mbarrier_init(smem.empty_work[i], kConsumers / 32);
   }
+  ptx::mbarrier_init(smem.full_q, 1);
+  ptx::mbarrier_init(smem.empty_q, kConsumers / 32);
   ptx::fence_mbarrier_init();
+}
+
+// Asks TMA for the queries of a split, after the scores of the one before. By one warp, for every
+// split.
+__device__ __forceinline__ void ask_queries(Smem& smem, const DecodeParams& params,
+                                            const MlaParams& mla, const Maps& maps,
+                                            const decoding::Split& split, unsigned parity) {
+  if (mla.query_rows == 0) return;  // the consumers copy them
+  ptx::mbarrier_wait(smem.empty_q, parity ^ 1);
+  const int first = split.row_tile * kRows, token = divided_by_group(params, first);
+  const int head = split.head * params.group + first - token * params.group;
+  const int sequence = params.cu_seqlens_q == nullptr ? split.seq.index : 0;
+  // Where nothing is rotated, the map is that of latents, which have no such panel: zeros.
+  const int rope_column = params.head_dim > params.head_dim_v ? 0 : kLatent;
+  if (ptx::elect_one()) {
+    ptx::mbarrier_arrive_expect_tx(smem.full_q, kPanels * Panel::kRowBytes * mla.query_rows);
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      const bool rotated = i == kRopePanel;
+      ptx::tma_load(smem.q[i], rotated ? maps.q_rope : maps.q, smem.full_q,
+                    rotated ? rope_column : i * 64, head, split.seq.begin_q + token, sequence,
+                    ptx::kEvictNormal);
+    }
+  }
+  __syncwarp();
 }
 
 // Loads blocks of keys, of which a lane has the pages: one, or those that a block consists of. TMA
@@ -114,14 +143,15 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
 }
 
 // By each of four warps.
-__device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, const Maps& maps) {
+__device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
+                                        const MlaParams& mla, const Maps& maps) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   const int buffer = warp / 2, half = warp % 2;
   ptx::Mbarrier& empty = (half == 0 ? smem.empty_first : smem.empty_second)[buffer];
   Schedule schedule;
   Loader loader = {params, maps};
   tile::PipelineState<kQueue> queue;
-  unsigned parity = 0;  // of the buffer's present use
+  unsigned parity = 0, parity_q = 0;  // of the present use of the buffer, and of Q
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   bool exists = schedule.start(params);
@@ -134,6 +164,8 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, 
     loader.begin(split);
     int first = split.origin + buffer * kBlockKeys;
     int next_page = buffer < blocks ? loader.page_of_lane(first) : 0;
+    if (warp == 3) ask_queries(smem, params, mla, maps, split, parity_q);
+    parity_q ^= 1;
 #pragma unroll 1
     for (int block = buffer; block < blocks; block += 2, parity ^= 1, first += 2 * kBlockKeys) {
       const int page = next_page;

@@ -44,7 +44,7 @@ def protocols() -> set[Protocol]:
     found = set()
     for constants in source.constants_of_variants(KERNEL):
         arrivals = source.arrivals(text, constants)
-        used = {name: n for name, n in arrivals.items() if not name.endswith("_work")}
+        used = {name: n for name, n in arrivals.items() if not name.endswith(("_work", "_q"))}
         found.add(Protocol(tuple(sorted(used.items()))))
     return found
 
