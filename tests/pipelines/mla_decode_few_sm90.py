@@ -22,6 +22,7 @@ from tests.pipelines.mla_decode_sm90 import (
     PARTS,
     SIDE,
     WARPS,
+    after_queries,
     second,
 )
 
@@ -127,11 +128,7 @@ class Warp(mla_decode_sm90.Warp):
             operations.append(Sync("both", EACH * 32))
             rounds = self.odd_rounds if self.odd else self.even_rounds
             operations += rounds((count + 1) // 2, count % 2 == 1)
-        reads = [i for i, o in enumerate(operations) if isinstance(o, Read) and o[0][:2] == "q."]
-        last = reads[-1] + 1 if reads else 0
-        yield from operations[:last]
-        yield Arrive("cluster")  # leave_queries
-        yield from operations[last:]
+        yield from after_queries(iter(operations), [Arrive("cluster")])
         yield Advance("q")
 
     def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
