@@ -177,8 +177,8 @@ struct Consumer {
       multiply_keys<false>(s);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
-      soften(s, p, first, correction);  // there is nothing in O yet
       if (pairs == 1) leave_queries();
+      soften(s, p, first, correction);  // there is nothing in O yet
     }
     while (true) {
       clear_values(0, first);
@@ -199,8 +199,8 @@ struct Consumer {
         ptx::wgmma_wait_group<1>();
       }
       ptx::wgmma_keep(s);
-      const bool raises = soften(s, p, first, correction);
       if (pairs == 1) leave_queries();
+      const bool raises = soften(s, p, first, correction);
       if (!kValuesFirst) finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
@@ -235,8 +235,8 @@ struct Consumer {
         ptx::wgmma_wait_group<0>();
       }
       ptx::wgmma_keep(s);
-      const bool raises = soften(s, p, first + odd_distance(), correction);
       if (last) leave_queries();
+      const bool raises = soften(s, p, first + odd_distance(), correction);
       if (kApart) finish_values(smem.empty_second[0]);
       if (raises) tile::scale_rows(o, correction);
       clear_values(1, first + odd_distance());
