@@ -87,7 +87,8 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
 }
 
 // Writes a lane's vector of a row: four neighbouring columns. Of fragments, which have pairs of
-// columns, two lanes exchange one of theirs. By all lanes of a warp, whose vectors lie side by side.
+// columns, two lanes exchange one of theirs. By all lanes of a warp, whose vectors lie side by
+// side.
 __device__ __forceinline__ void put_vec(const DecodeParams& params, const OutputRow& row, int vec,
                                         const float4& o) {
   if (!Tile::kFragments)
@@ -127,8 +128,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     const Sum whole = sum_share(parts, task, row, 0, 1);
     const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
 #pragma unroll
-    for (int j = 0; j < kVecs; ++j)
-      put_vec(params, result, lane + 32 * j, whole.o[j]);
+    for (int j = 0; j < kVecs; ++j) put_vec(params, result, lane + 32 * j, whole.o[j]);
   } else {
     __shared__ Smem smem;
     const Sum share = sum_share(parts, task, row, warp, kWarps);

@@ -98,8 +98,8 @@ struct SplitConsumer : Consumer<false> {
                                 o[i + 4 + 2 * r + 1]};
   }
 
-  // A row of the result, where it exists, 16 bytes at a time: of four blocks of 8 columns, each lane
-  // of a quad has one.
+  // A row of the result, where it exists, 16 bytes at a time: of four blocks of 8 columns, each
+  // lane of a quad has one.
   __device__ __forceinline__ void put_result(const OutputRow& result, bool exists, int r) const {
     const int column = first_panel * 64 + lane % 4 * 8;
     T* const target = static_cast<T*>(params.out) + result.at + column;

@@ -8,9 +8,9 @@
 namespace mla {
 
 // Softmax-weighted sums of a split's values, relative to 2^max, and the sums of weights. O is in
-// vectors of four numbers: row after row, or, of 64 rows, as the lanes of wgmma hold it. There eight
-// rows have each vector side by side, so that a warp's stores are 512 contiguous bytes, and vector
-// 4m + t of a row is columns 2t and 2t + 1 of the 8 from 16m on, then of the next 8.
+// vectors of four numbers: row after row, or, of 64 rows, as the lanes of wgmma hold it. There
+// eight rows have each vector side by side, so that a warp's stores are 512 contiguous bytes, and
+// vector 4m + t of a row is columns 2t and 2t + 1 of the 8 from 16m on, then of the next 8.
 template <int kRows, int kLatent>
 struct PartialTile {
   static constexpr bool kFragments = kRows == 64;
