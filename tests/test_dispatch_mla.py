@@ -197,6 +197,57 @@ def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, til
     assert packed(launch, DECODE_PARAMS)["heads_kv"] == tiles
 
 
+@pytest.mark.parametrize(
+    ("changes", "merges"),
+    [
+        ({}, True),
+        ({"max_pages": 2}, False),  # a pair of blocks
+        ({"max_pages": 3}, True),
+        ({"num_splits": 1}, False),
+        ({"num_splits": 2}, True),
+        ({"top_k": 128}, False),
+        ({"top_k": 129}, True),
+        ({"format": "int8", "max_pages": 1}, False),
+    ],
+)
+def test_nothing_is_merged_where_nothing_can_be_split(changes, merges):
+    launches = choose_mla(described(**({"heads": 128} | changes)))
+    assert launches.main.workspace_bytes == 0
+    assert [bool(n) for n in (launches.combine, launches.part_bytes, launches.task_bytes)] == [
+        merges
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "box"),
+    [
+        ({"heads": 128}, (64, 64, 1, 1)),
+        ({"heads": 16, "seqlen_q": 3, "batch": 20}, (64, 16, 3, 1)),
+        ({"heads": 16, "seqlen_q": 4, "num_splits": 2}, (64, 16, 4, 1)),
+        ({"heads": 16, "seqlen_q": 5}, (64, 8, 5, 1)),  # two tiles of heads
+        ({"heads": 128, "seqlen_q": 2}, (64, 32, 2, 1)),
+        ({"heads": 128, "seqlen_q": 9, "top_k": 10}, (64, 64, 1, 1)),  # each query by itself
+        ({"heads": 1, "seqlen_q": 100}, (64, 1, 64, 1)),  # two tiles of tokens
+        ({"heads": 65}, None),
+        ({"heads": 128, "format": "int8"}, None),
+    ],
+)
+def test_queries_are_loaded_as_boxes(changes, box):
+    launch = choose_mla(described(**changes)).main
+    maps = launch.tensor_maps
+    rows = packed(launch, MLA_PARAMS)["query_rows"]
+    if box is None:
+        assert rows == 0
+        assert "q" not in maps
+        return
+    assert rows == math.prod(box[1:])
+    assert maps["q"].box == maps["q_rope"].box == box
+    heads, tokens = changes["heads"], changes.get("seqlen_q", 1)
+    by_query = "top_k" in changes
+    assert maps["q"].shape == (512, heads, 1 if by_query else tokens, maps["q"].shape[3])
+    assert maps["q_rope"].strides == tuple(stride // 8 for stride in maps["q"].strides)
+
+
 @pytest.mark.parametrize("changes", [{"page_size": 4}, {"top_k": 10}])
 def test_keys_that_lie_apart_are_gathered(changes):
     for call, gathers in ((described(), False), (described(**changes), True)):

@@ -403,6 +403,7 @@ def mla_arguments(
     *,
     index_stride: int,
     row_tiles: int,
+    query_rows: int = 0,
 ) -> Arguments:
     """Pack MLA_PARAMS but for what each launch fills in.
 
@@ -414,7 +415,7 @@ def mla_arguments(
         Strides of the queries' and the pages' rotated parts, in bytes.
     index_stride : int
         Elements from row to row of the indices; 0 without.
-    row_tiles : int
+    row_tiles, query_rows : int
         As in MlaParams.
     """
     itemsize = spec.dtype.itemsize
@@ -428,6 +429,7 @@ def mla_arguments(
         window_left=_bounded(spec.window_left),
         window_right=_bounded(spec.window_right),
         capacity=spec.seqlen_k,
+        query_rows=query_rows,
     )
 
 

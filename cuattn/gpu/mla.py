@@ -79,9 +79,9 @@ def forward(
                 "page_table": page_table.data.ptr,
                 "seq_lens": 0 if sparse else seq_lens.data.ptr,
                 "cu_seqlens_q": 0 if sparse else pointer(cu_seqlens_q),
-                "q_rope": q_rope.data.ptr,
                 "latent": latents.data.ptr,
-                # Where nothing is rotated, the map of it is the latents'.
+                # Where nothing is rotated, the maps of it are the latents'.
+                "q_rope": (q_rope if spec.head_dim > spec.head_dim_v else q_latent).data.ptr,
                 "rope": (rope_pages if spec.head_dim > spec.head_dim_v else latents).data.ptr,
                 "indices": pointer(indices),
                 "lengths": seq_lens.data.ptr,

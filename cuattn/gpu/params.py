@@ -92,7 +92,7 @@ MLA_PARAMS = Struct(
     ("Strides", "q_rope_stride"),
     ("PageStrides", "rope_stride"),
     ("long long", "index_stride"),
-    ("int", "tokens sequences row_tiles window_left window_right capacity"),
+    ("int", "tokens sequences row_tiles window_left window_right capacity query_rows"),
     call_id="call_id",
 )
 
@@ -115,7 +115,7 @@ TAKE_PARAMS = Struct(
 
 DECODE_MAPS = Struct("Maps", ("ptx::TensorMap", "k v"))
 
-MLA_MAPS = Struct("Maps", ("ptx::TensorMap", "latent rope"))
+MLA_MAPS = Struct("Maps", ("ptx::TensorMap", "latent rope q q_rope"))
 
 MAX_PARTS = 32  # kMaxParts of rawkernels/decoding/merge.cu
 MERGE_PARAMS = Struct(

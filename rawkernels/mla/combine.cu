@@ -68,8 +68,7 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
       max_sum[i] = part.max_sum[row];
 #pragma unroll
       for (int j = 0; j < kVecs; ++j)
-        o[i][j] =
-            reinterpret_cast<const float4*>(part.o[row] + blockIdx.z * kColumns)[lane + 32 * j];
+        o[i][j] = part.o[Tile::at(row, blockIdx.z * (kColumns / 4) + lane + 32 * j)];
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -87,8 +86,21 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
   return whole;
 }
 
-__device__ __forceinline__ tile::Vec<float, 4> columns_of(const float4& o) {
-  return {o.x, o.y, o.z, o.w};
+// Writes a lane's vector of a row: four neighbouring columns. Of fragments, which have pairs of
+// columns, two lanes exchange one of theirs. By all lanes of a warp, whose vectors lie side by
+// side.
+__device__ __forceinline__ void put_vec(const DecodeParams& params, const OutputRow& row, int vec,
+                                        const float4& o) {
+  if (!Tile::kFragments)
+    return put_columns<T>(params, row, vec * 4, tile::Vec<float, 4>{o.x, o.y, o.z, o.w});
+  const bool odd = vec % 2;
+  const float x = __shfl_xor_sync(~0u, odd ? o.x : o.z, 1);
+  const float y = __shfl_xor_sync(~0u, odd ? o.y : o.w, 1);
+  const int column = vec / 4 * 16 + vec % 2 * 8 + vec % 4 / 2 * 4;
+  if (odd)
+    put_columns<T>(params, row, column, tile::Vec<float, 4>{x, y, o.z, o.w});
+  else
+    put_columns<T>(params, row, column, tile::Vec<float, 4>{o.x, o.y, x, y});
 }
 
 }  // namespace mla
@@ -116,8 +128,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     const Sum whole = sum_share(parts, task, row, 0, 1);
     const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
 #pragma unroll
-    for (int j = 0; j < kVecs; ++j)
-      put_columns<T>(params, result, (lane + 32 * j) * 4, columns_of(whole.o[j]));
+    for (int j = 0; j < kVecs; ++j) put_vec(params, result, lane + 32 * j, whole.o[j]);
   } else {
     __shared__ Smem smem;
     const Sum share = sum_share(parts, task, row, warp, kWarps);
@@ -139,6 +150,6 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
            fmaf(factor, other.w, o.w)};
     }
     const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
-    put_columns<T>(params, result, blockIdx.z * kColumns + threadIdx.x * 4, columns_of(o));
+    put_vec(params, result, blockIdx.z * (kColumns / 4) + threadIdx.x, o);
   }
 }

@@ -17,8 +17,8 @@
 namespace mla {
 
 // A consumer of a block's work: the odd one has odd blocks of keys and the right half of O. Blocks
-// of a split follow each other; or, where kApart, the thread blocks of clusters take them in turn,
-// and the last pair may be one block.
+// of a split follow each other; or, where kApart, the thread blocks of clusters take them in turn.
+// The last pair may be one block.
 template <bool kApart>
 struct Consumer {
   Smem& smem;
@@ -30,7 +30,7 @@ struct Consumer {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row = 16 * warp + tile::lane_row(lane);  // this lane's first; it has row + 8 too
 
-  unsigned parity = 0;  // of both buffers' present use
+  unsigned parity = 0;  // of the present use of this consumer's buffer
   const Work* work = nullptr;
   int first = 0;           // key of the pair of blocks
   bool ends_even = false;  // the last pair has no odd block
@@ -177,8 +177,8 @@ struct Consumer {
       multiply_keys<false>(s);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
+      if (pairs == 1) leave_queries();
       soften(s, p, first, correction);  // there is nothing in O yet
-      if (kApart && pairs == 1) leave_queries();
     }
     while (true) {
       clear_values(0, first);
@@ -199,56 +199,63 @@ struct Consumer {
         ptx::wgmma_wait_group<1>();
       }
       ptx::wgmma_keep(s);
+      if (pairs == 1) leave_queries();
       const bool raises = soften(s, p, first, correction);
-      if (kApart && pairs == 1) leave_queries();
       if (!kValuesFirst) finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
-    if (!kApart || !ends_even) {
+    if (!ends_even) {
       add_other_block(first + odd_distance());
       finish_values(smem.empty_first[1]);
     }
     parity ^= 1;
   }
 
-  // Where few pairs decide how long it takes, the odd block's scores do not wait for the even one's
-  // values.
+  // A split's first scores, and all where few pairs decide how long it takes, do not wait for the
+  // even block's values.
   __device__ __forceinline__ void odd_rounds(int pairs) {
+    if (!kApart && !Config::gather) odd_round<true>(--pairs == 0);
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair) {
-      float s[kBlockKeys / 2], correction[2];
-      unsigned p[kBlockKeys / 4];
-      const bool last = kApart && pair + 1 == pairs;
-      if (last && ends_even) {
-        leave_queries();
-        add_other_block(first);
-        finish_values(smem.empty_second[0]);
-        break;
-      }
-      if (kApart) multiply_keys<true>(s);
+    while (pairs > 0) odd_round<kApart>(--pairs == 0);
+  }
+  template <bool kAhead>
+  __device__ __forceinline__ void odd_round(bool last) {
+    float s[kBlockKeys / 2], correction[2];
+    unsigned p[kBlockKeys / 4];
+    if (last && ends_even) {
+      leave_queries();
       add_other_block(first);
-      if (kApart) {
-        ptx::wgmma_wait_group<1>();
-      } else {
-        finish_values(smem.empty_second[0]);
-        multiply_keys<true>(s);
-        ptx::wgmma_wait_group<0>();
-      }
-      ptx::wgmma_keep(s);
-      const bool raises = soften(s, p, first + odd_distance(), correction);
-      if (last) leave_queries();
-      if (kApart) finish_values(smem.empty_second[0]);
-      if (raises) tile::scale_rows(o, correction);
-      clear_values(1, first + odd_distance());
-      multiply_own_values(p);
-      finish_values(smem.empty_second[1]);
-      first += pair_distance();
-      parity ^= 1;
+      finish_values(smem.empty_second[0]);
+      return;
     }
+    if (kAhead) multiply_keys<true>(s);
+    add_other_block(first);
+    if (kAhead) {
+      ptx::wgmma_wait_group<1>();
+    } else {
+      finish_values(smem.empty_second[0]);
+      multiply_keys<true>(s);
+      ptx::wgmma_wait_group<0>();
+    }
+    ptx::wgmma_keep(s);
+    if (last) leave_queries();
+    const bool raises = soften(s, p, first + odd_distance(), correction);
+    if (kAhead) finish_values(smem.empty_second[0]);
+    if (raises) tile::scale_rows(o, correction);
+    clear_values(1, first + odd_distance());
+    multiply_own_values(p);
+    finish_values(smem.empty_second[1]);
+    first += pair_distance();
+    parity ^= 1;
   }
 
-  // After this consumer's last scores: the cluster may write where Q was.
-  __device__ __forceinline__ void leave_queries() const { ptx::cluster_arrive(); }
+  // After this consumer's last scores: the cluster may write where Q was, or TMA the next split's.
+  __device__ __forceinline__ void leave_queries() const {
+    if (kApart)
+      ptx::cluster_arrive();
+    else if (!kExpands)
+      tile::arrive_warp(smem.empty_q);
+  }
 
   // Scores of keys that a row does not see become -inf.
   __device__ __forceinline__ void hide_keys(float (&s)[kBlockKeys / 2], int key) {

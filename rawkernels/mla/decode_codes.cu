@@ -111,7 +111,7 @@ __device__ __forceinline__ void combine(const Smem& smem, const DecodeParams& pa
     }
     if (place.count > 1) {
       auto& part = static_cast<PartialTile<kRows, kLatent>*>(mla.parts)[place.slot(place.index)];
-      reinterpret_cast<decoding::FourColumns<float>&>(part.o[row][column]) = whole.o;
+      reinterpret_cast<decoding::FourColumns<float>&>(part.o[part.at(row, column / 4)]) = whole.o;
       if (column == 0) part.max_sum[row] = {whole.max, whole.sum};
     } else {
       const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);

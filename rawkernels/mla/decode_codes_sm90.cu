@@ -108,7 +108,7 @@ __device__ __forceinline__ void put(const Smem& smem, const DecodeParams& params
     }
     if (place.count > 1) {
       auto& part = static_cast<PartialTile<kRows, kLatent>*>(mla.parts)[place.slot(place.index)];
-      reinterpret_cast<decoding::FourColumns<float>&>(part.o[row][column]) = o;
+      reinterpret_cast<decoding::FourColumns<float>&>(part.o[part.at(row, column / 4)]) = o;
       if (column == 0) part.max_sum[row] = {max, sum};
     } else {
       put_columns<T>(params, output_row<T, kRows>(params, split, row, max, sum), column, o);

@@ -25,25 +25,38 @@ struct SplitConsumer : Consumer<false> {
   tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
+    const bool by_tma = !kExpands && mla.query_rows > 0;
+    if (by_tma) clear_missing_queries();
     while (true) {
       const tile::PipelineState<kQueue> place = queue.state();
       ptx::mbarrier_wait(smem.full_work[place.index], place.parity);
       work = &smem.queue[place.index];
-      const int pairs = work->pairs;
-      if (pairs < 0) return;
-      if (pairs > 0) load_queries(smem, params, mla, work->split);
+      const int blocks = work->blocks, pairs = (blocks + 1) / 2;
+      if (blocks < 0) return;
+      ends_even = !kExpands && blocks % 2 == 1;
+      if (!by_tma && pairs > 0) load_queries(smem, params, mla, work->split);
       start();
+      if (by_tma) ptx::mbarrier_wait(smem.full_q, queue.count % 2);
       ptx::bar_sync(kBoth, kConsumers);
-      if (pairs > 0) {
-        if (odd)
-          odd_rounds(pairs);
-        else
-          even_rounds(pairs);
-      }
+      if (pairs == 0)
+        leave_queries();
+      else if (odd)
+        odd_rounds(pairs);
+      else
+        even_rounds(pairs);
       finish();
       tile::arrive_warp(smem.empty_work[queue.state().index]);
       queue.advance();
     }
+  }
+
+  // Zeros for the rows that TMA does not load, in any split.
+  __device__ __forceinline__ void clear_missing_queries() const {
+    constexpr int kChunks = kPanels * 8;
+#pragma unroll 1
+    for (int i = mla.query_rows * kChunks + threadIdx.x; i < kRows * kChunks; i += kConsumers)
+      *reinterpret_cast<uint4*>(smem.q[i % kChunks / 8] + Panel::at(i / kChunks, i % 8)) = {};
+    ptx::fence_proxy_async();
   }
 
   // The end of a split: sums of both consumers, then the result or a partial one.
@@ -57,38 +70,51 @@ struct SplitConsumer : Consumer<false> {
     ptx::bar_sync(kBoth, kConsumers);
     const decoding::Split& split = work->split;
     const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
-    const int column = first_panel * 64 + tile::lane_column(lane);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int its_row = row + 8 * r;
       sum[r] += smem.row_sum[!odd][its_row];
-      if (its_row >= rows) continue;
       const float max = softmax.row_max[r] * scale_log2;
-      if (work->place.count > 1) {
-        auto& part = static_cast<PartialTile<kRows, kLatent>*>(
-            mla.parts)[work->place.slot(work->place.index)];
-        if (!odd && lane % 4 == 0) part.max_sum[its_row] = {max, sum[r]};
-        float* const to = part.o[its_row] + column;
-#pragma unroll
-        for (int i = 0; i < kLatent / 4; i += 4)
-          *reinterpret_cast<float2*>(to + tile::fragment_column(i)) = {o[i + 2 * r],
-                                                                       o[i + 2 * r + 1]};
-      } else {
-        put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), column, r);
-      }
+      if (work->place.count > 1)
+        put_part(its_row, its_row < rows, max, sum[r], r);
+      else
+        put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), its_row < rows, r);
     }
     if (threadIdx.x == 0 && work->place.index + 1 == work->place.count)
       put_task<kRows>(params, mla, split, work->place);
   }
 
-  __device__ __forceinline__ void put_result(const OutputRow& result, int column, int r) const {
+  // A row of a partial result, where it exists: numbers go where they are in the fragment.
+  __device__ __forceinline__ void put_part(int its_row, bool exists, float max, float sum,
+                                           int r) const {
+    if (!exists) return;
+    using Tile = PartialTile<kRows, kLatent>;
+    Tile& part = static_cast<Tile*>(mla.parts)[work->place.slot(work->place.index)];
+    if (!odd && lane % 4 == 0) part.max_sum[its_row] = {max, sum};
+    float4* const to = part.o + Tile::at(its_row, first_panel * 16 + lane % 4);
+#pragma unroll
+    for (int i = 0; i < kLatent / 4; i += 8)
+      to[Tile::at(0, i / 2)] = {o[i + 2 * r], o[i + 2 * r + 1], o[i + 4 + 2 * r],
+                                o[i + 4 + 2 * r + 1]};
+  }
+
+  // A row of the result, where it exists, 16 bytes at a time: of four blocks of 8 columns, each
+  // lane of a quad has one.
+  __device__ __forceinline__ void put_result(const OutputRow& result, bool exists, int r) const {
+    const int column = first_panel * 64 + lane % 4 * 8;
     T* const target = static_cast<T*>(params.out) + result.at + column;
 #pragma unroll
-    for (int i = 0; i < kLatent / 4; i += 4)
-      if (column + tile::fragment_column(i) < params.head_dim_v)
-        *reinterpret_cast<unsigned*>(target + tile::fragment_column(i)) =
-            tile::pack<T>(o[i + 2 * r] * result.factor, o[i + 2 * r + 1] * result.factor);
-    if (!odd && lane % 4 == 0) put_lse(params, result);
+    for (int i = 0; i < kLatent / 4; i += 16) {
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        words[j] = tile::pack<T>(o[i + 4 * j + 2 * r] * result.factor,
+                                 o[i + 4 * j + 2 * r + 1] * result.factor);
+      tile::transpose_quad(words);
+      if (exists && column + i * 2 < params.head_dim_v)
+        *reinterpret_cast<uint4*>(target + i * 2) = {words[0], words[1], words[2], words[3]};
+    }
+    if (exists && !odd && lane % 4 == 0) put_lse(params, result);
   }
 };
 
@@ -101,7 +127,13 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   mla::Smem& smem = *reinterpret_cast<mla::Smem*>(dynamic_smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) mla::prepare(smem, maps);
+  if (threadIdx.x == 0) {
+    mla::prepare(smem, maps);
+    if (mla_params.query_rows > 0) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.q_rope);
+    }
+  }
   __syncthreads();
   if (warpgroup < 2) {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
@@ -111,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     if constexpr (Config::latent_format != tile::kPlain)
       mla::expand<Config::latent_format>(smem, params, mla_params);
     else if (Config::gather)
-      mla::gather(smem, params, mla_params);
+      mla::gather(smem, params, mla_params, maps);
     else
-      mla::produce(smem, params, maps);
+      mla::produce(smem, params, mla_params, maps);
   }
 }

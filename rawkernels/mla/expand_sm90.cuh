@@ -288,13 +288,13 @@ __device__ __forceinline__ void expand(Smem& common, const DecodeParams& params,
     const bool found = expander.lane() == 0 && state.schedule.next(params, split);
     const bool exists = __any_sync(~0u, found);
     __syncwarp();
-    const int pairs = put_work(smem, params, state.schedule, split, exists, state.queue);
+    const int its_blocks = put_work(smem, params, state.schedule, split, exists, state.queue);
     __syncwarp();
-    if (pairs < 0) return;
-    if (pairs == 0) continue;
+    if (its_blocks < 0) return;
+    if (its_blocks == 0) continue;
     expander.start(split);
     unsigned blocks = state.blocks;
-    const unsigned end = blocks + 2 * pairs;
+    const unsigned end = blocks + its_blocks;
 #pragma unroll 1
     do expander.load_block(blocks);
     while (++blocks != end);

@@ -114,25 +114,36 @@ struct Gatherer {
 };
 
 __device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
-                                       const MlaParams& mla) {
+                                       const MlaParams& mla, const Maps& maps) {
   static_assert(sizeof(GatherSmem) <= Config::smem_bytes, "Config has to ask for all of it");
   Schedule schedule;
   Gatherer gatherer = {static_cast<GatherSmem&>(common), params, mla};
   tile::PipelineState<kQueue> queue;
-  unsigned parity = 0;
+  unsigned parities[2] = {};  // of each buffer's present use, and then of the one before
+  // The last warp asks for the queries: of the first split at once, of others behind their first
+  // keys, whose buffer is free before Q is.
+  const bool asks = gatherer.warp == kProducers - 1;
+  bool asks_first = asks;
+  unsigned parity_q = 0;
   bool exists = schedule.start(params);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int pairs = put_work(common, params, schedule, split, exists, queue);
+    const int blocks = put_work(common, params, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
-    if (pairs > 0) gatherer.start(split);
+    asks_first |= asks && blocks == 0;
+    if (asks_first) ask_queries(common, params, mla, maps, split, parity_q);
+    if (blocks > 0) gatherer.start(split);
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, parity ^= 1) {
-      gatherer.load<0>(parity ^ 1);
-      gatherer.load<1>(parity ^ 1);
+    for (int block = 0; block < blocks; block += 2) {
+      gatherer.load<0>(parities[0] ^= 1);
+      if (asks && !asks_first && block == 0)
+        ask_queries(common, params, mla, maps, split, parity_q);
+      if (block + 1 < blocks) gatherer.load<1>(parities[1] ^= 1);
     }
+    asks_first = false;
+    parity_q ^= 1;
   }
 }
 

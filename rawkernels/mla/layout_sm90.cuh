@@ -42,12 +42,12 @@ constexpr bool kValuesFirst = kExpands;
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 using Schedule = PieceSchedule<kRows, kBlockKeys>;
 
-// A split, as the producer finds it and consumers work on it. Blocks are counted in pairs: where
-// there is an odd number, the last one's keys do not exist.
+// A split, as the producer finds it and consumers work on it. Where codes are expanded it has whole
+// pairs of blocks: the keys of the last one may all be missing.
 struct Work {
   decoding::Split split;
   decoding::SplitPlace place;
-  int pairs;  // -1: there are no more splits
+  int blocks;  // -1: there are no more splits
 };
 
 struct Smem {
@@ -66,6 +66,8 @@ struct Smem {
   // right ones, which the odd one does.
   ptx::Mbarrier empty_first[2], empty_second[2];
   ptx::Mbarrier full_work[kQueue], empty_work[kQueue];
+  // Q is there, where TMA loads it; both consumers have their last scores of the split.
+  ptx::Mbarrier full_q, empty_q;
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 

@@ -34,7 +34,7 @@ struct MlaParams {
   const int* cu_tokens;        // of them: where each one's queries begin; null: `tokens` of each
   void* parts;                 // for partial results, PartialTile each
   unsigned long long call_id;  // a random number of this call's own
-  CombineTask* tasks;          // one for each tile of rows
+  CombineTask* tasks;          // one for each tile of rows; null: nothing is to be merged
   Strides q_rope_stride;
   PageStrides rope_stride;
   long long index_stride;
@@ -42,6 +42,7 @@ struct MlaParams {
   int row_tiles;                  // of a sequence, where all have as many queries
   int window_left, window_right;  // with `indices`, where DecodeParams has none
   int capacity;                   // tokens that a sequence's pages have room for
+  int query_rows;  // of a tile, that TMA loads as one box; 0: rows are copied one by one
 };
 
 namespace mla {

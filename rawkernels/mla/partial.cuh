@@ -7,11 +7,21 @@
 
 namespace mla {
 
-// Softmax-weighted sums of a split's values, relative to 2^max, and the sums of weights.
+// Softmax-weighted sums of a split's values, relative to 2^max, and the sums of weights. O is in
+// vectors of four numbers: row after row, or, of 64 rows, as the lanes of wgmma hold it. There
+// eight rows have each vector side by side, so that a warp's stores are 512 contiguous bytes, and
+// vector 4m + t of a row is columns 2t and 2t + 1 of the 8 from 16m on, then of the next 8.
 template <int kRows, int kLatent>
 struct PartialTile {
-  float o[kRows][kLatent];
+  static constexpr bool kFragments = kRows == 64;
+  static constexpr int kVecs = kLatent / 4;  // of a row
+  float4 o[kRows * kVecs];
   float2 max_sum[kRows];
+
+  __device__ __forceinline__ static constexpr int at(int row, int vec) {
+    if (!kFragments) return row * kVecs + vec;
+    return ((row / 8 * (kVecs / 4) + vec / 4) * 8 + row % 8) * 4 + vec % 4;
+  }
 };
 
 // Leaves what merges a tile's partial results, by the split that is its last.
@@ -19,6 +29,7 @@ template <int kRows>
 __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaParams& mla,
                                          const decoding::Split& split,
                                          const decoding::SplitPlace& place) {
+  if (mla.tasks == nullptr) return;  // no call like this one has more than one split of a tile
   CombineTask task;
   // In a replay of a CUDA graph the tile's task may be there from the replay before.
   task.call_id = place.count > 1 ? mla.call_id : 0;

@@ -1,5 +1,6 @@
 // The producing warps of mla/decode_sm90.cu: each finds the block's splits, and loads one half of
-// the blocks of one buffer, as soon as it is free.
+// the blocks of one buffer, as soon as it is free. The last one, whose keys are needed last, asks
+// for the queries too: while the end of the split before is computed.
 #pragma once
 
 #include "mla/layout_sm90.cuh"
@@ -7,6 +8,7 @@
 
 struct Maps {
   ptx::TensorMap latent, rope;  // (64 columns, key of a page, panel, page)
+  ptx::TensorMap q, q_rope;     // (columns, head, token, sequence)
 };
 
 namespace mla {
@@ -26,7 +28,34 @@ __device__ __forceinline__ void prepare(Smem& smem, const Maps& maps) {
     ptx::mbarrier_init(smem.full_work[i], 1);
     ptx::mbarrier_init(smem.empty_work[i], kConsumers / 32);
   }
+  ptx::mbarrier_init(smem.full_q, 1);
+  ptx::mbarrier_init(smem.empty_q, kConsumers / 32);
   ptx::fence_mbarrier_init();
+}
+
+// Asks TMA for the queries of a split, after the scores of the one before. By one warp, for every
+// split.
+__device__ __forceinline__ void ask_queries(Smem& smem, const DecodeParams& params,
+                                            const MlaParams& mla, const Maps& maps,
+                                            const decoding::Split& split, unsigned parity) {
+  if (mla.query_rows == 0) return;  // the consumers copy them
+  ptx::mbarrier_wait(smem.empty_q, parity ^ 1);
+  const int first = split.row_tile * kRows, token = divided_by_group(params, first);
+  const int head = split.head * params.group + first - token * params.group;
+  const int sequence = params.cu_seqlens_q == nullptr ? split.seq.index : 0;
+  // Where nothing is rotated, the map is that of latents, which have no such panel: zeros.
+  const int rope_column = params.head_dim > params.head_dim_v ? 0 : kLatent;
+  if (ptx::elect_one()) {
+    ptx::mbarrier_arrive_expect_tx(smem.full_q, kPanels * Panel::kRowBytes * mla.query_rows);
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      const bool rotated = i == kRopePanel;
+      ptx::tma_load(smem.q[i], rotated ? maps.q_rope : maps.q, smem.full_q,
+                    rotated ? rope_column : i * 64, head, split.seq.begin_q + token, sequence,
+                    ptx::kEvictNormal);
+    }
+  }
+  __syncwarp();
 }
 
 // Loads blocks of keys, of which a lane has the pages: one, or those that a block consists of. TMA
@@ -93,48 +122,52 @@ struct Loader {
   }
 };
 
-// Tells the consumers of a split; how many pairs of blocks it has.
+// Tells the consumers of a split; how many blocks of keys it has, -1 where there is no split.
 __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
                                         const Schedule& schedule, const decoding::Split& split,
                                         bool exists, tile::PipelineState<kQueue>& queue) {
   const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
-  const int pairs = exists ? (keys + 2 * kBlockKeys - 1) / (2 * kBlockKeys) : -1;
-  if (threadIdx.x != kConsumers) return pairs;
+  constexpr int kStepKeys = (kExpands ? 2 : 1) * kBlockKeys;
+  const int blocks = exists ? (keys + kStepKeys - 1) / kStepKeys * (kStepKeys / kBlockKeys) : -1;
+  if (threadIdx.x != kConsumers) return blocks;
   ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
   Work& work = smem.queue[queue.index];
-  work.pairs = pairs;
+  work.blocks = blocks;
   if (exists) {
     work.split = split;
     work.place = schedule.place_of(params, split);
   }
   ptx::mbarrier_arrive(smem.full_work[queue.index]);
   queue.advance();
-  return pairs;
+  return blocks;
 }
 
 // By each of four warps.
-__device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params, const Maps& maps) {
+__device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
+                                        const MlaParams& mla, const Maps& maps) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   const int buffer = warp / 2, half = warp % 2;
   ptx::Mbarrier& empty = (half == 0 ? smem.empty_first : smem.empty_second)[buffer];
   Schedule schedule;
   Loader loader = {params, maps};
   tile::PipelineState<kQueue> queue;
-  unsigned parity = 0;  // of the buffer's present use
+  unsigned parity = 0, parity_q = 0;  // of the present use of the buffer, and of Q
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   bool exists = schedule.start(params);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int pairs = put_work(smem, params, schedule, split, exists, queue);
+    const int blocks = put_work(smem, params, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     loader.begin(split);
     int first = split.origin + buffer * kBlockKeys;
-    int next_page = pairs > 0 ? loader.page_of_lane(first) : 0;
+    int next_page = buffer < blocks ? loader.page_of_lane(first) : 0;
+    if (warp == 3) ask_queries(smem, params, mla, maps, split, parity_q);
+    parity_q ^= 1;
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, parity ^= 1, first += 2 * kBlockKeys) {
+    for (int block = buffer; block < blocks; block += 2, parity ^= 1, first += 2 * kBlockKeys) {
       const int page = next_page;
       next_page = loader.page_of_lane(first + 2 * kBlockKeys);
       ptx::mbarrier_wait(empty, parity ^ 1);

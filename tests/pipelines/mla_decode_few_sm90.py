@@ -22,6 +22,7 @@ from tests.pipelines.mla_decode_sm90 import (
     PARTS,
     SIDE,
     WARPS,
+    after_queries,
     second,
 )
 
@@ -44,7 +45,7 @@ def protocols() -> set[Protocol]:
     found = set()
     for constants in source.constants_of_variants(KERNEL):
         arrivals = source.arrivals(text, constants)
-        used = {name: n for name, n in arrivals.items() if not name.endswith("_work")}
+        used = {name: n for name, n in arrivals.items() if not name.endswith(("_work", "_q"))}
         found.add(Protocol(tuple(sorted(used.items()))))
     return found
 
@@ -127,34 +128,11 @@ class Warp(mla_decode_sm90.Warp):
             operations.append(Sync("both", EACH * 32))
             rounds = self.odd_rounds if self.odd else self.even_rounds
             operations += rounds((count + 1) // 2, count % 2 == 1)
-        reads = [i for i, o in enumerate(operations) if isinstance(o, Read) and o[0][:2] == "q."]
-        last = reads[-1] + 1 if reads else 0
-        yield from operations[:last]
-        yield Arrive("cluster")  # leave_queries
-        yield from operations[last:]
+        yield from after_queries(iter(operations), [Arrive("cluster")])
         yield Advance("q")
 
-    def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
-        """Scores are issued before the even block's values are."""
-        for pair in range(pairs):
-            has_block = not (ends_even and pair + 1 == pairs)
-            if has_block:
-                yield from self.issue_scores(1)
-            yield from self.other_block(0)
-            if has_block:
-                yield from self.read_keys(1)
-                yield from self.soften(1)
-            yield from self.values(0)
-            yield from self.probabilities(0)
-            yield Arrive("empty_second.0", EACH)
-            yield Advance("k.0")
-            yield Advance("rotated.0", 2)
-            if has_block:
-                yield Advance("rounds")
-                for _ in range(2):
-                    yield from self.values(1)
-                yield Arrive("empty_second.1", EACH)
-                yield Advance("k.1")
+    def scores_first(self, pair: int) -> bool:
+        return True
 
     def stage(self, count: int) -> Iterator[NamedTuple]:
         """This warp's rows to the place of odd blocks of keys."""

@@ -1,13 +1,14 @@
 """The pipeline of mla/decode_sm90.cu: a producing warp that finds splits and loads blocks of keys,
 and two consumers that share probabilities and maxima.
 
-An input is a split: how many pairs of blocks of keys it has. Two warps stand for a consumer's four:
+An input is a split: how many blocks of keys it has. Two warps stand for a consumer's four:
 all of them do the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -46,23 +47,34 @@ class Protocol:
     producers: int  # that share each block's keys; 0: four, each asks TMA for half of a buffer
     full: tuple[str, ...]  # parts with a barrier, which is that of those that follow too
     values_first: bool  # the even consumer adds the odd values before it asks for its next scores
+    asks: bool  # a producing warp asks TMA for queries; else the consumers copy them
+    blocks: tuple[int, ...]  # of keys, that a split may have
 
 
 def protocols() -> set[Protocol]:
     """Every protocol that some variant has."""
     text = source.text(KERNEL)
     named = re.findall(r"bar_(?:sync|arrive)\(\w+(?: \+ \w+)?, (\w+)\)", text)
-    return {
-        Protocol(
+    found = set()
+    for constants in source.constants_of_variants(KERNEL):
+        whole_pairs = bool(constants["kExpands"])
+        arrivals = source.arrivals(text, constants)
+        copied = {name: n for name, n in arrivals.items() if not name.endswith("_q")}
+        protocol = Protocol(
             constants["kQueue"],
-            tuple(sorted(source.arrivals(text, constants).items())),
+            tuple(sorted(copied.items())),
             tuple(sorted({constants.value(threads) for threads in named})),
             constants["kProducers"] if constants.config.gather else 0,
             ("left",) if constants["kExpands"] else PARTS[: 3 - constants.config.gather],
             bool(constants["kValuesFirst"]),
+            asks=False,
+            blocks=(0, 2, 4, 6) if whole_pairs else (0, 1, 2, 3, 4),
         )
-        for constants in source.constants_of_variants(KERNEL)
-    }
+        found.add(protocol)
+        if not whole_pairs:
+            asking = tuple(sorted(arrivals.items()))
+            found.add(dataclasses.replace(protocol, arrivals=asking, asks=True))
+    return found
 
 
 def second(buffer: int) -> tuple[str, ...]:
@@ -72,26 +84,35 @@ def second(buffer: int) -> tuple[str, ...]:
 
 class Producer:
     """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
-    by half or expands at once. The first one tells consumers of splits."""
+    by half or expands at once. The first one tells consumers of splits, the last one asks for
+    queries: before it loads keys, or, where it has keys of both buffers, behind the first ones of
+    all splits but the first."""
 
-    def __init__(self, warp: int, producers: int, full: tuple[str, ...]) -> None:
+    def __init__(self, warp: int, producers: int, full: tuple[str, ...], *, asks: bool) -> None:
         self.warp = warp
         self.full = full
+        self.asks = asks
         #: Of a warp with its keys, where it has some: each lane's copies and it.
         self.arrivals = producers // WARPS * 33
         self.halves = (0, 1) if producers else (warp % 2,)
         self.buffers = (0, 1) if producers else (warp // 2,)
 
-    def __call__(self, own, pairs) -> Iterator[NamedTuple]:
+    def __call__(self, own, blocks) -> Iterator[NamedTuple]:
         if self.warp == 0:
             yield Wait("empty_work", before=True)
             yield Write("work")
             yield Arrive("full_work")
             yield Advance("work")
-        if pairs == END:
+        if blocks == END:
             return
-        for _ in range(pairs):
+        behind = len(self.buffers) == 2 and own.begun and blocks > 0
+        own.begun = True
+        if self.asks and not behind:
+            yield from self.ask()
+        for first in range(0, blocks, 2):
             for buffer in self.buffers:
+                if first + buffer == blocks:
+                    break
                 waits = [
                     [Wait(f"empty_{half}.{buffer}", before=True)] for half in ("first", "second")
                 ]
@@ -106,6 +127,16 @@ class Producer:
                         yield Arrive(f"full_{self.full[barrier]}.{buffer}", self.arrivals)
                 yield Advance(f"k.{buffer}")
                 yield Advance(f"rotated.{buffer}", 2)
+                if self.asks and behind and first + buffer == 0:
+                    yield from self.ask()
+
+    def ask(self) -> Iterator[NamedTuple]:
+        """Asks TMA for the queries."""
+        yield Wait("empty_q", before=True)
+        yield Arrive("full_q", copies=2 * WARPS)
+        for odd, warp in itertools.product(range(2), range(WARPS)):
+            yield Copy("full_q", f"q.{odd}.{warp}")
+        yield Advance("q")
 
     def load(self, buffer: int, part: str) -> Iterator[NamedTuple]:
         """By TMA all of a part; else this warp's rows."""
@@ -127,22 +158,30 @@ class Warp:
         *,
         full: tuple[str, ...] = PARTS,
         values_first: bool = False,
+        by_tma: bool = False,
+        first_scores_first: bool = False,
     ) -> None:
         self.odd, self.warp = odd, warp
+        self.by_tma = by_tma
+        self.first_scores_first = first_scores_first
         self.full = full
         self.values_first = values_first
 
-    def __call__(self, own, pairs) -> Iterator[NamedTuple]:
+    def __call__(self, own, blocks) -> Iterator[NamedTuple]:
         odd, warp = self.odd, self.warp
         yield Wait("full_work")
         yield Read("work")
-        if pairs == END:
+        if blocks == END:
             return
-        for name in ("q", "max"):
+        for name in ("max",) if self.by_tma else ("q", "max"):
             yield Write(f"{name}.{odd}.{warp}")
         yield Advance("rounds")
+        if self.by_tma:
+            yield Wait("full_q")
         yield Sync("both", EACH * 32)
-        yield from self.odd_rounds(pairs) if odd else self.even_rounds(pairs)
+        rounds = self.odd_rounds if odd else self.even_rounds
+        leave = [Arrive("empty_q", EACH)] if self.by_tma else []
+        yield from after_queries(rounds((blocks + 1) // 2, blocks % 2 == 1), leave)
         yield Advance("q")
         yield Write(f"sum.{odd}.{warp}")
         yield Sync("both", EACH * 32)
@@ -183,19 +222,31 @@ class Warp:
         yield Advance("k.1")
         yield Advance("rotated.1", 2)
 
+    def scores_first(self, pair: int) -> bool:
+        """Whether the odd consumer issues its scores before it adds the even block's values."""
+        return pair == 0 and self.first_scores_first
+
     def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
         for pair in range(pairs):
+            has_block = not (ends_even and pair + 1 == pairs)
+            ahead = has_block and self.scores_first(pair)
+            if ahead:
+                yield from self.issue_scores(1)
             yield from self.other_block(0)
+            if ahead:
+                yield from self.read_keys(1)
+                yield from self.soften(1)
             yield from self.values(0)
             yield from self.probabilities(0)
             yield Arrive("empty_second.0", EACH)
             yield Advance("k.0")
             yield Advance("rotated.0", 2)
-            if ends_even and pair + 1 == pairs:
+            if not has_block:
                 break
-            yield from self.issue_scores(1)
-            yield from self.read_keys(1)
-            yield from self.soften(1)
+            if not ahead:
+                yield from self.issue_scores(1)
+                yield from self.read_keys(1)
+                yield from self.soften(1)
             yield Advance("rounds")
             for _ in range(2):
                 yield from self.values(1)
@@ -246,6 +297,16 @@ class Warp:
         yield Write(f"max.{self.odd}.{self.warp}")
 
 
+def after_queries(
+    operations: Iterator[NamedTuple], leave: list[NamedTuple]
+) -> Iterator[NamedTuple]:
+    """Operations, and what follows the last read of Q."""
+    listed = list(operations)
+    reads = [i for i, o in enumerate(listed) if isinstance(o, Read) and o[0].startswith("q.")]
+    last = reads[-1] + 1 if reads else 0
+    yield from (*listed[:last], *leave, *listed[last:])
+
+
 def pipeline(p: Protocol) -> Pipeline:
     """The model of a protocol."""
     arrivals = dict(p.arrivals)
@@ -259,9 +320,14 @@ def pipeline(p: Protocol) -> Pipeline:
         **{f"probabilities_{which}": ("once", named) for which in ("even", "odd")},
     }
     memory = {"work": "work"}
+    if p.asks:
+        barriers |= {f"{which}_q": ("q", arrivals[f"{which}_q"]) for which in ("full", "empty")}
+    producers = WARPS if p.producers else 2 * WARPS
     processes: dict[str, Role] = {
-        f"producer {warp}": Producer(warp, p.producers, p.full)
-        for warp in range(WARPS if p.producers else 2 * WARPS)
+        f"producer {warp}": Producer(
+            warp, p.producers, p.full, asks=p.asks and warp == producers - 1
+        )
+        for warp in range(producers)
     }
     for buffer in range(2):
         rings |= {f"k.{buffer}": 1, f"rotated.{buffer}": 1}
@@ -278,6 +344,11 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"sum.{buffer}.{warp}": "sums",
             }
             processes[f"consumer {buffer} warp {warp}"] = Warp(
-                buffer, warp, full=p.full, values_first=p.values_first
+                buffer,
+                warp,
+                full=p.full,
+                values_first=p.values_first,
+                by_tma=p.asks,
+                first_scores_first=p.producers == 0,
             )
-    return Pipeline(rings, barriers, memory, processes, (0, 1, 2, 3))
+    return Pipeline(rings, barriers, memory, processes, p.blocks, keeps={"begun": False})

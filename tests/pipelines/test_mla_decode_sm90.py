@@ -11,7 +11,7 @@ from tests.pipelines import explorer
 from tests.pipelines.mla_decode_sm90 import pipeline, protocols
 
 PROTOCOLS = sorted(protocols(), key=str)
-PROTOCOL = PROTOCOLS[0]
+COUNTS = [(p, name) for p in PROTOCOLS for name, _ in p.arrivals]
 
 
 @pytest.mark.parametrize("p", PROTOCOLS, ids=str)
@@ -19,8 +19,7 @@ def test_every_sequence_of_splits_ends(p):
     explorer.explore(pipeline(p))
 
 
-@pytest.mark.parametrize("p", PROTOCOLS, ids=str)
-@pytest.mark.parametrize("name", [name for name, _ in PROTOCOL.arrivals])
+@pytest.mark.parametrize(("p", "name"), COUNTS, ids=str)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_count_that_changes_alone_is_found(p, name, change):
     arrivals = tuple((n, c + change * (n == name)) for n, c in p.arrivals)
@@ -39,6 +38,8 @@ def test_a_count_that_changes_alone_is_found(p, name, change):
         (explorer.Wait, "full_right.1"),
         (explorer.Wait, "full_rotated.1"),
         (explorer.Wait, "full_work"),
+        (explorer.Wait, "full_q"),
+        (explorer.Wait, "empty_q"),
         (explorer.Sync, "own"),
         (explorer.Sync, "both"),
         (explorer.Sync, "probabilities_even"),

@@ -287,11 +287,13 @@ class Sm90Mla:
         if not gather and (few := _few(call, {"latent": latent, "rope": rope})) is not None:
             return few
         variant = _sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
-        launches = _merged(call, variant)
+        queries = _query_maps(call, variant.config.rows)
+        query_rows = math.prod(queries["q"].box[1:]) if queries else 0
+        launches = _merged(call, variant, query_rows)
         main = dataclasses.replace(
             launches.main,
             arguments=(*launches.main.arguments, MLA_MAPS.arguments()),
-            tensor_maps={"latent": latent, "rope": rope},
+            tensor_maps={"latent": latent, "rope": rope} | queries,
         )
         return dataclasses.replace(launches, main=main)
 
@@ -356,6 +358,34 @@ def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
         (key, 64 * column, page),
         (64, min(spec.page_size, 64), 1, 1),
     )
+
+
+def _query_maps(call: MlaCall, rows: int) -> dict[str, TensorMap]:
+    """Queries as mla/decode_sm90.cu reads them, where a tile of so many rows is one box of (64
+    columns, heads, tokens) of a sequence; none where it is not, and where latents are codes."""
+    of_call = call.as_call()
+    spec, q, q_rope = of_call.spec, of_call.strides.q, _q_rope_strides(call)
+    heads, tokens = spec.heads_q // _head_tiles(spec, rows), spec.seqlen_q
+    ragged = spec.rows == "ragged"
+    if call.scales is not None or not addressable((*q[:-1], *q_rope[:-1])):
+        return {}
+    if heads % rows == 0:
+        box = rows, 1
+    elif rows % heads == 0:
+        box = heads, min(rows // heads, tokens)
+    elif heads * tokens <= rows and not ragged:
+        box = heads, tokens
+    else:
+        return {}
+
+    def of(width: int, strides: tuple[int, ...]) -> TensorMap:
+        token, head = strides[-3:-1]
+        shape = width, spec.heads_q, tokens, 1 if ragged else spec.batch
+        outer = token if ragged else strides[0]
+        return TensorMap(spec.dtype, shape, (head, token, outer), (64, *box, 1))
+
+    latent = of(spec.head_dim_v, q)
+    return {"q": latent, "q_rope": of(call.rope_dim, q_rope) if call.rope_dim else latent}
 
 
 def _head_tiles(spec: AttentionSpec, rows: int) -> int:
@@ -555,7 +585,9 @@ def _simt_variant(dtype: str, *, quantized: bool) -> Variant:
     return Variant("mla/decode_simt.cu", "mla_decode_simt", config)
 
 
-def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch:
+def _partitioned(
+    call: MlaCall, variant: Variant, head_tiles: int = 1, query_rows: int = 0
+) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
     takes tiles of heads as key heads that have the same keys."""
     launch = partitioned(call.as_call(head_tiles), variant)
@@ -567,17 +599,20 @@ def _partitioned(call: MlaCall, variant: Variant, head_tiles: int = 1) -> Launch
         call.rope,
         index_stride=call.top_k or 0,
         row_tiles=-(-rows // variant.config.rows),
+        query_rows=query_rows,
     )
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
 
-def _merged(call: MlaCall, variant: Variant) -> MlaLaunches:
-    """The launch of a kernel that leaves partial results to a second one. The grid is (tiles of
-    heads, groups of blocks), and of the second (tiles of rows, their rows, pieces of O's
-    columns)."""
+def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches:
+    """The launch of a kernel that leaves partial results to a second one, where it may split keys.
+    The grid is (tiles of heads, groups of blocks), and of the second (tiles of rows, their rows,
+    pieces of O's columns)."""
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
-    launch = _partitioned(call, variant, head_tiles)
+    launch = _partitioned(call, variant, head_tiles, query_rows)
+    if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
+        return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
         tiles = rows // variant.config.rows + spec.batch
