@@ -14,6 +14,7 @@ namespace mla {
 
 struct GatherSmem : Smem {
   SplitKeys keys[4];
+  Schedule schedules[4];  // of each warp, which has no registers for it between splits
 };
 
 struct Gatherer {
@@ -116,34 +117,38 @@ struct Gatherer {
 __device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
                                        const MlaParams& mla, const Maps& maps) {
   static_assert(sizeof(GatherSmem) <= Config::smem_bytes, "Config has to ask for all of it");
-  Schedule schedule;
-  Gatherer gatherer = {static_cast<GatherSmem&>(common), params, mla};
+  GatherSmem& smem = static_cast<GatherSmem&>(common);
+  Gatherer gatherer = {smem, params, mla};
   tile::PipelineState<kQueue> queue;
-  unsigned parities[2] = {};  // of each buffer's present use, and then of the one before
+  unsigned parities = 0;  // bits: of each buffer's present use, then of the one before; of Q's
   // The last warp asks for the queries: of the first split at once, of others behind their first
   // keys, whose buffer is free before Q is.
   const bool asks = gatherer.warp == kProducers - 1;
   bool asks_first = asks;
-  unsigned parity_q = 0;
-  bool exists = schedule.start(params);
+  Schedule first;
+  first.start(params);  // where there is no split, next() says so
+  if (gatherer.lane == 0) smem.schedules[gatherer.warp] = first;
   while (true) {
+    __syncwarp();
+    Schedule schedule = smem.schedules[gatherer.warp];
     decoding::Split split;
-    exists = exists && schedule.next(params, split);
+    const bool exists = schedule.next(params, split);
     const int blocks = put_work(common, params, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
+    if (gatherer.lane == 0) smem.schedules[gatherer.warp] = schedule;
     asks_first |= asks && blocks == 0;
-    if (asks_first) ask_queries(common, params, mla, maps, split, parity_q);
+    if (asks_first) ask_queries(common, params, mla, maps, split, parities >> 2);
     if (blocks > 0) gatherer.start(split);
 #pragma unroll 1
     for (int block = 0; block < blocks; block += 2) {
-      gatherer.load<0>(parities[0] ^= 1);
+      gatherer.load<0>((parities ^= 1) & 1);
       if (asks && !asks_first && block == 0)
-        ask_queries(common, params, mla, maps, split, parity_q);
-      if (block + 1 < blocks) gatherer.load<1>(parities[1] ^= 1);
+        ask_queries(common, params, mla, maps, split, parities >> 2);
+      if (block + 1 < blocks) gatherer.load<1>((parities ^= 2) >> 1 & 1);
     }
     asks_first = false;
-    parity_q ^= 1;
+    parities ^= 4;
   }
 }
 

@@ -20,7 +20,10 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
   static constexpr int kPartSteps = 3;   // and partial results, if all groups have some
   static constexpr int kLaneSequences = 5, kStepBits = 12;
 
-  int piece = 0, pieces = 0;  // of the sequence; 0: groups have even shares
+  // A group's piece, and how many its sequence has, are in place of its share: there are no
+  // registers for both.
+  __device__ __forceinline__ int piece() const { return this->share; }
+  __device__ __forceinline__ int pieces() const { return -this->larger; }
 
   // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
@@ -37,10 +40,10 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
   // The place of the split that next() gave last.
   __device__ __forceinline__ decoding::SplitPlace place_of(const DecodeParams& params,
                                                            const decoding::Split& split) const {
-    if (pieces <= 1) return Even::place_of(params, split);
-    decoding::SplitPlace place = {piece, pieces, false, false, true, 0};
+    if (pieces() <= 1) return Even::place_of(params, split);
+    decoding::SplitPlace place = {piece(), pieces(), false, false, true, 0};
     place.plan_merge();
-    place.first_slot = 2 * (blockIdx.y - piece) * gridDim.x + blockIdx.x;
+    place.first_slot = 2 * (blockIdx.y - piece()) * gridDim.x + blockIdx.x;
     return place;
   }
 
@@ -97,7 +100,7 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
   __device__ __forceinline__ bool start_piece(const DecodeParams& params, unsigned long long steps,
                                               int most) {
     const int lane = threadIdx.x % 32, group = blockIdx.y;
-    this->share = this->larger = this->head = this->row_tile = this->step = this->end = 0;
+    this->head = this->row_tile = this->step = this->end = 0;
     int before = 0;
 #pragma unroll 1
     for (int i = 0; 32 * i < params.batch; ++i) {
@@ -114,19 +117,19 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
         continue;
       }
       const int holder = __ffs(__ballot_sync(~0u, before + inclusive > group)) - 1;
-      pieces = __shfl_sync(~0u, own, holder);
-      piece = group - before - __shfl_sync(~0u, inclusive - own, holder);
+      this->larger = -__shfl_sync(~0u, own, holder);
+      this->share = group - before - __shfl_sync(~0u, inclusive - own, holder);
       this->seq = decoding::sequence_at(params, 32 * i + holder);
       this->blocks = decoding::cut_keys<kRows, kTileKeys>(params, this->seq, 0);
-      const int begin = begin_of_piece(piece);
+      const int begin = begin_of_piece(piece());
       this->index = Even::extra_steps(params) + begin;
-      this->end = begin_of_piece(piece + 1) - begin;
+      this->end = begin_of_piece(piece() + 1) - begin;
       return true;
     }
     return false;
   }
   __device__ __forceinline__ int begin_of_piece(int i) const {
-    return static_cast<unsigned>(i * this->blocks.count) / pieces;
+    return static_cast<unsigned>(i * this->blocks.count) / pieces();
   }
 };
 

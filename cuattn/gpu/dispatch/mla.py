@@ -212,7 +212,7 @@ class Sm90MlaConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Q, two blocks of keys, then what is small: more of it where latents are codes."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + (10240 if self.latent_format else 2048)
+        return 3 * self.rows * (LATENT + ROPE) * 2 + (10240 if self.latent_format else 3072)
 
     @property
     def part_bytes(self) -> int:
