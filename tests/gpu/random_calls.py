@@ -367,8 +367,9 @@ def draw_options(
 
 
 def broadcast(rng: Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array that broadcasts to this one."""
-    return tuple(1 if rng.random() < 0.3 else n for n in shape)[int(rng.integers(0, 4)) :]
+    """The shape of an array that broadcasts to this one, of keys at least most of the time."""
+    ones = tuple(1 if rng.random() < 0.3 else n for n in shape[:3])
+    return (*ones, 1 if rng.random() < 0.1 else shape[3])[int(rng.integers(0, 4)) :]
 
 
 # ------------------------------------------------------------------------------------------ judging

@@ -51,18 +51,25 @@ def heads_of(rng: Generator, group: int) -> tuple[int, int]:
 
 
 def fitting(rng: Generator, draw: Callable[[], Any], size: Callable[[Any], int], most: int) -> Any:
-    """What is drawn, and small enough: of twenty the smallest, unless an earlier one is."""
+    """What is drawn, and small enough: of forty the smallest, unless an earlier one is. Now and
+    then it may be of no size at all."""
+    least = 0 if rng.random() < 0.05 else 1
     drawn = []
-    for _ in range(20):
+    for _ in range(40):
         drawn.append(draw())
-        if size(drawn[-1]) <= most:
+        if least <= size(drawn[-1]) <= most:
             return drawn[-1]
-    return min(drawn, key=size)
+    return min(drawn, key=lambda each: size(each) or 1 << 60)
 
 
 def limit(most: int, dtype: np.dtype) -> int:
     """The wider type that judges float64 is slow."""
     return most // 6 if dtype == np.float64 else most
+
+
+def peaked(rng: Generator) -> float:
+    """The size of queries: of large ones a single key decides a row, and a wrong one shows."""
+    return pick(rng, [1.0, 1.0, 3.0])
 
 
 # ------------------------------------------------------------------------------ attention of arrays
@@ -78,8 +85,7 @@ def draw_arrays(kind_rng: Generator, rng: Generator, most: int, names=OPTIONS, l
         lambda shape: int(np.prod(shape)) * heads_q,
         limit(most, kind.dtype),
     )
-    size = float(rng.choice([1.0, 1.0, 3.0]))
-    q = numbers(rng, (batch, seqlen_q, heads_q, kind.head_dim), kind.dtype, size)
+    q = numbers(rng, (batch, seqlen_q, heads_q, kind.head_dim), kind.dtype, peaked(rng))
     k = numbers(rng, (batch, seqlen_k, heads_kv, kind.head_dim), kind.dtype)
     v = numbers(rng, (batch, seqlen_k, heads_kv, kind.head_dim_v), kind.dtype)
     return kind, q, k, v, draw_options(rng, kind, batch, heads_q, seqlen_q, seqlen_k)
@@ -169,7 +175,7 @@ def ragged(kind_rng: Generator, rng: Generator, most: int, names, largest=512):
         counts = counts[[0, 0]]
     ends = [ends_of(n) for n in counts]
     spare = int(rng.choice([0, 0, 1, 40]))
-    q = numbers(rng, (ends[0][-1] + spare, heads_q, kind.head_dim), kind.dtype)
+    q = numbers(rng, (ends[0][-1] + spare, heads_q, kind.head_dim), kind.dtype, peaked(rng))
     k, v = (
         numbers(rng, (ends[1][-1] + spare, heads_kv, dim), kind.dtype)
         for dim in (kind.head_dim, kind.head_dim_v)
@@ -480,7 +486,7 @@ def flash_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         Rows(kind_rng, rng, (batch, capacity, heads_kv, dim), kind.dtype, format, used)
         for dim, format in zip((kind.head_dim, kind.head_dim_v), formats, strict=True)
     )
-    q = numbers(rng, (batch, tokens, heads_q, kind.head_dim), kind.dtype)
+    q = numbers(rng, (batch, tokens, heads_q, kind.head_dim), kind.dtype, peaked(rng))
     options = draw_options(rng, kind, batch, heads_q, tokens, capacity)
     options.setdefault("causal", bool(rng.random() < 0.8))
     rows = [(b, slice(0, int(n))) for b, n in enumerate(lens)]
@@ -662,7 +668,7 @@ def paged_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     ragged = bool((counts != counts[0]).any()) or rng.random() < 0.3
     spare = int(rng.choice([0, 0, 3])) if ragged else 0
     ends = ends_of(counts)
-    q = numbers(rng, (int(ends[-1]) + spare, heads_q, kind.head_dim), kind.dtype)
+    q = numbers(rng, (int(ends[-1]) + spare, heads_q, kind.head_dim), kind.dtype, peaked(rng))
     options = draw_options(rng, kind, batch, heads_q, max(1, int(counts.max())), capacity)
     options.setdefault("causal", bool(rng.random() < 0.8))
     slots = slots_of(table, lens, page_size)
@@ -754,7 +760,7 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     ragged = bool((counts != counts[0]).any()) or rng.random() < 0.3
     ends = ends_of(counts)
     total = int(ends[-1])
-    q = numbers(rng, (total, heads, latent + rope), kind.dtype)
+    q = numbers(rng, (total, heads, latent + rope), kind.dtype, peaked(rng))
     options = draw_options(rng, kind, batch, heads, 1, 1)
     options.setdefault("causal", bool(rng.random() < 0.8))
     options["scale"] = float(rng.choice([192**-0.5, 0.02, -0.05, 0.2]))
