@@ -101,10 +101,10 @@ def numbers(rng: Generator, shape: Sequence[int], dtype: Any, size: float = 1.0)
 def given(rng: Generator, array: np.ndarray) -> Any:
     """`array` on the device, amid what spoils a result, somehow in memory."""
     for axis in range(array.ndim - 1):
-        first = array.take([0], axis) if array.shape[axis] > 1 else None
-        if first is not None and rng.random() < 0.5:
-            if np.array_equal(np.broadcast_to(first, array.shape), array):
-                return cupy.broadcast_to(given(rng, first), array.shape)
+        if array.shape[axis] > 1 and rng.random() < 0.5:
+            first = np.broadcast_to(array.take([0], axis), array.shape)
+            if np.array_equal(first, array):
+                return cupy.broadcast_to(given(rng, array.take([0], axis)), array.shape)
     chance = rng.random()
     if chance < 0.45 or not array.size:
         return cupy.asarray(np.ascontiguousarray(array))
@@ -281,7 +281,7 @@ def draw_out(rng: Generator, shape: Sequence[int], dtype: Any) -> tuple[dict[str
     return {"out": view}, base
 
 
-# ------------------------------------------------------------------------------ options of attention
+# ----------------------------------------------------------------------------- options of attention
 
 
 @dataclasses.dataclass
@@ -422,9 +422,7 @@ def judge_attention(
             runs.append(formulas.attention(*arrays, precision=dtype, **s.options))
         for n in range(3):
             other = s.others[n] if n < len(s.others) else (s.q, s.k, s.v)
-            runs.append(
-                formulas.attention(*(a[None] for a in other), precision=dtype, **s.options)
-            )
+            runs.append(formulas.attention(*(a[None] for a in other), precision=dtype, **s.options))
         outs.append([a.ravel() for a in (out, *(run[0] for run in runs))])
         lses.append([a.ravel() for a in (lse, *(run[1] for run in runs))])
         score = max(score, largest_score(s))

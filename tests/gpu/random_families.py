@@ -1,4 +1,4 @@
-"""Functions of cuattn and how random calls of each are drawn and judged (tests/gpu/random_calls.py)."""
+"""How random calls of each function of cuattn are drawn and judged."""
 
 from __future__ import annotations
 
@@ -136,7 +136,11 @@ def flash_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     more = {**out, "return_lse": bool(rng.random() < 0.7)}
     arrays = [given(rng, a) for a in (q, *poisoned_keys(rng, options, k, v))]
     return Drawn(
-        cuattn.flash_attention, arrays, {**given_options(rng, options), **more}, judge, border=border
+        cuattn.flash_attention,
+        arrays,
+        {**given_options(rng, options), **more},
+        judge,
+        border=border,
     )
 
 
@@ -413,7 +417,9 @@ def code_options(kind_rng: Generator, rng: Generator, format: str, shape) -> dic
     """Of quantize."""
     options: dict[str, Any] = {}
     granularity = str(
-        kind_rng.choice(["token", "head", "tensor", "channel", "group"], p=[0.5, 0.1, 0.1, 0.1, 0.2])
+        kind_rng.choice(
+            ["token", "head", "tensor", "channel", "group"], p=[0.5, 0.1, 0.1, 0.1, 0.2]
+        )
     )
     if kind_rng.random() < 0.9 or format != "int4":
         options["granularity"] = granularity
@@ -503,9 +509,7 @@ def flash_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         options,
         sequences,
         (*(q[:, 0] if single else q).shape[:-1], kind.head_dim_v),
-        lambda out, lse: [
-            (out[b][None] if single else out[b], lse[b]) for b in range(batch)
-        ],
+        lambda out, lse: [(out[b][None] if single else out[b], lse[b]) for b in range(batch)],
     )
 
 
@@ -619,9 +623,9 @@ def draw_pages(rng: Generator, lens: np.ndarray, page_size: int, prefix: int = 0
         own = rng.integers(0, pages, count) if shared else order[first : first + count]
         first += count
         if prefix:
-            own[: prefix // page_size] = table[0, : prefix // page_size] if b else own[
-                : prefix // page_size
-            ]
+            own[: prefix // page_size] = (
+                table[0, : prefix // page_size] if b else own[: prefix // page_size]
+            )
         table[b, :count] = own
     for b, n in enumerate(lens):
         at = np.arange(n)
@@ -842,7 +846,112 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     return drawn
 
 
-# ------------------------------------------------------------------------------------- merging, rope
+def by_numpy(
+    function: Callable, arrays: list[np.ndarray], options: dict[str, Any], units: float
+) -> Callable[[list[np.ndarray]], None]:
+    """Judge by what the function makes of float64 arrays, and of its own: NumPy rounds less than a
+    kernel does, which may be wrong by so many units of the largest number besides."""
+    dtype = arrays[0].dtype
+    wide = [a.astype(np.float64) if a.dtype == dtype else a for a in arrays]
+    exact, usual = (function(*each, **options) for each in (wide, arrays))
+    if not isinstance(exact, tuple):
+        exact, usual = (exact,), (usual,)
+
+    def judge(results: list[np.ndarray]) -> None:
+        for got, right, plain in zip(results, exact, usual, strict=True):
+            unit = max(float(ml_dtypes.finfo(dtype).eps), 2.0**-52)
+            slack = units * unit * (1e-3 + calls.largest(right))
+            formulas.assert_accurate(got, right, plain, slack=slack)
+
+    return judge
+
+
+def mla_prefill(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
+    dtype = calls.DTYPES[str(kind_rng.choice([*calls.DTYPES], p=[0.3, 0.4, 0.2, 0.1]))]
+    common = kind_rng.random() < 0.5
+    latent, rope_dim = (512, 64) if common else (int(kind_rng.choice([40, 64, 128, 256])), 32)
+    dim = int(kind_rng.choice([32, 64, 128]))
+    heads = int(kind_rng.choice([1, 2, 5, 16]))
+    batch, page_size = int(rng.integers(1, 4)), int(2 ** rng.integers(0, 9))
+    counts = rng.choice([0, 1, 3, 17, 64, 130], batch)
+    if rng.random() < 0.4:
+        counts[:] = max(1, counts[0])
+    lens = counts + rng.choice([0, 1, 60, 200], batch)
+    table, used = draw_pages(rng, lens, page_size)
+    shape = (len(used), page_size, latent + rope_dim)
+    pages = numbers(rng, shape, dtype)
+    pages[~used] = 0.0
+    ends = ends_of(counts)
+    ragged = bool((counts != counts[0]).any()) or rng.random() < 0.3
+    lead = (int(ends[-1]),) if ragged else (batch, int(counts[0]))
+    q = numbers(rng, (*lead, heads, dim + rope_dim), dtype)
+    w_uk, w_uv = (numbers(rng, (heads, dim, latent), dtype, latent**-0.5) for _ in "kv")
+    options: dict[str, Any] = {"scale": (dim + rope_dim) ** -0.5, "return_lse": True}
+    options["absorbed"] = pick(kind_rng, [None, False, True])
+    options["chunk"] = pick(rng, [16384, 100, 64, 1000])
+    if ragged:
+        options["cu_seqlens_q"] = ends
+    parts = [q[..., :dim], q[..., dim:], pages[..., :latent], pages[..., latent:]]
+    rest = [table, lens.astype(np.int32), w_uk, w_uv]
+    judge = by_numpy(cuattn.mla_prefill, [*parts, *rest], options, 16)
+    spoilt = pages.copy()
+    spoilt[~used] = np.nan
+    whole, queries = given(rng, spoilt), given(rng, q)
+    arrays = [queries[..., :dim], queries[..., dim:], whole[..., :latent], whole[..., latent:]]
+    arrays += [given_ints(rng, table), given_ints(rng, rest[1]), given(rng, w_uk), given(rng, w_uv)]
+    on_device = given_parameters(rng, options)
+    return Drawn(cuattn.mla_prefill, arrays, on_device, judge, captured=False)
+
+
+def flash_attention_jvp(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
+    names = tuple(name for name in OPTIONS if name != "dropout")
+    kind, q, k, v, options = draw_arrays(kind_rng, rng, most // 2, names, largest=256)
+    tame(options)
+    arrays = [q, k, v, *(numbers(rng, a.shape, kind.dtype) for a in (q, k, v))]
+    judge = by_numpy(cuattn.flash_attention_jvp, arrays, options, 16)
+    arrays = [given(rng, a) for a in arrays]
+    return Drawn(cuattn.flash_attention_jvp, arrays, given_options(rng, options), judge)
+
+
+def multi_head_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
+    names = ("causal", "window", "mask", "key_mask", "sinks", "alibi_slopes")
+    kind = draw_kind(kind_rng, names)
+    dim = int(kind_rng.choice([16, 32, 64, 128]))
+    heads, heads_kv = heads_of(rng, min(kind.group, 4))
+    batch, seqlen, features = int(rng.integers(1, 3)), int(rng.integers(1, 90)), 64
+    crossed = bool(kind_rng.random() < 0.4)
+    seqlen_k = int(rng.integers(1, 90)) if crossed else seqlen
+    x = numbers(rng, (batch, seqlen, features), kind.dtype)
+    widths = [heads * dim, heads_kv * dim, heads_kv * dim]
+    weights = [numbers(rng, (features, n), kind.dtype, features**-0.5) for n in widths]
+    weights.append(numbers(rng, (heads * dim, features), kind.dtype, (heads * dim) ** -0.5))
+    options = draw_options(rng, kind, batch, heads, seqlen, seqlen_k)
+    options |= {"heads": heads, "kv_heads": heads_kv}
+    if crossed:
+        options["context"] = numbers(rng, (batch, seqlen_k, features), kind.dtype)
+    for name, width in zip(("bq", "bk", "bv", "bo"), (*widths, features), strict=True):
+        if kind_rng.random() < 0.3:
+            options[name] = numbers(rng, (width,), kind.dtype)
+    wide = {
+        name: value.astype(np.float64)
+        if isinstance(value, np.ndarray) and value.dtype == kind.dtype
+        else value
+        for name, value in options.items()
+    }
+    arrays = [x, *weights]
+    exact = cuattn.multi_head_attention(*(a.astype(np.float64) for a in arrays), **wide)
+    usual = cuattn.multi_head_attention(*arrays, **options)
+
+    def judge(results: list[np.ndarray]) -> None:
+        slack = 16 * float(ml_dtypes.finfo(kind.dtype).eps) * (1e-3 + calls.largest(exact))
+        formulas.assert_accurate(results[0], exact, usual, slack=slack)
+
+    given_arrays = [given(rng, a) for a in arrays]
+    on_device = given_options(rng, options)
+    return Drawn(cuattn.multi_head_attention, given_arrays, on_device, judge, captured=False)
+
+
+# ------------------------------------------------------------------------------------ merging, rope
 
 
 def merge_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
@@ -868,9 +977,13 @@ def merge_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     def judge(results: list[np.ndarray]) -> None:
         out, lse = results
         unit = 4 * float(np.finfo(acc).eps) * (1 + calls.largest(lses))
-        slack = unit * calls.largest(outs) + float(ml_dtypes.finfo(dtype).eps) * calls.largest(exact)
+        slack = unit * calls.largest(outs) + float(ml_dtypes.finfo(dtype).eps) * calls.largest(
+            exact
+        )
         formulas.assert_accurate(out, exact, plain.astype(dtype), slack=slack)
-        formulas.assert_accurate(lse, exact_lse.swapaxes(1, 2), plain_lse.swapaxes(1, 2), slack=unit)
+        formulas.assert_accurate(
+            lse, exact_lse.swapaxes(1, 2), plain_lse.swapaxes(1, 2), slack=unit
+        )
 
     if rng.random() < 0.5:
         arrays = [[given(rng, a) for a in outs], [given(rng, a) for a in lses]]
@@ -1022,7 +1135,9 @@ def draw_filters(kind_rng: Generator, rng: Generator, rows: int, vocab: int) -> 
     return options
 
 
-def kept_alike(logits: np.ndarray, options: dict[str, Any], on_device: dict[str, Any]) -> np.ndarray:
+def kept_alike(
+    logits: np.ndarray, options: dict[str, Any], on_device: dict[str, Any]
+) -> np.ndarray:
     """Rows of which both sides keep the same tokens: at the crossing of a sum of float32
     exponentials they may differ."""
     here = sampling.filter_logits(logits, **options)
@@ -1063,7 +1178,9 @@ def sample(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
                     **{name: options[name] for name in names if name != "tokens"},
                 )  # fmt: skip
             same |= ~kept_alike(of, filters, place(filters))
-        assert same.all(), f"rows {np.flatnonzero(~same)[:5]}: {results[0][~same][:5]}, {want[~same][:5]}"
+        assert same.all(), (
+            f"rows {np.flatnonzero(~same)[:5]}: {results[0][~same][:5]}, {want[~same][:5]}"
+        )
 
     return Drawn(sampling.sample, [given(rng, logits)], on_device, judge)
 
@@ -1118,7 +1235,7 @@ def filter_logits(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         found = results[0]
         differ = ~((found == want) | np.isnan(found) & np.isnan(want))
         if {"top_p", "typical_p"} & set(options):
-            # A token at the crossing may fall on either side, and it is the same where both have it.
+            # A token at the crossing may fall on either side; what both keep is the same.
             kept = (found > -np.inf) & (want > -np.inf)
             assert not differ[kept].any()
             assert (differ.sum(axis=-1) <= 2 + found.shape[-1] // 10000).all()
@@ -1282,7 +1399,8 @@ def paged_kv_cache(kind_rng: Generator, rng: Generator, most: int) -> None:
             if rotary and not exact:
                 continue
             if not np.array_equal(
-                np.ascontiguousarray(device).view(np.uint8), np.ascontiguousarray(host).view(np.uint8)
+                np.ascontiguousarray(device).view(np.uint8),
+                np.ascontiguousarray(host).view(np.uint8),
             ):
                 differ = (device != host) & ~(np.isnan(_f(device)) & np.isnan(_f(host)))
                 if rotary and quantization is None:
@@ -1304,7 +1422,10 @@ FAMILIES: dict[str, Callable[[Generator, Generator, int], Drawn | None]] = {
         flash_attention_varlen_backward,
         flash_decode,
         paged_attention,
+        flash_attention_jvp,
         mla_decode,
+        mla_prefill,
+        multi_head_attention,
         merge_attention,
         rope,
         quantize,

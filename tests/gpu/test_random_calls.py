@@ -94,7 +94,9 @@ def many(options: argparse.Namespace, families: list[str]) -> int:
                 cupy.cuda.Device().synchronize()
             except Exception as error:
                 failures += 1
-                print(line_of(error, f"{family} --seed {options.seed} --first {number}"), flush=True)
+                print(
+                    line_of(error, f"{family} --seed {options.seed} --first {number}"), flush=True
+                )
                 if options.verbose:
                     traceback.print_exc()
                 if not device_works():
@@ -111,7 +113,9 @@ def line_of(error: Exception, repeated_by: str) -> str:
     place = f"{places[-1].filename.rsplit('/', 1)[-1]}:{places[-1].lineno}"
     message, _, call = str(error).strip().rpartition("\n")
     message = " ".join((message or call).split())[:300]
-    return f"FAILED {repeated_by} --calls 1 | {type(error).__name__} {place}: {message} | {call[:900]}"
+    return (
+        f"FAILED {repeated_by} --calls 1 | {type(error).__name__} {place}: {message} | {call[:900]}"
+    )
 
 
 def device_works() -> bool:
