@@ -44,6 +44,8 @@ class Drawn:
     also: Callable[[list[Any]], None] | None = None
     #: Whether it can be captured in a graph.
     captured: bool = True
+    #: What of the results is defined; all, if this is None.
+    defined: Callable[[list[Any]], list[Any]] | None = None
 
     def __str__(self) -> str:
         def of(value: Any) -> str:
@@ -62,7 +64,11 @@ class Drawn:
 
     def __call__(self) -> list[Any]:
         """The results, on the host."""
-        return results_of(self.function(*self.arrays, **self.options))
+        return self.results(self.function(*self.arrays, **self.options))
+
+    def results(self, result: Any) -> list[Any]:
+        results = results_of(result)
+        return results if self.defined is None else self.defined(results)
 
 
 def results_of(result: Any) -> list[Any]:
@@ -173,12 +179,12 @@ def check(drawn: Drawn, rng: Generator) -> None:
         with cupy.cuda.Stream(non_blocking=True) as stream:
             results = drawn.function(*drawn.arrays, **drawn.options)
             stream.synchronize()
-        results = results_of(results)
+        results = drawn.results(results)
     elif way == "moved":
         options = {
             name: value if name == "out" else moved(value) for name, value in drawn.options.items()
         }
-        results = results_of(drawn.function(*map(moved, drawn.arrays), **options))
+        results = drawn.results(drawn.function(*map(moved, drawn.arrays), **options))
     else:
         results = drawn()
     check_border(drawn)
@@ -260,7 +266,7 @@ def from_graph(drawn: Drawn) -> list[Any]:
                 part[...] = np.nan
         graph.launch(stream)
         stream.synchronize()
-    return results_of(result)
+    return drawn.results(result)
 
 
 def check_border(drawn: Drawn) -> None:

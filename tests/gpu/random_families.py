@@ -540,13 +540,19 @@ def cached_call(rng, function, kind, arrays, ints, options, sequences, shape, pa
         if rng.random() < 0.5:
             check_shorter(drawn, rng)
         elif num_splits == "fixed":
-            check_batch(drawn, results, rng)
+            check_batch(drawn, rng)
 
     drawn = Drawn(
         function, [*arrays, *ints], {**given_options(rng, options), **more}, judge, border=border,
         also=also,
     )  # fmt: skip
     return drawn
+
+
+def within_sequences(results: list[np.ndarray], end: int) -> list[np.ndarray]:
+    """Of ragged rows those of sequences: what is behind them is anything."""
+    out, lse = results
+    return [np.ascontiguousarray(out[:end]), np.ascontiguousarray(lse[:, :end])]
 
 
 def check_shorter(drawn: Drawn, rng: Generator) -> None:
@@ -569,42 +575,54 @@ def check_shorter(drawn: Drawn, rng: Generator) -> None:
             part[...] = np.nan
         graph.launch(stream)
         stream.synchronize()
-    replayed = results_of(result)
+    replayed = drawn.results(result)
     if out is not None:
         out[...] = np.nan
     ordinary = drawn()
     lens[...] = before
-    # What is behind the last sequence's rows is anything.
-    ends = drawn.options.get("cu_seqlens_q")
-    if ends is not None:
-        end = int(ends[-1])
-        replayed, ordinary = (
-            [np.ascontiguousarray(out[:end]), np.ascontiguousarray(lse[:, :end])]
-            for out, lse in (replayed, ordinary)
-        )
     assert calls.same_bits(replayed, ordinary), "replayed with shorter lengths: other bits"
 
 
-def check_batch(drawn: Drawn, results: list[np.ndarray], rng: Generator) -> None:
-    """Some of the sequences, in any order: fixed splits give each the same bits."""
+def check_batch(drawn: Drawn, rng: Generator) -> None:
+    """Some of the sequences, in any order and often: fixed splits give each the same bits. Queries
+    are contiguous in both calls, since others may be for another kernel."""
     options = dict(drawn.options)
     slopes = options.get("alibi_slopes")
-    own = {"bias", "mask", "key_mask", "prefix", "cu_seqlens_q"} & set(options)
+    own = {"bias", "mask", "key_mask"} & set(options)
     if own or (slopes is not None and slopes.ndim == 2) or drawn.function is cuattn.flash_decode:
         return
     options.pop("out", None)
     count = len(drawn.arrays[-1])
-    order = rng.permutation(count)[: int(rng.integers(1, count + 1))]
-    picked = cupy.asarray(order)
-    if "indices" in options:
-        options["indices"] = options["indices"][picked]
+    ends = options.pop("cu_seqlens_q", None)
+    order = rng.integers(0, count, int(rng.integers(1, 3 * count + 1)))
     latents = drawn.function is cuattn.mla_decode
     q, pages, rest = drawn.arrays[: 1 + latents], drawn.arrays[1 + latents : -2], drawn.arrays[-2:]
-    arrays = [*(a[picked] for a in q), *pages, *(a[picked] for a in rest)]
-    some = results_of(drawn.function(*arrays, **options))
-    assert calls.same_bits(some, [np.ascontiguousarray(a[order]) for a in results]), (
-        f"sequences {order.tolist()} by themselves: other bits"
-    )
+    parts = []
+    for which in (np.arange(count), order):
+        picked = rows = cupy.asarray(which)
+        more = dict(options)
+        if ends is not None:
+            own_rows = [np.arange(*pair) for pair in itertools.pairwise(ends.get().tolist())]
+            more["cu_seqlens_q"] = cupy.asarray(ends_of([len(own_rows[b]) for b in which]))
+            rows = cupy.asarray(np.concatenate([own_rows[b] for b in which]).astype(np.int64))
+        if "indices" in more:
+            more["indices"] = more["indices"][rows]
+        arrays = [*(a[rows] for a in q), *pages, *(a[picked] for a in rest)]
+        out, lse = results_of(drawn.function(*arrays, **more))
+        if ends is None:
+            parts.append([(out[i], lse[i]) for i in range(len(which))])
+        else:
+            at = slices(more["cu_seqlens_q"].get())
+            parts.append([(out[rows], lse[:, rows]) for rows in at])
+    whole, some = parts
+    for b, (out, lse) in zip(order.tolist(), some, strict=True):
+        assert same_values(out, whole[b][0]) and same_values(lse, whole[b][1]), (
+            f"sequence {b} of {order.tolist()}: other bits than in the call"
+        )
+
+
+def same_values(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 def draw_pages(rng: Generator, lens: np.ndarray, page_size: int, prefix: int = 0):
@@ -710,6 +728,8 @@ def paged_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         parts_of,
     )
     drawn.options |= extra
+    if ragged:
+        drawn.defined = lambda results: within_sequences(results, int(ends[-1]))
     return drawn
 
 
@@ -782,7 +802,8 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     sequences = []
     for b, rows in enumerate(slices(ends)):
         values, own = c.values[slots[b]], dict(options)
-        turned = rotary[slots[b]].astype(values.dtype)
+        # What codes stand for is float32, and the rotated part may be wider.
+        turned = rotary[slots[b]]
         n = len(values)
         if indices is not None:
             counted = np.zeros((rows.stop - rows.start, n))
@@ -843,6 +864,8 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         parts_of,
     )
     drawn.options |= extra
+    if ragged:
+        drawn.defined = lambda results: within_sequences(results, int(ends[-1]))
     return drawn
 
 
