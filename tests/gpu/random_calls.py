@@ -53,6 +53,8 @@ class Drawn:
                 parts = value.data, value.scale, value.minimum, value.offset
                 inside = ", ".join(of(part) for part in parts)
                 return f"{value.dtype}{'~' if value.rotation else ''}({inside})"
+            if isinstance(value, tuple) and any(hasattr(x, "strides") for x in value):
+                return f"({', '.join(map(of, value))})"
             if not hasattr(value, "strides"):
                 return repr(value)
             strides = tuple(stride // value.itemsize for stride in value.strides)

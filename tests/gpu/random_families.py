@@ -701,6 +701,11 @@ def paged_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     extra: dict[str, Any] = {}
     if prefix:
         extra["prefix"] = prefix
+        plain = k.codes is None and v.codes is None
+        if plain and not {"bias", "mask", "key_mask"} & set(options) and rng.random() < 0.5:
+            of_prefix = slots[0][0][:prefix], slots[0][1][:prefix]
+            extra["prefix"] = tuple(given(rng, x.values[of_prefix]) for x in (k, v))
+            table, lens = table[:, prefix // page_size :], lens - prefix
     if ragged:
         extra["cu_seqlens_q"] = given_ints(rng, ends)
         shape = (*q.shape[:-1], kind.head_dim_v)
