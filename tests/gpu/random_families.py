@@ -263,7 +263,29 @@ def flash_attention_backward(kind_rng: Generator, rng: Generator, most: int) -> 
         "grad_alibi": "alibi_slopes" in options,
     }
     arrays = [given(rng, dout), *arrays, given(rng, host_out), given(rng, host_lse)]
-    return Drawn(cuattn.flash_attention_backward, arrays, on_device, judge, deterministic)
+    drawn = Drawn(cuattn.flash_attention_backward, arrays, on_device, judge, deterministic)
+    # What sums over the batch, or belongs to a place in it, is left out.
+    of_batch = {"bias", "mask", "key_mask", "alibi_slopes", "sinks", "dropout"}
+    if deterministic and not of_batch & set(options):
+        drawn.also = lambda results: check_batch_of_gradients(drawn, rng)
+    return drawn
+
+
+def check_batch_of_gradients(drawn: Drawn, rng: Generator) -> None:
+    """Some of the sequences, in any order and often: deterministic calls give each the same bits.
+    Arrays are contiguous in both calls."""
+    options = dict(drawn.options)
+    count = len(drawn.arrays[0])
+    order = rng.integers(0, count, int(rng.integers(1, 3 * count + 1)))
+    parts = []
+    for which in map(cupy.asarray, (np.arange(count), order)):
+        if "dlse" in options:
+            options["dlse"] = drawn.options["dlse"][which]
+        grads = drawn.function(*(a[which] for a in drawn.arrays), **options)
+        parts.append(results_of(grads)[:3])
+    whole, some = parts
+    for name, a, b in zip(("dq", "dk", "dv"), whole, some, strict=True):
+        assert same_values(a[order], b), f"{name} of sequences {order.tolist()}: other bits"
 
 
 def tame(options: dict[str, Any]) -> None:
