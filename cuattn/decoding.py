@@ -147,8 +147,9 @@ def flash_decode(
     num_splits : int or "fixed", optional
         How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may
         then differ in their last bits with the batch around a sequence. "fixed": every 1024 keys,
-        so that a row's result is the same, bit for bit, whatever the batch. An integer: in so many
-        equal parts at most.
+        so that a row's result is the same, bit for bit, whatever the batch (but not whatever the
+        strides: arrays that cannot be read 16 bytes at a time have other kernels). An integer: in
+        so many equal parts at most.
     return_lse : bool
         Also return the natural-log sum of exponentials of each row, sinks included.
     out : array of q's shape with head_dim_v, optional
@@ -356,7 +357,7 @@ def paged_attention(
         and come before all its queries; the result is what it is without. A pair of arrays
         (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
         sequence's own, which alone `page_table` and `seq_lens` then count; not with `window` or
-        `alibi_slopes`.
+        `alibi_slopes`. With ``num_splits="fixed"`` each sequence reads it by itself.
     causal, window, scale, softcap, alibi_slopes, sinks, num_splits, return_lse, out
         As in :func:`flash_decode`.
 

@@ -45,11 +45,13 @@ def useful_prefix(
     """The prefix of a call, if it is to be read apart from the rest.
 
     Where positions count it is not: its queries are at as many positions as sequences. Nor is it
-    where to read it with the rest is faster, unless the batch must not matter.
+    where to read it with the rest is faster, or where the batch must not matter: how its keys are
+    split follows from the rows of all sequences.
     """
     if isinstance(prefix, int) and (
         spec.window_left is not None
         or alibi_slopes is not None
+        or num_splits == "fixed"
         or (num_splits is None and not _cascade_pays(spec, prefix, device))
     ):
         return None
@@ -78,10 +80,13 @@ def cascade(
     return_lse: bool,
 ) -> cupy.ndarray | None:
     """Attention to a prefix by all queries as if of one sequence, to the rest by each sequence's
-    own, merged; returns lse.
+    own, merged; returns lse. With splits that do not depend on the batch each sequence reads the
+    prefix by itself.
     """
-    rows = reshaped(q, (1, -1, *q.shape[-2:]))  # a copy where sequences do not lie end to end
-    total = rows.shape[1]
+    together = num_splits != "fixed"
+    total = spec.seqlen_q if spec.rows == "ragged" else spec.batch * spec.seqlen_q
+    # A copy where sequences do not lie end to end.
+    rows = reshaped(q, (1, -1, *q.shape[-2:])) if together else q
     own_scales = quantized or (NO_SCALES, NO_SCALES)
     formats = spec.k_format, spec.v_format
     if isinstance(prefix, int):
@@ -96,34 +101,42 @@ def cascade(
         formats = format_of(prefix[0]), format_of(prefix[1])
     shared = dataclasses.replace(
         spec,
-        batch=1,
-        seqlen_q=total,
         seqlen_k=length,
         window_left=None,
         window_right=None,
-        rows="batched",
-        keys="batched" if shared_table is None else "paged",
-        page_size=0 if shared_table is None else spec.page_size,
+        keys="cached",
+        page_size=0,
         k_format=formats[0],
         v_format=formats[1],
     )
+    if together:
+        shared = dataclasses.replace(
+            shared,
+            batch=1,
+            seqlen_q=total,
+            rows="batched",
+            keys="batched" if shared_table is None else "paged",
+            page_size=0 if shared_table is None else spec.page_size,
+        )
     part_shape = (total, *spec.out_shape[-2:])
     # The strides of one part's result, in scratch that is aligned.
     head = spec.head_dim_v * spec.acc_dtype.itemsize
     part_strides = (spec.heads_q * head, head, spec.acc_dtype.itemsize)
+    if shared.rows == "batched":
+        part_strides = (shared.seqlen_q * part_strides[0], *part_strides)
+    own_lse = 0 if spec.rows == "ragged" else spec.seqlen_q, total
     device, tiers = q.data.device_id, current_tiers()
     plan = attention_plan(
         shared,
         device,
         tiers,
         rows.strides,
-        shared_k.strides,
-        shared_v.strides,
-        (total * part_strides[0], *part_strides),
+        *((a.strides if together else (0, *a.strides[1:])) for a in (shared_k, shared_v)),
+        part_strides,
         (rows.data.ptr | shared_k.data.ptr | shared_v.data.ptr) % 16 == 0,
         num_pages=0 if shared_table is None else k.shape[0],
         num_splits=num_splits,
-        partial=Partial(first_key=0, lse_strides=(0, total)),
+        partial=Partial(0, (0, total) if together else own_lse),
         k_scales=shared_scales[0].scales,
         v_scales=shared_scales[1].scales,
     )
@@ -131,7 +144,15 @@ def cascade(
     outs = scratch_array((parts + 1, *part_shape), spec.acc_dtype)
     lses = scratch_array((parts + 1, spec.heads_q, total), spec.acc_dtype)
     plan.launch(
-        _addresses(q=rows, k=shared_k, v=shared_v, out=outs, lse=lses, page_table=shared_table)
+        _addresses(
+            q=rows,
+            k=shared_k,
+            v=shared_v,
+            out=outs,
+            lse=lses,
+            page_table=shared_table,
+            cu_seqlens_q=None if together else cu_seqlens_q,
+        )
         | scale_addresses(*shared_scales)
     )
     own = attention_plan(
@@ -146,7 +167,7 @@ def cascade(
         num_pages=k.shape[0],
         table_stride=page_table.strides[0] // page_table.itemsize,
         num_splits=num_splits,
-        partial=Partial(first_key, (0 if spec.rows == "ragged" else spec.seqlen_q, total)),
+        partial=Partial(first_key, own_lse),
         k_scales=own_scales[0].scales,
         v_scales=own_scales[1].scales,
     )

@@ -4,7 +4,8 @@
 //   DecodeParams and MlaParams are those of the launch before; grid: (tiles, pieces of their rows,
 //   pieces of kColumns columns). In large calls, whose tiles have few partial results, a warp has a
 //   row; in small ones (Config::shared_rows) a block has a piece of a row, and each warp a share of
-//   its many partial results.
+//   its many partial results. With splits that do not depend on the batch both do the same
+//   additions in the same order, all relative to the largest maximum.
 #include "mla/partial.cuh"
 
 namespace mla {
@@ -14,8 +15,8 @@ constexpr int kRows = Config::rows;
 constexpr int kLatent = Config::latent;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kColumns = Config::columns;
-constexpr int kVecs = kColumns / 128;  // of four columns, of a lane
-constexpr int kBatch = 16 / kVecs;     // partial results that a lane has on their way
+constexpr int kVecs = kColumns / 128;    // of four columns, of a lane
+constexpr int kOnTheirWay = 16 / kVecs;  // partial results, to a lane
 using Tile = PartialTile<kRows, kLatent>;
 
 struct Smem {
@@ -45,17 +46,35 @@ struct Sum {
     sum *= factor;
     max = new_max;
   }
+  // Adds another share relative to the same maximum.
+  __device__ __forceinline__ void add(const Sum& share) {
+    sum += share.sum;
+    add(share.o, 1.0f);
+  }
   // What exponents are relative to: nothing where no key has been seen, which then count 0.
   __device__ __forceinline__ static float offset(float max) {
     return max == tile::negative_infinity() ? 0.0f : max;
   }
 };
 
-// Of the partial results begin, begin + step, …
+// The largest maximum of a row's partial results. By all lanes of a warp.
+__device__ __forceinline__ float largest_max(const Tile* parts, const CombineTask& task, int row) {
+  float max = tile::negative_infinity();
+  for (int i = threadIdx.x % 32; i < task.count; i += 32)
+    max = fmaxf(max, parts[task.slot(i)].max_sum[row].x);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
+  return max;
+}
+
+// Of the partial results begin, begin + step, …, relative to 2^max at least.
+template <int kBatch>
 __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& task, int row,
-                                         int begin, int step) {
+                                         int begin, int step, float max) {
   const int lane = threadIdx.x % 32;
   Sum whole;
+  whole.max = max;
 #pragma unroll 1
   for (int first = begin; first < task.count; first += step * kBatch) {
     float4 o[kBatch][kVecs];
@@ -124,20 +143,33 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
   split.head = task.head;
   split.row_tile = task.row_tile;
   const Tile* const parts = static_cast<const Tile*>(mla_params.parts);
+  // Up to kWarps partial results a share is a single one, which is summed as it is.
+  const bool fixed = params.fixed_splits != 0, in_shares = fixed && task.count > kWarps;
+  float max = tile::negative_infinity();
   if constexpr (!Config::shared_rows) {
-    const Sum whole = sum_share(parts, task, row, 0, 1);
+    if (fixed) max = largest_max(parts, task, row);
+    Sum whole;
+    if (in_shares) {
+#pragma unroll 1
+      for (int i = 0; i < kWarps; ++i)  // less at a time: another sum is in registers
+        whole.add(sum_share<kOnTheirWay / 2>(parts, task, row, i, kWarps, max));
+      whole.max = max;
+    } else {
+      whole = sum_share<kOnTheirWay>(parts, task, row, 0, 1, max);
+    }
     const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) put_vec(params, result, lane + 32 * j, whole.o[j]);
   } else {
     __shared__ Smem smem;
-    const Sum share = sum_share(parts, task, row, warp, kWarps);
+    if (in_shares) max = largest_max(parts, task, row);
+    const Sum share = sum_share<kOnTheirWay>(parts, task, row, warp, kWarps, max);
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];
     if (lane == 0) smem.max_sum[warp] = {share.max, share.sum};
     __syncthreads();
     if (threadIdx.x >= kColumns / 4) return;
-    float max = tile::negative_infinity(), sum = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) max = fmaxf(max, smem.max_sum[i].x);
     float4 o = {};

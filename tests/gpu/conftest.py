@@ -22,6 +22,11 @@ def launches_are_told(watchdog):  # noqa: F811
 def poisoned_results(monkeypatch):
     """What ``cupy.empty`` gives holds NaN: a place that no kernel wrote shows. Calls like one of
     another test are not repeated, since a test may have changed what they do."""
+    poison_results(monkeypatch)
+    forget()
+
+
+def poison_results(monkeypatch):
     cupy = pytest.importorskip("cupy")
     from cuattn.gpu import repeat
 
@@ -35,7 +40,6 @@ def poisoned_results(monkeypatch):
 
     monkeypatch.setattr(cupy, "empty", poisoned)
     monkeypatch.setattr(repeat, "_new", poisoned)
-    forget()
 
 
 #: The tiers, fastest first.

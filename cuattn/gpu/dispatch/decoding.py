@@ -17,6 +17,9 @@ from cuattn.gpu.dispatch.launch import Call, Launch
 from cuattn.gpu.dispatch.routing import UNIT_KEYS
 from cuattn.gpu.structs import Arguments
 
+#: Rows that a tile has room for in ragged calls with splits that do not depend on the batch: a
+#: token of a large group of heads, or a few of a small one. More would cost single tokens time.
+FIXED_ROWS = 16
 MOST_STEPS = 1 << 30  # of the kernels' partition of the work, which counts in int
 MOST_SPREAD_STEPS = 1 << 24  # where they are multiplied by the number of groups of blocks
 RING_BLOCK_BYTES = 1024  # of a block's shared memory, kept by the system
@@ -98,6 +101,16 @@ def as_decoding(call: Call) -> Call | None:
     if spec.rows == "ragged" or not (unbounded or last) or spec.seqlen_k >= 1 << 30:
         return None
     return dataclasses.replace(call, num_splits="fixed")
+
+
+def rows_for_tile(call: Call) -> int:
+    """How many rows a tile should have room for: those of a sequence, of ragged rows their mean. A
+    sequence of more rows than its tile is not split, so with splits that do not depend on the batch
+    the others' rows do not count."""
+    spec = call.spec
+    if call.num_splits == "fixed" and spec.rows == "ragged":
+        return max(FIXED_ROWS, spec.heads_q // spec.heads_kv)
+    return rows_of_sequence(spec)
 
 
 def code_groups(call: Call, head_dim: int) -> tuple[int, int] | None:

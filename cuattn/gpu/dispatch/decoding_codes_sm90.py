@@ -24,10 +24,10 @@ from cuattn.gpu.dispatch.decoding import (
     has_packed_scales,
     part_bytes,
     partitioned,
+    rows_for_tile,
 )
 from cuattn.gpu.dispatch.decoding_sm80 import CODE_ROWS
 from cuattn.gpu.dispatch.decoding_sm90 import CODE_HEAD_DIMS
-from cuattn.gpu.dispatch.decoding_times import rows_of_sequence
 from cuattn.gpu.dispatch.launch import Call, Launch, capability, shapes
 from cuattn.gpu.params import DECODE_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -116,9 +116,12 @@ class Sm90CodesDecode:
             return None
         if spec.keys == "paged" and spec.page_size < SMALL_PAGE_KEYS:
             return None
+        # A prefix that each sequence reads by itself: several with the same keys have no map.
+        if call.partial is not None and call.num_splits == "fixed":
+            return None
         if code_groups(call, spec.head_dim) != (1, 1) or not has_packed_scales(call):
             return None
-        heads = _heads(call)
+        heads, head_rows = _heads(call), rows_for_tile(call)
         if heads > 1:
             call = dataclasses.replace(
                 call, spec=dataclasses.replace(spec, heads_kv=spec.heads_kv // heads)
@@ -128,7 +131,7 @@ class Sm90CodesDecode:
         if not _pays(call):
             return None
         formats = spec.k_format, spec.v_format
-        rows, warp_rows = _rows(rows_of_sequence(spec), heads, spec.head_dim)
+        rows, warp_rows = _rows(head_rows, heads, spec.head_dim)
         variant = _sm90_codes_variant(
             spec.dtype.name, spec.head_dim, formats, heads, rows, warp_rows
         )

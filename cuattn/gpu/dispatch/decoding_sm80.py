@@ -20,6 +20,7 @@ from cuattn.gpu.dispatch.decoding import (
     code_groups,
     part_bytes,
     partitioned,
+    rows_for_tile,
 )
 from cuattn.gpu.dispatch.decoding_times import key_bytes, rows_of_sequence
 from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
@@ -167,7 +168,7 @@ class Sm80Decode:
             return None
         # Ragged rows may be of prompts; where there is about one a sequence it is decoding, and a
         # small tile wastes least.
-        rows = rows_of_sequence(spec)
+        rows = rows_for_tile(call)
         if call.max_queries < UNBOUNDED:
             rows = call.max_queries * (spec.heads_q // spec.heads_kv)
         tiles = (SCORED_ROWS if call.elementwise else DECODE_ROWS)[head_dim]

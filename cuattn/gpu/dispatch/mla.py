@@ -496,7 +496,9 @@ class CodesMla:
             return None
         if capability(call.arch) == 90 and spec.head_dim_v % 64 == 0:
             one = call.as_call().spec
-            if one.heads_q * one.seqlen_q > variant.config.rows:  # mla_sm90's
+            # With splits that do not depend on the batch ragged rows count as single tokens.
+            tokens = 1 if (call.num_splits, one.rows) == ("fixed", "ragged") else one.seqlen_q
+            if one.heads_q * tokens > variant.config.rows:  # mla_sm90's
                 return None
         return _merged(call, variant)
 
