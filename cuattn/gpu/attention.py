@@ -58,7 +58,14 @@ def forward(
             most = quantization.sequences_to_expand(
                 k, v, spec, elementwise=bias is not None or mask is not None
             )
-            if most and quantization.rotates_queries(k, spec):
+            in_kernel = bool(most) and quantization.expands_in_kernel(
+                k, v, spec, has_score=not (bias is None and mask is None and alibi_slopes is None)
+            )
+            if in_kernel:
+                most = 0
+            if (in_kernel and k.rotation is not None) or (
+                most and quantization.rotates_queries(k, spec)
+            ):
                 q, k = quantization.rotated(q), quantization.unrotated(k)
             if 0 < most < spec.batch:
                 return _forward_in_turns(

@@ -15,7 +15,7 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 FAR_ROWS = 1 << 30  # kFarRows of tile/ragged.cuh
 ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
-_WARPGROUP_ROWS = 64
+WARPGROUP_ROWS = 64
 _GROUP_KEYS = 8  # kGroupKeys of attention/layout_sm90.cuh
 _ANY_STRIDE = 16  # of an axis of length 1
 
@@ -43,7 +43,7 @@ def kernel_arguments(
         scale_log2=scale_log2,
         # A key's page, and the box of a block that a lane loads: shifts of a key's number.
         page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
-        box_shift=(_box_keys(spec, config) - 1).bit_length(),
+        box_shift=(box_keys(spec, config) - 1).bit_length(),
         bias_mapped=tensor_maps["bias"] is not None,
         mask_mapped=tensor_maps["mask"] is not None,
         pairs_of_boxes="k_pair" in tensor_maps,
@@ -72,7 +72,7 @@ def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None
     if config.pack_gqa:
         q = _packed_rows(spec, strides.q)
     else:
-        q = rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
+        q = rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, WARPGROUP_ROWS)
     keys = _pages if config.paged_kv else _keys
     mapped = config.elementwise and call.score_aligned
     return {
@@ -109,7 +109,7 @@ def _packed_rows(spec: AttentionSpec, strides: tuple[int, ...]) -> TensorMap:
     share a key head."""
     group = spec.heads_q // spec.heads_kv
     rows = rows_map(
-        spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS // group
+        spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, WARPGROUP_ROWS // group
     )
     head_dim, length, heads, *outer = rows.shape
     row, head, *steps = rows.strides
@@ -142,7 +142,7 @@ def _pages(
     spec = call.spec
     pages, slots = shapes(spec, call.num_pages)[1][:2]
     page, slot, head = strides[:3]
-    keys = boxes * _box_keys(spec, config)
+    keys = boxes * box_keys(spec, config)
     if config.key_groups:
         panels, panel = head_dim // _PANEL_COLUMNS, _PANEL_COLUMNS * spec.dtype.itemsize
         heads = (pages - 1) * (page // head) + spec.heads_kv
@@ -185,7 +185,7 @@ def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]
     """The maps of k and v in boxes of twice as many keys, where a block consists of an odd number
     of boxes and pages have room for two."""
     spec = call.spec
-    box = _box_keys(spec, config)
+    box = box_keys(spec, config)
     if spec.keys != "paged" or config.tile_n % (2 * box) == 0 or spec.page_size < 2 * box:
         return {}
     return {
@@ -197,7 +197,7 @@ def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]
     }
 
 
-def _box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
+def box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
     """Keys in a box: a whole block, or the largest power of two that divides both a block and a
     page."""
     if spec.keys != "paged":
@@ -220,5 +220,5 @@ def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
     contiguous = lengths[-1] > 1 and lengths[-2] > 1 and strides[-1] == dtype.itemsize
     if not (contiguous and addressable(steps[:3])):
         return None
-    box = (pitch, _WARPGROUP_ROWS, 1, 1)
+    box = (pitch, WARPGROUP_ROWS, 1, 1)
     return TensorMap(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)
