@@ -93,12 +93,13 @@ struct CodeWarps<true> {
   };
 
   // Makes numbers of a warp's rows of a block: lanes have eight neighbouring features each, of some
-  // rows at a time. `scale` is that of the lane's row.
+  // rows at a time. `scale` is that of the lane's row; all lanes' go through `scales`, those that a
+  // lane needs side by side.
   template <int kFormat>
   __device__ __forceinline__ static void expand_rows(unsigned char* numbers,
-                                                     const unsigned char* codes, unsigned scale,
-                                                     int warp) {
-    constexpr int kRowLanes = kHeadDim / 8, kRows = 32 / kRowLanes;
+                                                     const unsigned char* codes, unsigned* scales,
+                                                     unsigned scale, int warp) {
+    constexpr int kRowLanes = kHeadDim / 8, kRows = 32 / kRowLanes, kSteps = kWarpKeys / kRows;
     constexpr int kChunkBytes = kFormat == tile::kInt4 ? 4 : 8;
     static_assert(kRows <= 8, "the swizzle repeats every eight rows");
     const int lane = threadIdx.x % 32, chunk = lane % kRowLanes, row = lane / kRowLanes;
@@ -107,18 +108,39 @@ struct CodeWarps<true> {
     unsigned char* const to =
         numbers + chunk / 8 * kPanelBytesK + (warp * kWarpKeys + row) * kRowBytes;
     const int place = (chunk % 8 ^ row) * 16;
-    const tile::EightNumbers<T, kFormat> expander;
+    scales += warp * kWarpKeys;
+    if (lane < kWarpKeys) scales[lane % kRows * kSteps + lane / kRows] = scale;
+    __syncwarp();
+    // What some steps need is read before the numbers of the steps before are written: the compiler
+    // must not move a read to before a write, and would wait for each.
+    constexpr int kAhead = kExpandRegisters < 56 ? 2 : 4;
+    static_assert(kSteps % kAhead == 0, "steps are read in whole groups");
+    struct Group {
+      tile::Vec<unsigned, kChunkBytes / 4> words[kAhead];
+      tile::Vec<unsigned, kAhead> scales;
+    };
+    const auto read = [&](int group) {
+      Group read;
+      read.scales = reinterpret_cast<const tile::Vec<unsigned, kAhead>*>(scales + row * kSteps)[group];
 #pragma unroll
-    for (int first = 0; first < kWarpKeys; first += kRows) {
-      unsigned words[2];
-      const unsigned char* const source = from + first * (kRowLanes * kChunkBytes);
-      if constexpr (kFormat == tile::kInt4)
-        words[0] = *reinterpret_cast<const unsigned*>(source);
-      else
-        reinterpret_cast<uint2&>(words) = *reinterpret_cast<const uint2*>(source);
-      const unsigned its_scale = __shfl_sync(~0u, scale, first + row);
-      *reinterpret_cast<uint4*>(to + first * kRowBytes + (place ^ first % 8 * 16)) =
-          expander(words, its_scale);
+      for (int i = 0; i < kAhead; ++i)
+        read.words[i] = *reinterpret_cast<const tile::Vec<unsigned, kChunkBytes / 4>*>(
+            from + (group * kAhead + i) * (32 * kChunkBytes));
+      return read;
+    };
+    const tile::EightNumbers<T, kFormat> expander;
+    Group next = read(0);
+#pragma unroll(kExpandRegisters < 56 ? 1 : kSteps)
+    for (int group = 0; group < kSteps / kAhead; ++group) {
+      const Group now = next;
+      if (group + 1 < kSteps / kAhead) next = read(group + 1);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int first = (group * kAhead + i) * kRows;
+        unsigned words[2] = {now.words[i].x[0], now.words[i].x[kChunkBytes / 4 - 1]};
+        *reinterpret_cast<uint4*>(to + first * kRowBytes + (place ^ first % 8 * 16)) =
+            expander(words, now.scales.x[i]);
+      }
     }
   }
 
@@ -132,7 +154,7 @@ struct CodeWarps<true> {
     scale = tile::EightNumbers<T, kFormat>::prepared(scale);
     ptx::mbarrier_wait(smem.full_codes[from.index], from.parity);
     ptx::mbarrier_wait(empty, to.parity ^ 1);
-    expand_rows<kFormat>(numbers, smem.codes[from.index], scale, warp);
+    expand_rows<kFormat>(numbers, smem.codes[from.index], smem.scales, scale, warp);
     ptx::fence_proxy_async();
     tile::arrive_warp(full);
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.empty_codes[from.index]);

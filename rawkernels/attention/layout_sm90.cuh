@@ -62,13 +62,15 @@ constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
 constexpr int kProducerRegisters = Config::elementwise || kWarpgroups == 1 ? 56
                                    : kWarpgroups == 2 && kExpandWarps <= 4 ? 40
                                                                            : 32;
-constexpr int kConsumerRegisters = (kExpandWarps > 4   ? 192
-                                    : kReadsCodes      ? 208
+constexpr int kExpandRegisters = CodeOptions<Config>::expand_registers;
+constexpr int kSharedRegisters =  // of a thread of each warpgroup together, where codes are read
+    65536 / Config::threads / 8 * 8 * (Config::threads / 128) - kProducerRegisters -
+    kExpandWarps / 4 * kExpandRegisters;
+constexpr int kConsumerRegisters = (kReadsCodes        ? kSharedRegisters / kWarpgroups / 8 * 8
                                     : kWarpgroups == 1 ? 248
                                     : kWarpgroups == 2 ? 232
                                                        : 160) -
                                    (Config::elementwise ? 8 : 0);
-constexpr int kExpandRegisters = kExpandWarps > 4 ? 32 : 56;
 
 // Codes of blocks of keys and of values in turn, as they lie in memory.
 constexpr int kKeyCodeBytes = CodeOptions<Config>::k_row_bytes;
@@ -86,6 +88,7 @@ struct CodeStages<0, 0> {};
 template <int kNumber>
 struct CodeBarriers {
   ptx::Mbarrier full_codes[kNumber], empty_codes[kNumber];
+  alignas(16) unsigned scales[kTileN];  // of the block that is expanded: each warp's of its own rows
 };
 template <>
 struct CodeBarriers<0> {};

@@ -76,6 +76,7 @@ struct CodeOptions {
   static constexpr int k_format = 0, v_format = 0;        // as tile::Format
   static constexpr int k_row_bytes = 0, v_row_bytes = 0;  // of codes
   static constexpr int expand_warps = 0;                  // that make numbers of codes
+  static constexpr int expand_registers = 0;              // of their threads
   static constexpr int code_stages = 0;                   // of a block's codes
 };
 template <class Any>

@@ -31,6 +31,7 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 
 HEAD_DIM = 128
 EXPAND_WARPS = 4
+EXPAND_REGISTERS = 56
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Sm90CodesForwardConfig(Sm90ForwardConfig):
     k_row_bytes: int = 0  # of codes
     v_row_bytes: int = 0
     expand_warps: int = EXPAND_WARPS  # that make numbers of codes
+    expand_registers: int = EXPAND_REGISTERS  # of their threads
     code_stages: int = 4  # of a block's codes, of keys or of values
 
     @property
@@ -174,6 +176,7 @@ def _config(k_format: str, v_format: str) -> Sm90CodesForwardConfig:
         k_row_bytes=code_columns(k_format, HEAD_DIM),
         v_row_bytes=code_columns(v_format, HEAD_DIM),
         expand_warps=EXPAND_WARPS,
+        expand_registers=EXPAND_REGISTERS,
     )
 
 
