@@ -1,7 +1,7 @@
 // The warps of attention/forward_codes_sm90.cu that load codes of keys and values, and that expand
-// them: codes of a block come by TMA, as they lie in memory, into a ring of stages of shared memory;
-// each of Config::expand_warps warps makes numbers of some of its keys, and writes them where wgmma
-// reads them. Scales come by ordinary loads, a block ahead, a key's to a lane.
+// them: codes of a block come by TMA, as they lie in memory, into a ring of stages of shared
+// memory; each of Config::expand_warps warps makes numbers of some of its keys, and writes them
+// where wgmma reads them. Scales come by ordinary loads, a block ahead, a key's to a lane.
 //
 // Every tile of queries expands its keys anew, also where others have the same: that takes about a
 // quarter of the issue slots beside a tile of 128 queries, and half of the bytes from L2 that
@@ -121,7 +121,8 @@ struct CodeWarps<true> {
     };
     const auto read = [&](int group) {
       Group read;
-      read.scales = reinterpret_cast<const tile::Vec<unsigned, kAhead>*>(scales + row * kSteps)[group];
+      read.scales =
+          reinterpret_cast<const tile::Vec<unsigned, kAhead>*>(scales + row * kSteps)[group];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
         read.words[i] = *reinterpret_cast<const tile::Vec<unsigned, kChunkBytes / 4>*>(
@@ -145,12 +146,9 @@ struct CodeWarps<true> {
   }
 
   template <int kFormat>
-  __device__ __forceinline__ static void expand_block(Smem& smem,
-                                                      tile::PipelineState<kCodeStages>& from,
-                                                      tile::PipelineState<kStages>& to,
-                                                      unsigned char* numbers, ptx::Mbarrier& full,
-                                                      ptx::Mbarrier& empty, unsigned scale,
-                                                      int warp) {
+  __device__ __forceinline__ static void expand_block(
+      Smem& smem, tile::PipelineState<kCodeStages>& from, tile::PipelineState<kStages>& to,
+      unsigned char* numbers, ptx::Mbarrier& full, ptx::Mbarrier& empty, unsigned scale, int warp) {
     scale = tile::EightNumbers<T, kFormat>::prepared(scale);
     ptx::mbarrier_wait(smem.full_codes[from.index], from.parity);
     ptx::mbarrier_wait(empty, to.parity ^ 1);

@@ -353,28 +353,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::prefetch_tensormap(sm90.q);
     ptx::prefetch_tensormap(sm90.k);
     ptx::prefetch_tensormap(sm90.v);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(smem.full_k[i], kReadsCodes ? kExpandWarps : 1);
-      ptx::mbarrier_init(smem.full_v[i], kReadsCodes ? kExpandWarps : 1);
-      ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
-      ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kFilterWarps);
-      if (kFilterWarps > 0) ptx::mbarrier_init(smem.filtered_v[i], kFilterWarps);
-    }
-    for (int i = 0; i < kStagesQ * kWarpgroups; ++i) {
-      ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
-      ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
-    }
-    for (int i = 0; i < kScoreRows; ++i) {
-      ptx::mbarrier_init(score_rows(smem, i).full, 32);
-      ptx::mbarrier_init(score_rows(smem, i).empty, 4);
-    }
-    for (int i = 0; i < TileQueue::kSize; ++i) {
-      ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i],
-                         4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kExpandWarps);
-    }
-    if constexpr (kReadsCodes) CodeWarps<kReadsCodes>::init_barriers(smem);
-    ptx::fence_mbarrier_init();
+    init_barriers(smem);
   }
   smem.sorted.start(params, sm90);
   __syncthreads();

@@ -88,7 +88,8 @@ struct CodeStages<0, 0> {};
 template <int kNumber>
 struct CodeBarriers {
   ptx::Mbarrier full_codes[kNumber], empty_codes[kNumber];
-  alignas(16) unsigned scales[kTileN];  // of the block that is expanded: each warp's of its own rows
+  alignas(
+      16) unsigned scales[kTileN];  // of the block that is expanded: each warp's of its own rows
 };
 template <>
 struct CodeBarriers<0> {};
@@ -158,4 +159,30 @@ struct CodeWarps {
 
 __device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
   return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
+}
+
+// By one thread.
+__device__ __forceinline__ void init_barriers(Smem& smem) {
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_init(smem.full_k[i], kReadsCodes ? kExpandWarps : 1);
+    ptx::mbarrier_init(smem.full_v[i], kReadsCodes ? kExpandWarps : 1);
+    ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
+    ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kFilterWarps);
+    if (kFilterWarps > 0) ptx::mbarrier_init(smem.filtered_v[i], kFilterWarps);
+  }
+  for (int i = 0; i < kStagesQ * kWarpgroups; ++i) {
+    ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
+    ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
+  }
+  for (int i = 0; i < kScoreRows; ++i) {
+    ptx::mbarrier_init(score_rows(smem, i).full, 32);
+    ptx::mbarrier_init(score_rows(smem, i).empty, 4);
+  }
+  for (int i = 0; i < TileQueue::kSize; ++i) {
+    ptx::mbarrier_init(smem.queue.full[i], 1);
+    ptx::mbarrier_init(smem.queue.empty[i],
+                       4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kExpandWarps);
+  }
+  if constexpr (kReadsCodes) CodeWarps<kReadsCodes>::init_barriers(smem);
+  ptx::fence_mbarrier_init();
 }

@@ -1,4 +1,4 @@
-"""Prompts over codes that the forward kernel expands itself: the same bits as over their numbers."""
+"""Prompts over codes that the forward kernel expands: the same bits as over their numbers."""
 
 from __future__ import annotations
 
