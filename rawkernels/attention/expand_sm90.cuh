@@ -18,13 +18,6 @@ struct CodeWarps<true> {
   static_assert(kTileN % (8 * kExpandWarps) == 0 && kWarpKeys <= 32, "a lane has a key's scales");
   static_assert(kHeadDim == kHeadDimV, "keys and values are shared out alike");
 
-  __device__ __forceinline__ static void init_barriers(Smem& smem) {
-    for (int i = 0; i < kCodeStages; ++i) {
-      ptx::mbarrier_init(smem.full_codes[i], 1);
-      ptx::mbarrier_init(smem.empty_codes[i], kExpandWarps);
-    }
-  }
-
   // ------------------------------------------------------------------------------------- loading
 
   // Loads the codes of a block of keys, or of values: lane i knows the page of box i.

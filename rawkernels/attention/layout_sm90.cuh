@@ -150,7 +150,6 @@ static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
 // attention/expand_sm90.cuh has them.
 template <bool kOfCodes>
 struct CodeWarps {
-  __device__ static void init_barriers(Smem& smem);
   __device__ static void load(Smem& smem, const Sm90Params& sm90);
   __device__ static void expand(Smem& smem, const Sm90Params& sm90, int warp);
   __device__ static uint4 values(const Params& params, const Sm90Params& sm90, const Tile& tile,
@@ -160,6 +159,15 @@ struct CodeWarps {
 __device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
   return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
 }
+
+template <int kNumber>
+__device__ __forceinline__ void init_code_barriers(CodeBarriers<kNumber>& smem) {
+  for (int i = 0; i < kNumber; ++i) {
+    ptx::mbarrier_init(smem.full_codes[i], 1);
+    ptx::mbarrier_init(smem.empty_codes[i], kExpandWarps);
+  }
+}
+__device__ __forceinline__ void init_code_barriers(CodeBarriers<0>&) {}
 
 // By one thread.
 __device__ __forceinline__ void init_barriers(Smem& smem) {
@@ -183,6 +191,6 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
     ptx::mbarrier_init(smem.queue.empty[i],
                        4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kExpandWarps);
   }
-  if constexpr (kReadsCodes) CodeWarps<kReadsCodes>::init_barriers(smem);
+  init_code_barriers(smem);
   ptx::fence_mbarrier_init();
 }
