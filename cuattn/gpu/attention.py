@@ -55,14 +55,13 @@ def forward(
     with use_device(q):
         quantized = None
         if spec.quantized and prefix is None and num_splits is None:
-            most = quantization.sequences_to_expand(
-                k, v, spec, elementwise=bias is not None or mask is not None
+            elementwise = bias is not None or mask is not None
+            in_kernel = quantization.expands_in_kernel(
+                k, v, spec, has_score=elementwise or alibi_slopes is not None
             )
-            in_kernel = bool(most) and quantization.expands_in_kernel(
-                k, v, spec, has_score=not (bias is None and mask is None and alibi_slopes is None)
-            )
-            if in_kernel:
-                most = 0
+            most = 0
+            if not in_kernel:
+                most = quantization.sequences_to_expand(k, v, spec, elementwise=elementwise)
             if (in_kernel and k.rotation is not None) or (
                 most and quantization.rotates_queries(k, spec)
             ):

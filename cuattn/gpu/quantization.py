@@ -85,14 +85,18 @@ def expands_in_kernel(
     k: QuantizedArray, v: QuantizedArray, spec: AttentionSpec, *, has_score: bool
 ) -> bool:
     """Whether the forward kernel reads codes of prompts, and expands them itself."""
+    device = cupy.cuda.runtime.getDevice()
+    if has_score or not (spec.k_format and spec.v_format):
+        return False
+    if compiler.device_arch(device) != "sm_90a":
+        return False
     tiers = dispatch.current_tiers()
-    if has_score or not any(tier.name == dispatch.Sm90CodesForward.name for tier in tiers):
-        return False
-    if compiler.device_arch(cupy.cuda.runtime.getDevice()) != "sm_90a":
-        return False
     own_k, own_v = operand(k), operand(v)
     return (
-        dispatch.serves_codes(spec, own_k.scales, own_v.scales)
+        any(tier.name == dispatch.Sm90CodesForward.name for tier in tiers)
+        and dispatch.serves_codes(
+            spec, own_k.scales, own_v.scales, compiler.multiprocessors(device)
+        )
         and all(
             dispatch.addressable_codes(of.codes.strides, of.codes.data.ptr) for of in (own_k, own_v)
         )

@@ -106,7 +106,7 @@ struct CodeWarps<true> {
     __syncwarp();
     // What some steps need is read before the numbers of the steps before are written: the compiler
     // must not move a read to before a write, and would wait for each.
-    constexpr int kAhead = kExpandRegisters < 56 ? 2 : 4;
+    constexpr int kAhead = 4;
     static_assert(kSteps % kAhead == 0, "steps are read in whole groups");
     struct Group {
       tile::Vec<unsigned, kChunkBytes / 4> words[kAhead];
@@ -124,7 +124,7 @@ struct CodeWarps<true> {
     };
     const tile::EightNumbers<T, kFormat> expander;
     Group next = read(0);
-#pragma unroll(kExpandRegisters < 56 ? 1 : kSteps)
+#pragma unroll
     for (int group = 0; group < kSteps / kAhead; ++group) {
       const Group now = next;
       if (group + 1 < kSteps / kAhead) next = read(group + 1);

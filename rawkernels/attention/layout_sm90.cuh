@@ -60,7 +60,7 @@ constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
 // Registers of a thread: the block has 65536, and gets them evenly at first. With one consumer
 // there are more than it and the producers need.
 constexpr int kProducerRegisters = Config::elementwise || kWarpgroups == 1 ? 56
-                                   : kWarpgroups == 2 && kExpandWarps <= 4 ? 40
+                                   : kWarpgroups == 2                      ? 40
                                                                            : 32;
 constexpr int kExpandRegisters = CodeOptions<Config>::expand_registers;
 constexpr int kSharedRegisters =  // of a thread of each warpgroup together, where codes are read

@@ -15,7 +15,7 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 FAR_ROWS = 1 << 30  # kFarRows of tile/ragged.cuh
 ROUND = 1 << 64  # bytes, once round the address space
 _PANEL_COLUMNS = 64  # 128 bytes
-WARPGROUP_ROWS = 64
+_WARPGROUP_ROWS = 64
 _GROUP_KEYS = 8  # kGroupKeys of attention/layout_sm90.cuh
 _ANY_STRIDE = 16  # of an axis of length 1
 
@@ -69,20 +69,24 @@ def score_scales(call: Call) -> tuple[float, float, float]:
 def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
     """The maps of q, k, v, bias and mask; None for one that is not there, or out of TMA's reach."""
     spec, strides = call.spec, call.strides
-    if config.pack_gqa:
-        q = _packed_rows(spec, strides.q)
-    else:
-        q = rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, WARPGROUP_ROWS)
     keys = _pages if config.paged_kv else _keys
     mapped = config.elementwise and call.score_aligned
     return {
-        "q": q,
+        "q": queries_map(call, config),
         "k": keys(call, config, spec.head_dim, strides.k),
         "v": keys(call, config, spec.head_dim_v, strides.v),
         **_pairs(call, config),
         "bias": _scores(call.bias if mapped else None, config.bias_pitch),
         "mask": _scores(call.mask if mapped else None, config.tile_n),
     }
+
+
+def queries_map(call: Call, config: Sm90ForwardConfig) -> TensorMap:
+    """The map of q."""
+    spec, strides = call.spec, call.strides.q
+    if config.pack_gqa:
+        return _packed_rows(spec, strides)
+    return rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS)
 
 
 def rows_map(
@@ -109,7 +113,7 @@ def _packed_rows(spec: AttentionSpec, strides: tuple[int, ...]) -> TensorMap:
     share a key head."""
     group = spec.heads_q // spec.heads_kv
     rows = rows_map(
-        spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, WARPGROUP_ROWS // group
+        spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS // group
     )
     head_dim, length, heads, *outer = rows.shape
     row, head, *steps = rows.strides
@@ -220,5 +224,5 @@ def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:
     contiguous = lengths[-1] > 1 and lengths[-2] > 1 and strides[-1] == dtype.itemsize
     if not (contiguous and addressable(steps[:3])):
         return None
-    box = (pitch, WARPGROUP_ROWS, 1, 1)
+    box = (pitch, _WARPGROUP_ROWS, 1, 1)
     return TensorMap(dtype, lengths[::-1], steps[2::-1], box, swizzled=False)
