@@ -56,9 +56,8 @@ def forward(
         quantized = None
         if spec.quantized and prefix is None and num_splits is None:
             elementwise = bias is not None or mask is not None
-            in_kernel = quantization.expands_in_kernel(
-                k, v, spec, has_score=elementwise or alibi_slopes is not None
-            )
+            has_score = elementwise or alibi_slopes is not None or score_mod is not CONTRACT_SCORES
+            in_kernel = not has_score and quantization.expands_in_kernel(k, v, spec)
             most = 0
             if not in_kernel:
                 most = quantization.sequences_to_expand(k, v, spec, elementwise=elementwise)

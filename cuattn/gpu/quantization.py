@@ -81,12 +81,11 @@ def sequences_to_expand(k: Any, v: Any, spec: AttentionSpec, *, elementwise: boo
     return dispatch.sequences_to_expand(spec, (k.like, v.like), arch, elementwise=elementwise)
 
 
-def expands_in_kernel(
-    k: QuantizedArray, v: QuantizedArray, spec: AttentionSpec, *, has_score: bool
-) -> bool:
-    """Whether the forward kernel reads codes of prompts, and expands them itself."""
+def expands_in_kernel(k: Any, v: Any, spec: AttentionSpec) -> bool:
+    """Whether the forward kernel reads codes of prompts, and expands them itself: scores are no
+    more than scaled."""
     device = cupy.cuda.runtime.getDevice()
-    if has_score or not (spec.k_format and spec.v_format):
+    if not (spec.k_format and spec.v_format):
         return False
     if compiler.device_arch(device) != "sm_90a":
         return False

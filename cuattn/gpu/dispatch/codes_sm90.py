@@ -16,18 +16,13 @@ from cuattn._quantized import BFLOAT16, code_columns, format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, forward_arguments
 from cuattn.gpu.compiler import Variant
-from cuattn.gpu.dispatch.arguments_sm90 import (
-    box_keys,
-    kernel_arguments,
-    queries_map,
-    score_scales,
-)
+from cuattn.gpu.dispatch.arguments_sm90 import box_keys, kernel_arguments, queries_map, score_scales
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding_times import rows_of_sequence, tokens_of_sequence
 from cuattn.gpu.dispatch.launch import Call, Launch, shapes
 from cuattn.gpu.dispatch.order_sm90 import sm90_section
 from cuattn.gpu.dispatch.parts_sm90 import WARPGROUP_ROWS
-from cuattn.gpu.dispatch.quantization import EXPAND_ROWS, FORMAT_PAIRS
+from cuattn.gpu.dispatch.quantization import EXPAND_ROWS
 from cuattn.gpu.dispatch.routing import MIN_PAGE
 from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
 from cuattn.gpu.params import CODE_SCALES
@@ -137,7 +132,7 @@ class Sm90CodesForward:
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
-            for formats, *options in itertools.product(FORMAT_PAIRS, *[(False, True)] * 2):
+            for formats, *options in itertools.product(TIMES, *[(False, True)] * 2):
                 yield _variant(_config(*formats, *options))
 
 
@@ -151,7 +146,6 @@ def serves_codes(
         and spec.keys in ("cached", "paged")
         and (spec.keys == "cached" or spec.page_size >= MIN_PAGE)
         and spec.head_dim == spec.head_dim_v == HEAD_DIM
-        and (spec.k_format, spec.v_format) in FORMAT_PAIRS
         and spec.window_left is None
         and spec.softcap == 0.0
         and spec.scale > 0.0
