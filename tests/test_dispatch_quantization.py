@@ -9,6 +9,8 @@ import pytest
 import cuattn
 from cuattn._spec import attention_spec
 from cuattn.gpu import dispatch
+from cuattn.gpu.dispatch import codes_sm90
+from cuattn.gpu.dispatch.quantization import FORMAT_PAIRS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -81,6 +83,54 @@ def test_numbers_of_ragged_prompts_are_a_cache_of_each_sequence():
     names = {launch.variant.entry, launch.beside and launch.beside.variant.entry}
     assert "forward_sm90" in names
     assert dispatch.choose(dispatch.Call.contiguous(spec, "sm_80")).variant.entry == "forward_sm80"
+
+
+INT8, E4M3, INT4, K8V4 = FORMAT_PAIRS
+
+
+@pytest.mark.parametrize(
+    ("formats", "heads", "batch", "tokens", "keys", "each"),
+    [
+        (INT8, (32, 32), 4, 128, 8192, True),  # a tile of each key head, in one wave
+        (INT4, (32, 32), 4, 128, 8192, True),
+        (INT8, (32, 8), 16, 32, 8192, True),  # of four query heads
+        (INT8, (32, 8), 16, 17, 8192, True),
+        (INT8, (32, 8), 16, 16, 8192, False),  # for decoding
+        (INT8, (32, 32), 1, 512, 8192, True),  # four tiles: 155 and 168 us
+        (E4M3, (32, 32), 1, 512, 8192, False),  # 163 and 165
+        (K8V4, (32, 32), 1, 512, 8192, False),  # 183 and 167
+        (INT4, (32, 32), 1, 512, 8192, False),  # 203 and 153
+        (INT8, (32, 32), 4, 512, 8192, False),  # 627 and 644, within 4%
+        (INT8, (32, 32), 1, 1024, 8192, False),  # 312 and 273
+        (INT8, (32, 8), 1, 512, 8192, False),  # 16 tiles
+        (INT8, (8, 8), 1, 512, 8192, False),  # 32 tiles in all
+        (INT8, (8, 1), 32, 16, 8192, False),  # again
+        (INT8, (130, 2), 16, 128, 8192, False),  # more heads than a warpgroup has rows
+        (("int4", "int8"), (32, 32), 4, 128, 8192, False),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_codes_are_expanded_for_each_tile_where_tiles_are_few(
+    formats, heads, batch, tokens, keys, each, ragged
+):
+    lead, rows = ((), (batch * tokens,)) if ragged else ((batch,), (batch, tokens))
+    cache = (*lead, keys, heads[1], 128)
+    spec = attention_spec(
+        "paged_attention",
+        (*rows, heads[0], 128),
+        *(cache, cache),
+        *[BFLOAT16] * 3,
+        causal=True,
+        sequences=batch if ragged else None,
+        keys="paged",
+        page_size=16,
+        formats=formats,
+    )
+    # Tiles of ragged rows are counted as if each sequence had a last one that is not full.
+    if not ragged or tokens < 128:
+        assert codes_sm90.expands_each_tile(spec, 132) == each
+    else:
+        assert codes_sm90.expands_each_tile(spec, 132) <= each
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,12 @@ def test_every_struct_is_compared():
     for variant in dispatch.variants("sm_90a"):
         signature = re.search(rf"\b{variant.entry}\(([^)]*)\) {{", compiler.resolve(variant.source))
         words = re.findall(r"\b([A-Z]\w*) \w+[,)]", signature[1] + ")")
-        # Params: ForwardParams, perhaps with DropoutParams or CacheParams behind it.
+        # Params: ForwardParams, perhaps with DropoutParams or CacheParams behind it; Sm90Arguments:
+        # Sm90Params, perhaps with CodeScales.
         known = {"Params": "ForwardParams", "Arrays": "QuantizeParams"}
+        known["Sm90Arguments"] = "Sm90Params"
         taken.update(known.get(word, word) for word in words)
-    taken.add("CacheParams")
+    taken |= {"CacheParams", "CodeScales"}
     taken.remove("Numbers")  # an array of integers
     assert taken == {struct.name for struct in params.STRUCTS}
 

@@ -55,10 +55,15 @@ def forward(
     with use_device(q):
         quantized = None
         if spec.quantized and prefix is None and num_splits is None:
-            most = quantization.sequences_to_expand(
-                k, v, spec, elementwise=bias is not None or mask is not None
-            )
-            if most and quantization.rotates_queries(k, spec):
+            elementwise = bias is not None or mask is not None
+            has_score = elementwise or alibi_slopes is not None or score_mod is not CONTRACT_SCORES
+            in_kernel = not has_score and quantization.expands_in_kernel(k, v, spec)
+            most = 0
+            if not in_kernel:
+                most = quantization.sequences_to_expand(k, v, spec, elementwise=elementwise)
+            if (in_kernel and k.rotation is not None) or (
+                most and quantization.rotates_queries(k, spec)
+            ):
                 q, k = quantization.rotated(q), quantization.unrotated(k)
             if 0 < most < spec.batch:
                 return _forward_in_turns(

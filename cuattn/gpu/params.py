@@ -54,6 +54,12 @@ SM90_PARAMS = Struct(
     launch_id="launch_id",
 )
 
+CODE_SCALES = Struct(
+    "CodeScales",
+    ("const void*", "k_scale v_scale"),
+    ("ScaleStrides", "k_scale_stride v_scale_stride"),
+)
+
 DECODE_PARAMS = Struct(
     "DecodeParams",
     ("const void*", "q k v"),
@@ -281,6 +287,7 @@ STRUCTS = {
     FORWARD_PARAMS: "attention/forward_simt.cu",
     CACHE_PARAMS: "attention/forward_sm80.cu",
     SM90_PARAMS: "attention/forward_sm90.cu",
+    CODE_SCALES: "attention/forward_codes_sm90.cu",
     DECODE_PARAMS: "decoding/decode_simt.cu",
     SCORE_PARAMS: "decoding/decode_simt.cu",
     DECODE_MAPS: "decoding/decode_sm90.cu",

@@ -94,7 +94,8 @@ class Plan:
                 elif tensor_map := chosen.tensor_maps.get(array := argument[: -len("_map")]):
                     maps.append((place, array.removesuffix("_pair"), tensor_map))
             template += arguments.constants
-        self._template = template.ljust(-(-len(template) // WORD) * WORD, b"\0")
+        # As long as C++ has a struct that is aligned.
+        self._template = template.ljust(-(-len(template) // _ALIGNMENT) * _ALIGNMENT, b"\0")
         self._structs = tuple(structs)
         self.words, self.maps = tuple(words), tuple(maps)
         self.has_state = any(argument in ("workspace", "launch_id") for _, argument in words)

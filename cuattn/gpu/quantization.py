@@ -81,6 +81,28 @@ def sequences_to_expand(k: Any, v: Any, spec: AttentionSpec, *, elementwise: boo
     return dispatch.sequences_to_expand(spec, (k.like, v.like), arch, elementwise=elementwise)
 
 
+def expands_in_kernel(k: Any, v: Any, spec: AttentionSpec) -> bool:
+    """Whether the forward kernel reads codes of prompts, and expands them itself: scores are no
+    more than scaled."""
+    device = cupy.cuda.runtime.getDevice()
+    if not (spec.k_format and spec.v_format):
+        return False
+    if compiler.device_arch(device) != "sm_90a":
+        return False
+    tiers = dispatch.current_tiers()
+    own_k, own_v = operand(k), operand(v)
+    return (
+        any(tier.name == dispatch.Sm90CodesForward.name for tier in tiers)
+        and dispatch.serves_codes(
+            spec, own_k.scales, own_v.scales, compiler.multiprocessors(device)
+        )
+        and all(
+            dispatch.addressable_codes(of.codes.strides, of.codes.data.ptr) for of in (own_k, own_v)
+        )
+        and (k.rotation is None or k.offset is None)
+    )
+
+
 def rotates_queries(k: QuantizedArray, spec: AttentionSpec) -> bool:
     """Whether queries are to be rotated instead of the keys that codes are expanded to."""
     return k.rotation is not None and k.offset is None and dispatch.rotates_queries(spec)

@@ -139,8 +139,12 @@ __device__ __forceinline__ void restore_values(const Params& params, const Sm90P
   for (int key = tile.block_begin * kTileN; key < min(tile.block_end * kTileN, tile.keys.length);
        ++key) {
     if (!filtered.has(key / kTileN)) continue;
-    const uint4 values = *reinterpret_cast<const uint4*>(
-        static_cast<const T*>(params.v) + tile.value_offset(params, sm90, key) + column);
+    uint4 values;
+    if constexpr (kReadsCodes)
+      values = CodeWarps<kReadsCodes>::values(params, sm90, tile, key, column);
+    else
+      values = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.v) +
+                                               tile.value_offset(params, sm90, key) + column);
     if (finite_halves(values.x) == values.x && finite_halves(values.y) == values.y &&
         finite_halves(values.z) == values.z && finite_halves(values.w) == values.w)
       continue;

@@ -342,7 +342,8 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
-    forward_sm90(const __grid_constant__ Params params, const __grid_constant__ Sm90Params sm90) {
+    forward_sm90(const __grid_constant__ Params params,
+                 const __grid_constant__ Sm90Arguments sm90) {
   extern __shared__ __align__(1024) unsigned char shared[];
   Smem& smem = *reinterpret_cast<Smem*>(shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -352,26 +353,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::prefetch_tensormap(sm90.q);
     ptx::prefetch_tensormap(sm90.k);
     ptx::prefetch_tensormap(sm90.v);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(smem.full_k[i], 1);
-      ptx::mbarrier_init(smem.full_v[i], 1);
-      ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
-      ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kFilterWarps);
-      if (kFilterWarps > 0) ptx::mbarrier_init(smem.filtered_v[i], kFilterWarps);
-    }
-    for (int i = 0; i < kStagesQ * kWarpgroups; ++i) {
-      ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
-      ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
-    }
-    for (int i = 0; i < kScoreRows; ++i) {
-      ptx::mbarrier_init(score_rows(smem, i).full, 32);
-      ptx::mbarrier_init(score_rows(smem, i).empty, 4);
-    }
-    for (int i = 0; i < TileQueue::kSize; ++i) {
-      ptx::mbarrier_init(smem.queue.full[i], 1);
-      ptx::mbarrier_init(smem.queue.empty[i], 4 * kWarpgroups + 1 + kFilterWarps + kValueWarps);
-    }
-    ptx::fence_mbarrier_init();
+    init_barriers(smem);
   }
   smem.sorted.start(params, sm90);
   __syncthreads();
@@ -379,7 +361,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      if constexpr (kValueWarps > 0)
+      if constexpr (kReadsCodes)
+        CodeWarps<kReadsCodes>::load(smem, sm90);
+      else if constexpr (kValueWarps > 0)
         load_one_of_both<kPanelsK>(smem, smem.k, sm90.k, sm90.k_pair, smem.full_k, smem.empty_k,
                                    sm90);
       else
@@ -393,8 +377,11 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
         load_one_of_both<kPanelsV>(smem, smem.v, sm90.v, sm90.v_pair, smem.full_v, smem.empty_v,
                                    sm90);
     }
+  } else if (kReadsCodes && warp < 4 + kExpandWarps) {
+    ptx::setmaxnreg_dec<kExpandRegisters>();
+    if constexpr (kReadsCodes) CodeWarps<kReadsCodes>::expand(smem, sm90, warp - 4);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    Consumer{smem, params, sm90, warpgroup - 1}.run();
+    Consumer{smem, params, sm90, warpgroup - 1 - kExpandWarps / 4}.run();
   }
 }

@@ -62,17 +62,45 @@ constexpr bool kKeepsTurn = kWarpgroups == 3 && kHeadDim == 64;
 constexpr int kProducerRegisters = Config::elementwise || kWarpgroups == 1 ? 56
                                    : kWarpgroups == 2                      ? 40
                                                                            : 32;
-constexpr int kConsumerRegisters = (kWarpgroups == 1   ? 248
+constexpr int kExpandRegisters = CodeOptions<Config>::expand_registers;
+constexpr int kSharedRegisters =  // of a thread of each warpgroup together, where codes are read
+    65536 / Config::threads / 8 * 8 * (Config::threads / 128) - kProducerRegisters -
+    kExpandWarps / 4 * kExpandRegisters;
+constexpr int kConsumerRegisters = (kReadsCodes        ? kSharedRegisters / kWarpgroups / 8 * 8
+                                    : kWarpgroups == 1 ? 248
                                     : kWarpgroups == 2 ? 232
                                                        : 160) -
                                    (Config::elementwise ? 8 : 0);
 
-struct Smem {
+// Codes of blocks of keys and of values in turn, as they lie in memory.
+constexpr int kKeyCodeBytes = CodeOptions<Config>::k_row_bytes;
+constexpr int kValueCodeBytes = CodeOptions<Config>::v_row_bytes;
+constexpr int kCodeStages = CodeOptions<Config>::code_stages;
+constexpr int kCodeBytes =
+    kTileN * (kKeyCodeBytes > kValueCodeBytes ? kKeyCodeBytes : kValueCodeBytes);
+template <int kNumber, int kBytes>
+struct CodeStages {
+  alignas(1024) unsigned char codes[kNumber][kBytes];
+};
+template <>
+struct CodeStages<0, 0> {};
+// TMA's bytes -> the warps that expand codes; these -> the loading warp.
+template <int kNumber>
+struct CodeBarriers {
+  ptx::Mbarrier full_codes[kNumber], empty_codes[kNumber];
+  alignas(
+      16) unsigned scales[kTileN];  // of the block that is expanded: each warp's of its own rows
+};
+template <>
+struct CodeBarriers<0> {};
+
+struct AnySmem : CodeStages<kCodeStages, kCodeBytes> {
   alignas(1024) unsigned char q[kStagesQ][kWarpgroups][kPanelsK * kPanelBytesQ];
   alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
   alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
   // TMA's bytes -> all consumers, or the filter warps for V where there are any; every consumer
-  // warp, and every filter warp for V -> the loading warp.
+  // warp, and every filter warp for V -> the loading warp. Where keys are codes, warps that expand
+  // them are in the place of TMA and of the loading warp.
   ptx::Mbarrier full_k[kStages], empty_k[kStages];
   ptx::Mbarrier full_v[kStages], empty_v[kStages];
   // TMA's bytes -> one consumer; its warps -> the scheduler's warp.
@@ -86,6 +114,7 @@ struct Smem {
   TileQueue queue;
   SortedTiles::Shared sorted;  // of the scheduler's warp alone
 };
+struct Smem : AnySmem, CodeBarriers<kCodeStages> {};
 
 // Bias and mask of a consumer's 64 queries and a block of keys, row by row. Rows of bias are 8
 // elements longer than the block, so that what eight rows' quads read side by side lies in
@@ -103,8 +132,8 @@ constexpr int kScoreRows = Config::elementwise ? kWarpgroups : 0;  // they follo
 
 static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) <= Config::smem_bytes,
               "Config::smem_bytes must hold Smem and what follows it");
-static_assert(Config::threads == 128 * (kWarpgroups + 1),
-              "one warpgroup produces, the others consume");
+static_assert(Config::threads == 128 * (kWarpgroups + 1) + 32 * kExpandWarps,
+              "one warpgroup produces, the others consume, or expand codes");
 static_assert(!Config::dropout || !(Config::score || Config::pack_gqa), "rows are of one head");
 static_assert(kWarpgroups >= 1 && kWarpgroups <= 3,
               "consumers take turns, and have the registers that up to three can have");
@@ -117,6 +146,51 @@ static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows o
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");
 
+// The warps of attention/forward_codes_sm90.cu, in the place of those that load keys and values:
+// attention/expand_sm90.cuh has them.
+template <bool kOfCodes>
+struct CodeWarps {
+  __device__ static void load(Smem& smem, const Sm90Params& sm90);
+  __device__ static void expand(Smem& smem, const Sm90Params& sm90, int warp);
+  __device__ static uint4 values(const Params& params, const Sm90Params& sm90, const Tile& tile,
+                                 int key, int column);
+};
+
 __device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
   return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
+}
+
+template <int kNumber>
+__device__ __forceinline__ void init_code_barriers(CodeBarriers<kNumber>& smem) {
+  for (int i = 0; i < kNumber; ++i) {
+    ptx::mbarrier_init(smem.full_codes[i], 1);
+    ptx::mbarrier_init(smem.empty_codes[i], kExpandWarps);
+  }
+}
+__device__ __forceinline__ void init_code_barriers(CodeBarriers<0>&) {}
+
+// By one thread.
+__device__ __forceinline__ void init_barriers(Smem& smem) {
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_init(smem.full_k[i], kReadsCodes ? kExpandWarps : 1);
+    ptx::mbarrier_init(smem.full_v[i], kReadsCodes ? kExpandWarps : 1);
+    ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
+    ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kFilterWarps);
+    if (kFilterWarps > 0) ptx::mbarrier_init(smem.filtered_v[i], kFilterWarps);
+  }
+  for (int i = 0; i < kStagesQ * kWarpgroups; ++i) {
+    ptx::mbarrier_init(smem.full_q[i / kWarpgroups][i % kWarpgroups], 1);
+    ptx::mbarrier_init(smem.empty_q[i / kWarpgroups][i % kWarpgroups], 4);
+  }
+  for (int i = 0; i < kScoreRows; ++i) {
+    ptx::mbarrier_init(score_rows(smem, i).full, 32);
+    ptx::mbarrier_init(score_rows(smem, i).empty, 4);
+  }
+  for (int i = 0; i < TileQueue::kSize; ++i) {
+    ptx::mbarrier_init(smem.queue.full[i], 1);
+    ptx::mbarrier_init(smem.queue.empty[i],
+                       4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kExpandWarps);
+  }
+  init_code_barriers(smem);
+  ptx::fence_mbarrier_init();
 }

@@ -69,6 +69,43 @@ struct Sm90Params {
   ptx::TensorMap q_rope, k_rope;
 };
 
+// What a Config says of keys and values that are codes (attention/forward_codes_sm90.cu): fields
+// that those of other kernels do not have.
+template <class Any, class = void>
+struct CodeOptions {
+  static constexpr int k_format = 0, v_format = 0;        // as tile::Format
+  static constexpr int k_row_bytes = 0, v_row_bytes = 0;  // of codes
+  static constexpr int expand_warps = 0;                  // that make numbers of codes
+  static constexpr int expand_registers = 0;              // of their threads
+  static constexpr int code_stages = 0;                   // of a block's codes
+};
+template <class Any>
+struct CodeOptions<Any, decltype(void(Any::expand_warps))> : Any {};
+
+constexpr int kExpandWarps = CodeOptions<Config>::expand_warps;
+constexpr bool kReadsCodes = kExpandWarps > 0;
+
+// Scales of rows of codes, bfloat16, by page (or sequence), token and head; with codes of 4 bits a
+// minimum lies behind each, both in an aligned word.
+struct CodeScales {
+  const void *k_scale, *v_scale;
+  ScaleStrides k_scale_stride, v_scale_stride;
+};
+struct Sm90CodesParams : Sm90Params {
+  CodeScales scales;
+};
+template <bool kOfCodes>
+struct Sm90ArgumentsOf {
+  using Type = Sm90Params;
+};
+template <>
+struct Sm90ArgumentsOf<true> {
+  using Type = Sm90CodesParams;
+  static_assert(sizeof(Type) == (sizeof(Sm90Params) + sizeof(CodeScales) + 63) / 64 * 64,
+                "the launching code packs the one after the other");
+};
+using Sm90Arguments = Sm90ArgumentsOf<kReadsCodes>::Type;
+
 __device__ __forceinline__ kvcache::PageTable page_table(const Sm90Params& sm90) {
   return {sm90.page_table, sm90.table_stride, sm90.page_shift, sm90.num_pages};
 }

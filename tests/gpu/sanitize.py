@@ -30,7 +30,7 @@ import numpy as np
 
 import cuattn
 from cuattn.gpu import compiler, decoding, dispatch, mla
-from cuattn.gpu.dispatch import decoding_codes_sm90, sm90
+from cuattn.gpu.dispatch import codes_sm90, decoding_codes_sm90, sm90
 from tests import appending
 from tests.scores import check_decode, check_paged, check_varlen
 
@@ -219,6 +219,22 @@ def codes_of_four_heads(rng: np.random.Generator, dtype: np.dtype) -> None:
         (q,) = arrays(rng, dtype, (2, 1, 4 * group, 64))
         with dispatch.use_tiers(*CODES_TIERS[0]):
             cuattn.paged_attention(q, *cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
+
+
+def codes_of_prompts(rng: np.random.Generator, dtype: np.dtype, format: str) -> None:
+    """Codes that the forward kernel expands, of batched rows and of ragged ones."""
+    codes_sm90.expands_each_tile = lambda *call: True  # however few tiles there are
+    cache = cuattn.PagedKVCache(40, 16, 2, 128, dtype=dtype, quantization=format, xp=cupy)
+    ids = [cache.add_sequence() for _ in range(3)]
+    cache.extend(ids, [1, 70, 300])
+    cache.write(0, ids, *arrays(rng, dtype, (371, 2, 128), (371, 2, 128)))
+    of_cache = (*cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
+    with dispatch.use_tiers("forward_codes_sm90"):
+        for heads in (2, 6):
+            q, ragged = arrays(rng, dtype, (3, 70, heads, 128), (150, heads, 128))
+            cuattn.paged_attention(q, *of_cache)
+            cu_seqlens = cupy.asarray(np.array([0, 0, 20, 150], np.int32))
+            cuattn.paged_attention(ragged, *of_cache, cu_seqlens_q=cu_seqlens)
 
 
 def codes_of_latents(rng: np.random.Generator, dtype: np.dtype, format: str) -> None:
@@ -538,6 +554,9 @@ def parts() -> Iterator[tuple[str, Callable[[np.random.Generator, np.dtype], Non
     for format, dim in itertools.product(FORMATS, (128, 64)):
         yield f"codes.{format}.{dim}", functools.partial(codes, format=format, dim=dim), "float16"
     yield "codes.four_heads", codes_of_four_heads, "float16"
+    for format in FORMATS[::2]:
+        call = functools.partial(codes_of_prompts, format=format)
+        yield f"codes.prompts.{format}", call, "bfloat16"
     for format in FORMATS[:2]:
         call = functools.partial(codes_of_latents, format=format)
         yield f"codes.latents.{format}", call, "float16"

@@ -2,7 +2,8 @@
 
 A tile of work is its number of blocks of keys and the consumers that skip one of them, which is all
 that the warps' waits depend on. Counts, sizes and the switches between variants come from the
-source and from `Config`; forward_sm90.txt shows what the roles below were written after.
+source and from `Config`; forward_sm90.txt shows what the roles below were written after, and
+forward_codes_sm90.txt those of attention/forward_codes_sm90.cu, which adds some.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.pipelines.explorer import (
 )
 
 KERNEL = "attention/forward_sm90.cu"
+CODES_KERNEL = "attention/forward_codes_sm90.cu"
 WARPS = 4  # of a warpgroup
 
 
@@ -61,6 +63,8 @@ class Protocol:
     first_turn: bool
     takes_late: bool
     value_warps: int  # beside the warp that loads keys, or keys and values
+    expand_warps: int  # that make numbers of codes
+    code_stages: int
     turn_threads: int
     arrivals: tuple[tuple[str, int], ...]
 
@@ -72,6 +76,8 @@ class Protocol:
             (self.q_stages, "q_stages"),
             (self.filter_warps, "filter_warps"),
             (self.value_warps, "value_warps"),
+            (self.expand_warps, "expand_warps"),
+            (self.code_stages, "code_stages"),
         )
         return "-".join([*(f"{count}{what}" for count, what in counted if count), *names])
 
@@ -88,7 +94,7 @@ def protocols() -> dict[str, Protocol]:
 @functools.cache
 def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
     """The protocol of a variant."""
-    text = source.text(KERNEL)
+    text = source.text(CODES_KERNEL if hasattr(config, "expand_warps") else KERNEL)
     constants = source.Constants(text, config)
     return Protocol(
         consumers=constants["kWarpgroups"],
@@ -103,6 +109,8 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
         first_turn=bool(constants["kFirstTurn"]),
         takes_late=bool(constants["kTakesLate"]),
         value_warps=constants["kValueWarps"],
+        expand_warps=constants["kExpandWarps"],
+        code_stages=constants["kCodeStages"],
         turn_threads=constants.value(re.search(r"bar_sync\(1 \+ consumer, (.*?)\)", text)[1]),
         arrivals=tuple(sorted(source.arrivals(text, constants).items())),
     )
@@ -184,6 +192,38 @@ def load_one_of_both(what: str, p: Protocol, own, tile) -> Iterator[NamedTuple]:
     yield from read_tile()
     for _ in range(0 if tile == END else tile.blocks):
         yield from load(p, what, *(value_parts(p) if what == "v" else ()))
+        yield Advance(what)
+
+
+def blocks_in_turn(tile: Tile) -> Iterator[str]:
+    """Keys of each block, and the values of the block before: how codes are loaded and expanded."""
+    for block in range(tile.blocks):
+        yield "k"
+        if block > 0:
+            yield "v"
+    if tile.blocks:
+        yield "v"
+
+
+def load_codes(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    yield from read_tile()
+    for _ in blocks_in_turn(tile) if tile != END else ():
+        yield from load(p, "codes")
+        yield Advance("codes")
+
+
+def expand(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """All warps that expand codes, as one process."""
+    yield from read_tile(p.expand_warps)
+    for what in blocks_in_turn(tile) if tile != END else ():
+        yield Wait("full_codes")
+        yield Wait(f"empty_{what}", before=True)
+        yield Read("codes")
+        for part in value_parts(p) if what == "v" else ("k",):
+            yield Write(part)
+        yield Arrive(f"full_{what}", p.expand_warps)
+        yield Arrive("empty_codes", p.expand_warps)
+        yield Advance("codes")
         yield Advance(what)
 
 
@@ -379,6 +419,10 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
     if p.filter_warps:
         barriers["filtered_v"] = "v", count["filtered_v"]
         memory |= {f"replaced.{number}": "number" for number in filter_warps}
+    if p.expand_warps:
+        rings["codes"] = p.code_stages
+        memory["codes"] = "codes"
+        barriers |= {f"{end}_codes": ("codes", count[f"{end}_codes"]) for end in ("full", "empty")}
     if p.elementwise:
         for consumer in consumers:
             rings[f"rows.{consumer}"] = 1
@@ -390,7 +434,9 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
         return functools.partial(function, *number, p)
 
     processes = {"finder": role(schedule_tiles)}
-    if p.value_warps:
+    if p.expand_warps:
+        processes |= {"loader": role(load_codes), "expander": role(expand)}
+    elif p.value_warps:
         processes |= {f"loader of {what}": role(load_one_of_both, what) for what in "kv"}
     else:
         processes["loader"] = role(loader)

@@ -16,7 +16,8 @@ from cuattn.gpu import compiler, dispatch
 SKELETONS = {
     f"{kernel}.cu": pathlib.Path(__file__).with_name(f"{kernel.partition('/')[2]}.txt")
     for kernel in (
-        *("attention/forward_sm90", "decoding/decode_sm90", "decoding/decode_sm80"),
+        *("attention/forward_sm90", "attention/forward_codes_sm90"),
+        *("decoding/decode_sm90", "decoding/decode_sm80"),
         *("gradients/backward_sm90", "gradients/backward_keys_sm90"),
         "gradients/backward_queries_sm90",
         "sampling/softmax",
@@ -72,6 +73,9 @@ class Constants(Mapping):
         """The value of a C++ expression of constants and fields of Config, of a variant with the
         contract's scores."""
         expression = re.sub(r"tile::IsContract<.*>::value", "true", expression)
+        # Fields that the Configs of some kernels alone have.
+        given = lambda m: repr(getattr(self.config, m[1], 0))  # noqa: E731
+        expression = re.sub(r"\bCodeOptions<Config>::(\w+)", given, expression)
         python = re.sub(r"\bConfig::(\w+)", lambda m: repr(getattr(self.config, m[1])), expression)
         python = _conditional(python)
         python = python.replace("&&", " and ").replace("||", " or ")

@@ -15,6 +15,8 @@ from tests.pipelines import explorer, forward_sm90
 from tests.pipelines.forward_sm90 import Tile, pipeline, protocols
 
 PROTOCOLS = protocols()
+#: Of variants where one warp loads keys and values.
+NAMES_OF_ONE_LOADER = [n for n, p in PROTOCOLS.items() if not (p.value_warps or p.expand_warps)]
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -51,7 +53,7 @@ def test_what_is_known_is_counted_into_the_states():
     )
 
 
-@pytest.mark.parametrize("name", [n for n, p in PROTOCOLS.items() if not p.value_warps])
+@pytest.mark.parametrize("name", NAMES_OF_ONE_LOADER)
 def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
     """The deadlock of commit e77b6e5: with filter warps, after a tile with keys and four without,
     which fill the queue, it cannot even end."""
@@ -80,9 +82,11 @@ def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
             "2consumers-2q_stages-2filter_warps-elementwise",
             "2consumers-1q_stages-1value_warps",
             "2consumers-1q_stages-2filter_warps-skips_blocks",
+            *(name for name, p in PROTOCOLS.items() if p.expand_warps),
         )
         for barrier, count in PROTOCOLS[name].arrivals
         if count and ("rows" not in barrier or "elementwise" in name)
+        if "codes" not in barrier or PROTOCOLS[name].expand_warps
     ],
 )
 def test_a_count_that_changes_alone_is_found(name, barrier, change):

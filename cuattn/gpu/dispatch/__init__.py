@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
+from cuattn.gpu.dispatch.codes_sm90 import Sm90CodesForward, addressable_codes, serves_codes
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding import (
     SimtDecode,
@@ -106,9 +107,11 @@ __all__ = [
     "Launch",
     "Layout",
     "Partial",
+    "Sm90CodesForward",
     "Sm90ForwardConfig",
     "Strides",
     "Tier",
+    "addressable_codes",
     "cache_update",
     "cache_write",
     "capability",
@@ -142,6 +145,7 @@ __all__ = [
     "sampling_variants",
     "segment",
     "sequences_to_expand",
+    "serves_codes",
     "sm90_section",
     "softmax",
     "speculate",
@@ -158,6 +162,7 @@ ATTENTION: TierList[Tier] = TierList(
     Sm80Decode(),
     SimtDecode(),
     Sm90Split(),
+    Sm90CodesForward(),
     Sm90Forward(),
     Sm80Forward(),
     SimtForward(),
@@ -202,6 +207,10 @@ def choose(call: Call, tiers: tuple[Tier, ...] = TIERS) -> Launch:
             if forward is not None:
                 beside = forward.with_scores(call.score_mod)
                 return dataclasses.replace(decoding.with_scores(call.score_mod), beside=beside)
+    if call.spec.quantized:
+        launch = _first(tiers, Sm90CodesForward.name, call)
+        if launch is not None:
+            return launch
     decodes = prefers_decoding(call)
     for tier in sorted(tiers, key=lambda tier: tier.decodes is not decodes):
         if call.spec.quantized and not tier.reads_codes:

@@ -43,7 +43,7 @@ def kernel_arguments(
         scale_log2=scale_log2,
         # A key's page, and the box of a block that a lane loads: shifts of a key's number.
         page_shift=spec.page_size.bit_length() - 1 if spec.page_size else CONTIGUOUS_PAGE_SHIFT,
-        box_shift=(_box_keys(spec, config) - 1).bit_length(),
+        box_shift=(box_keys(spec, config) - 1).bit_length(),
         bias_mapped=tensor_maps["bias"] is not None,
         mask_mapped=tensor_maps["mask"] is not None,
         pairs_of_boxes="k_pair" in tensor_maps,
@@ -69,20 +69,24 @@ def score_scales(call: Call) -> tuple[float, float, float]:
 def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:
     """The maps of q, k, v, bias and mask; None for one that is not there, or out of TMA's reach."""
     spec, strides = call.spec, call.strides
-    if config.pack_gqa:
-        q = _packed_rows(spec, strides.q)
-    else:
-        q = rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides.q, _WARPGROUP_ROWS)
     keys = _pages if config.paged_kv else _keys
     mapped = config.elementwise and call.score_aligned
     return {
-        "q": q,
+        "q": queries_map(call, config),
         "k": keys(call, config, spec.head_dim, strides.k),
         "v": keys(call, config, spec.head_dim_v, strides.v),
         **_pairs(call, config),
         "bias": _scores(call.bias if mapped else None, config.bias_pitch),
         "mask": _scores(call.mask if mapped else None, config.tile_n),
     }
+
+
+def queries_map(call: Call, config: Sm90ForwardConfig) -> TensorMap:
+    """The map of q."""
+    spec, strides = call.spec, call.strides.q
+    if config.pack_gqa:
+        return _packed_rows(spec, strides)
+    return rows_map(spec, (spec.seqlen_q, spec.heads_q, spec.head_dim), strides, _WARPGROUP_ROWS)
 
 
 def rows_map(
@@ -142,7 +146,7 @@ def _pages(
     spec = call.spec
     pages, slots = shapes(spec, call.num_pages)[1][:2]
     page, slot, head = strides[:3]
-    keys = boxes * _box_keys(spec, config)
+    keys = boxes * box_keys(spec, config)
     if config.key_groups:
         panels, panel = head_dim // _PANEL_COLUMNS, _PANEL_COLUMNS * spec.dtype.itemsize
         heads = (pages - 1) * (page // head) + spec.heads_kv
@@ -185,7 +189,7 @@ def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]
     """The maps of k and v in boxes of twice as many keys, where a block consists of an odd number
     of boxes and pages have room for two."""
     spec = call.spec
-    box = _box_keys(spec, config)
+    box = box_keys(spec, config)
     if spec.keys != "paged" or config.tile_n % (2 * box) == 0 or spec.page_size < 2 * box:
         return {}
     return {
@@ -197,7 +201,7 @@ def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]
     }
 
 
-def _box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
+def box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
     """Keys in a box: a whole block, or the largest power of two that divides both a block and a
     page."""
     if spec.keys != "paged":

@@ -1,0 +1,251 @@
+"""Prompts over codes on Hopper: which calls attention/forward_codes_sm90.cu serves, in which
+variants, and where that is faster than attention over numbers that were made of the codes before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn._quantized import BFLOAT16, code_columns, format_number
+from cuattn._spec import AttentionSpec
+from cuattn.gpu.arguments import Scales, forward_arguments
+from cuattn.gpu.compiler import Variant
+from cuattn.gpu.dispatch.arguments_sm90 import box_keys, kernel_arguments, queries_map, score_scales
+from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
+from cuattn.gpu.dispatch.decoding_times import rows_of_sequence, tokens_of_sequence
+from cuattn.gpu.dispatch.launch import Call, Launch, shapes
+from cuattn.gpu.dispatch.order_sm90 import sm90_section
+from cuattn.gpu.dispatch.parts_sm90 import WARPGROUP_ROWS
+from cuattn.gpu.dispatch.quantization import EXPAND_ROWS
+from cuattn.gpu.dispatch.routing import MIN_PAGE
+from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
+from cuattn.gpu.params import CODE_SCALES
+from cuattn.gpu.tensormap import TensorMap, addressable
+
+HEAD_DIM = 128
+
+
+class Times(NamedTuple):
+    """What codes of a format cost on an H200, in microseconds."""
+
+    tile_us: float  # of a tile of this kernel, each key
+    scratch_us: float  # of expanding a key of a head, and its value, to numbers in scratch
+
+
+#: By formats of keys and of values (docs/notes/quantization.md has the measurements).
+TIMES = {
+    ("int8", "int8"): Times(18.4e-3, 2.07e-4),
+    ("float8_e4m3", "float8_e4m3"): Times(19.4e-3, 1.84e-4),
+    ("int4", "int4"): Times(24.3e-3, 1.56e-4),
+    ("int8", "int4"): Times(21.7e-3, 1.96e-4),
+}
+START_US = 9.1
+#: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
+#: read in a microsecond.
+SCRATCH_START_US = 14.2
+NUMBERS_TILE_US = 12.5e-3
+NUMBERS_BYTES = 4.0e6
+CLEARLY = 1.04  # how much faster this kernel has to be, by estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90CodesForwardConfig(Sm90ForwardConfig):
+    """attention/forward_codes_sm90.cu."""
+
+    k_format: int = 0  # tile::Format
+    v_format: int = 0
+    k_row_bytes: int = 0  # of codes
+    v_row_bytes: int = 0
+    expand_warps: int = 4  # that make numbers of codes
+    expand_registers: int = 56  # of their threads
+    code_stages: int = 4  # of a block's codes, of keys or of values
+
+    @property
+    def threads(self) -> int:
+        """Those of forward_sm90.cu, and the warps that expand."""
+        return 128 * (self.warpgroups + 1) + 32 * self.expand_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """The same with the codes of some blocks."""
+        codes = self.code_stages * self.tile_n * max(self.k_row_bytes, self.v_row_bytes)
+        return Sm90ForwardConfig.smem_bytes.fget(self) + codes
+
+
+class Sm90CodesForward:
+    """16-bit queries of more rows than decoding kernels are for, over codes with a scale a row."""
+
+    name = "forward_codes_sm90"
+    decodes = False
+    reads_codes = True
+
+    def serves(self, call: Call) -> Launch | None:
+        """The launch for a call, or None."""
+        spec = call.spec
+        if (
+            call.arch != "sm_90a"
+            or call.partial is not None
+            or call.num_splits is not None
+            or call.has_score
+            or not call.addressable
+            or call.k_scales is None
+            or call.v_scales is None
+            or call.k_scales.rotated
+            or not serves_codes(spec, call.k_scales, call.v_scales, call.multiprocessors)
+        ):
+            return None
+        config = _config_of(spec)
+        blocks = min(tiles_of_call(spec), call.multiprocessors)
+        tensor_maps: dict[str, TensorMap | None] = {
+            "q": queries_map(call, config),
+            "k": _map(call, config, spec.k_format, call.strides.k),
+            "v": _map(call, config, spec.v_format, call.strides.v),
+            "bias": None,
+            "mask": None,
+        }
+        arguments = kernel_arguments(
+            spec,
+            config,
+            tensor_maps,
+            scales=score_scales(call),
+            section=sm90_section(spec, config, blocks),
+            table_stride=call.table_stride,
+            num_pages=call.num_pages,
+        )
+        strides = CODE_SCALES.arguments(
+            k_scale_stride=call.k_scales.strides, v_scale_stride=call.v_scales.strides
+        )
+        return Launch(
+            _variant(config),
+            (blocks,),
+            (forward_arguments(spec, call.strides), arguments.followed_by(strides)),
+            tensor_maps,
+            workspace_bytes=SCHEDULER_BYTES,
+        )
+
+    def variants(self, arch: str) -> Iterator[Variant]:
+        """Every variant that `serves` can choose."""
+        if arch == "sm_90a":
+            for formats, *options in itertools.product(TIMES, *[(False, True)] * 2):
+                yield _variant(_config(*formats, *options))
+
+
+def serves_codes(
+    spec: AttentionSpec, k_scales: Scales, v_scales: Scales, multiprocessors: int
+) -> bool:
+    """Whether calls over such codes are for the kernel, once queries are rotated as keys are."""
+    return (
+        expands_each_tile(spec, multiprocessors)
+        and spec.dtype == BFLOAT16  # float16 ends early: what was of another type may lie beyond
+        and spec.keys in ("cached", "paged")
+        and (spec.keys == "cached" or spec.page_size >= MIN_PAGE)
+        and spec.head_dim == spec.head_dim_v == HEAD_DIM
+        and spec.window_left is None
+        and spec.softcap == 0.0
+        and spec.scale > 0.0
+        and spec.dropout == 0.0
+        and 0 < spec.seqlen_k < 1 << 29
+        and spec.seqlen_q < 1 << 29
+        and tiles_of_call(spec) < 1 << 31
+        and _has_scale_of_row(spec.k_format, k_scales)
+        and _has_scale_of_row(spec.v_format, v_scales)
+        and not v_scales.rotated
+    )
+
+
+def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
+    """Whether a call of more rows than are for decoding is clearly faster with the codes expanded
+    for each tile of queries than with numbers made of them first.
+
+    Those are made once for all tiles of a key head, and attention over them may cut keys into
+    parts, so that its tiles need not be whole waves of the device.
+    """
+    times = TIMES.get((spec.k_format, spec.v_format))
+    fits = spec.heads_q // spec.heads_kv <= WARPGROUP_ROWS
+    if times is None or not fits or rows_of_sequence(spec) <= EXPAND_ROWS:
+        return False
+    tiles, pairs = tiles_of_call(spec), spec.batch * spec.heads_kv
+    tokens = min(tokens_of_sequence(spec), spec.seqlen_k)
+    keys = spec.seqlen_k - tokens / 2  # that a query sees in the mean
+    each_us = START_US + -(-tiles // multiprocessors) * keys * times.tile_us
+    nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
+    once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
+    once_us += max(tiles / multiprocessors * keys * NUMBERS_TILE_US, nbytes / NUMBERS_BYTES)
+    return CLEARLY * each_us <= once_us
+
+
+def tiles_of_call(spec: AttentionSpec) -> int:
+    """How many tiles of queries there are, at most."""
+    config = _config_of(spec)
+    heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+    queries = config.queries_of_tile(spec)
+    if config.varlen:
+        return (spec.seqlen_q // queries + spec.batch) * heads
+    return -(-spec.seqlen_q // queries) * spec.batch * heads
+
+
+def addressable_codes(strides: tuple[int, ...], address: int) -> bool:
+    """Whether TMA can address codes."""
+    return address % 16 == 0 and addressable(strides[:-1])
+
+
+def _has_scale_of_row(format: str, scales: Scales) -> bool:
+    minimum = scales.has_minimum and scales.paired if format == "int4" else not scales.has_minimum
+    return scales.groups == 1 and not scales.is_float32 and not scales.has_offset and minimum
+
+
+def _config_of(spec: AttentionSpec) -> Sm90CodesForwardConfig:
+    packs = spec.heads_q > spec.heads_kv
+    return _config(spec.k_format, spec.v_format, spec.rows == "ragged", packs)
+
+
+@functools.cache
+def _config(k_format: str, v_format: str, varlen: bool, pack_gqa: bool) -> Sm90CodesForwardConfig:
+    return Sm90CodesForwardConfig(
+        "bfloat16",
+        HEAD_DIM,
+        HEAD_DIM,
+        tile_n=128,
+        warpgroups=2,
+        q_stages=1,
+        bound_left=False,
+        bound_right=True,
+        varlen=varlen,
+        score=False,
+        elementwise=False,
+        pack_gqa=pack_gqa,
+        paged_kv=True,
+        seq_lens=True,
+        k_format=format_number(k_format),
+        v_format=format_number(v_format),
+        k_row_bytes=code_columns(k_format, HEAD_DIM),
+        v_row_bytes=code_columns(v_format, HEAD_DIM),
+    )
+
+
+def _variant(config: Sm90CodesForwardConfig) -> Variant:
+    return Variant("attention/forward_codes_sm90.cu", "forward_sm90", config)
+
+
+def _map(
+    call: Call, config: Sm90CodesForwardConfig, format: str, strides: tuple[int, ...]
+) -> TensorMap:
+    """The axes (byte of a row, slot, head, page) of codes; a cache is one page a sequence."""
+    spec = call.spec
+    pages, slots = shapes(spec, call.num_pages)[1][:2]
+    page, slot, head = strides[:3]
+    columns = code_columns(format, spec.head_dim)
+    return TensorMap(
+        np.dtype(np.uint8),
+        (columns, slots, spec.heads_kv, pages),
+        (slot, head, page),
+        (columns, box_keys(spec, config), 1, 1),
+        swizzled=False,
+        l2_bytes=128,  # in half of a line may be the next head's row
+    )
