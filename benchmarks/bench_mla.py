@@ -4,13 +4,13 @@
 
 Widths are DeepSeek-V3's: latents of 512 and 64 that are rotated, joined rows in pages of 64. Bytes
 count the cache once, operations are those of the absorbed form: 2 · (576 + 512) for each head,
-query and key. Peers are not run here; on the same GPU FlashMLA (sgl-flash-mla 1.0.0) was measured
-at 655 and 667 TFLOP/s with 128 heads at 64×16384 and 128×16384, at 97 and 99% of a device copy with
-16 heads, and at 38.8 µs for 16 heads at 1×16384; FlashInfer 0.7.2 at 29.3 µs there.
+query and key. FlashMLA takes part over pages of 64 where it can be imported. FlashInfer 0.7.2 was
+measured at 29.3 µs for 16 heads at 1×16384 on such a GPU, in another run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -21,8 +21,8 @@ import cuattn
 
 cupy = pytest.importorskip("cupy")
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.bench_decoding import draw  # noqa: E402
+from benchmarks import peers, timing  # noqa: E402
+from benchmarks.bench_decoding import draw, show_left_out  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
@@ -55,22 +55,26 @@ def report(
     calls: int,
     nbytes: int,
     flops: int,
+    others: Iterable[timing.Contestant] = (),
 ) -> None:
-    """Write down microseconds a call, and what part of both ceilings that is."""
+    """Race, and write down microseconds a call, and what part of both ceilings that is."""
     benchmark.group = "mla"
-    seconds = timing.race(benchmark, [run], rounds=7, turn=10e-3)[run.name] / calls
+    seconds = timing.race(benchmark, [run, *others], rounds=7, turn=10e-3)
+    each = {name: s / calls for name, s in seconds.items()}
     benchmark.extra_info |= {
-        "microseconds": {run.name: seconds * 1e6},
-        "of_copy": {run.name: nbytes / seconds / ceilings["copy"]},
-        "tflops": {run.name: flops / seconds * 1e-12},
-        "of_matmul": {run.name: flops / seconds / ceilings["bfloat16"]},
+        "microseconds": {name: s * 1e6 for name, s in each.items()},
+        "of_copy": {name: nbytes / s / ceilings["copy"] for name, s in each.items()},
+        "tflops": {name: flops / s * 1e-12 for name, s in each.items()},
+        "of_matmul": {name: flops / s / ceilings["bfloat16"] for name, s in each.items()},
         "copy_tb_per_s": ceilings["copy"] * 1e-12,
         "matmul_tflops": ceilings["bfloat16"] * 1e-12,
     }
-    print(
-        f"\n{benchmark.name}: {seconds * 1e6:.1f} us, {nbytes / seconds / ceilings['copy']:.0%} of "
-        f"copy, {flops / seconds * 1e-12:.0f} TFLOP/s"
+    shown = ", ".join(
+        f"{name} {s * 1e6:.1f} us, {nbytes / s / ceilings['copy']:.0%} of copy, "
+        f"{flops / s * 1e-12:.0f} TFLOP/s"
+        for name, s in each.items()
     )
+    print(f"\n{benchmark.name}: {shown}")
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -84,18 +88,25 @@ def bench_mla_decode(benchmark, ceilings, shape, page_size):
     order = cupy.random.permutation(len(pages)).astype(np.int32).reshape(count, batch, -1)
     lens = cupy.full(batch, length, np.int32)
     both = pages[..., :LATENT], pages[..., LATENT:]
-    calls = []
+    calls, sets = [], []
     for table in order:
-        q = queries(batch, tokens, heads)
-        out = cupy.empty_like(q[0])
+        whole = draw(batch, tokens, heads, LATENT + ROPE)
+        q = whole[..., :LATENT], whole[..., LATENT:]
+        out = cupy.empty(q[0].shape, q[0].dtype)
+        sets.append((whole, pages, table))
         calls.append(
             lambda q=q, table=table, out=out: cuattn.mla_decode(
                 *q, *both, table, lens, scale=SCALE, out=out
             )
         )
     run = timing.captured("cuattn", calls)
+    left_out: dict[str, str] = {}
+    others = []
+    if page_size == 64:
+        others = list(peers.mla_decode(sets, lens, scale=SCALE, left_out=left_out))
     flops = 2 * batch * length * tokens * heads * (2 * LATENT + ROPE)
-    report(benchmark, run, ceilings, calls=count, nbytes=nbytes, flops=flops)
+    report(benchmark, run, ceilings, calls=count, nbytes=nbytes, flops=flops, others=others)
+    show_left_out(benchmark, left_out)
 
 
 @pytest.mark.parametrize("layout", ["joined", "flashmla"])
