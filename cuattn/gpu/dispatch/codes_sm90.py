@@ -36,14 +36,15 @@ class Times(NamedTuple):
 
     tile_us: float  # of a tile of this kernel, each key
     scratch_us: float  # of expanding a key of a head, and its value, to numbers in scratch
+    decode_us: float  # of decoding over a key of a head, for every 16 rows of queries
 
 
 #: By formats of keys and of values (docs/notes/quantization.md has the measurements).
 TIMES = {
-    ("int8", "int8"): Times(18.4e-3, 2.07e-4),
-    ("float8_e4m3", "float8_e4m3"): Times(19.4e-3, 1.84e-4),
-    ("int4", "int4"): Times(24.3e-3, 1.56e-4),
-    ("int8", "int4"): Times(21.7e-3, 1.96e-4),
+    ("int8", "int8"): Times(18.4e-3, 2.07e-4, 6.7e-5),
+    ("float8_e4m3", "float8_e4m3"): Times(19.4e-3, 1.84e-4, 6.6e-5),
+    ("int4", "int4"): Times(24.3e-3, 1.56e-4, 4.8e-5),
+    ("int8", "int4"): Times(21.7e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
 #: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
@@ -52,6 +53,7 @@ SCRATCH_START_US = 14.2
 NUMBERS_TILE_US = 12.5e-3
 NUMBERS_BYTES = 4.0e6
 CLEARLY = 1.04  # how much faster this kernel has to be, by estimate
+DECODE_ROWS = 32  # up to so many rows of a key head, decoding is no slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,20 +162,24 @@ def serves_codes(
 
 
 def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
-    """Whether a call of more rows than are for decoding is clearly faster with the codes expanded
-    for each tile of queries than with numbers made of them first.
+    """Whether a call is clearly faster with the codes expanded for each tile of queries than
+    otherwise: by numbers made of them first, or, with few rows of a key head, by decoding.
 
-    Those are made once for all tiles of a key head, and attention over them may cut keys into
-    parts, so that its tiles need not be whole waves of the device.
+    Numbers are made once for all tiles of a key head, and attention over them may cut keys into
+    parts, so that its tiles need not be whole waves of the device. Decoding reads and expands codes
+    for every 16 rows.
     """
     times = TIMES.get((spec.k_format, spec.v_format))
     fits = spec.heads_q // spec.heads_kv <= WARPGROUP_ROWS
-    if times is None or not fits or rows_of_sequence(spec) <= EXPAND_ROWS:
+    rows = rows_of_sequence(spec)
+    if times is None or not fits or rows <= DECODE_ROWS:
         return False
     tiles, pairs = tiles_of_call(spec), spec.batch * spec.heads_kv
     tokens = min(tokens_of_sequence(spec), spec.seqlen_k)
     keys = spec.seqlen_k - tokens / 2  # that a query sees in the mean
     each_us = START_US + -(-tiles // multiprocessors) * keys * times.tile_us
+    if rows <= EXPAND_ROWS:
+        return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
     nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
     once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
     once_us += max(tiles / multiprocessors * keys * NUMBERS_TILE_US, nbytes / NUMBERS_BYTES)
