@@ -211,42 +211,40 @@ struct Consumer {
     parity ^= 1;
   }
 
-  // A split's first scores, and all where few pairs decide how long it takes, do not wait for the
-  // even block's values.
+  // Where few pairs decide how long it takes, the odd block's scores do not wait for the even one's
+  // values.
   __device__ __forceinline__ void odd_rounds(int pairs) {
-    if (!kApart && !Config::gather) odd_round<true>(--pairs == 0);
 #pragma unroll 1
-    while (pairs > 0) odd_round<kApart>(--pairs == 0);
-  }
-  template <bool kAhead>
-  __device__ __forceinline__ void odd_round(bool last) {
-    float s[kBlockKeys / 2], correction[2];
-    unsigned p[kBlockKeys / 4];
-    if (last && ends_even) {
-      leave_queries();
+    for (int pair = 0; pair < pairs; ++pair) {
+      float s[kBlockKeys / 2], correction[2];
+      unsigned p[kBlockKeys / 4];
+      const bool last = pair + 1 == pairs;
+      if (last && ends_even) {
+        leave_queries();
+        add_other_block(first);
+        finish_values(smem.empty_second[0]);
+        break;
+      }
+      if (kApart) multiply_keys<true>(s);
       add_other_block(first);
-      finish_values(smem.empty_second[0]);
-      return;
+      if (kApart) {
+        ptx::wgmma_wait_group<1>();
+      } else {
+        finish_values(smem.empty_second[0]);
+        multiply_keys<true>(s);
+        ptx::wgmma_wait_group<0>();
+      }
+      ptx::wgmma_keep(s);
+      if (last) leave_queries();
+      const bool raises = soften(s, p, first + odd_distance(), correction);
+      if (kApart) finish_values(smem.empty_second[0]);
+      if (raises) tile::scale_rows(o, correction);
+      clear_values(1, first + odd_distance());
+      multiply_own_values(p);
+      finish_values(smem.empty_second[1]);
+      first += pair_distance();
+      parity ^= 1;
     }
-    if (kAhead) multiply_keys<true>(s);
-    add_other_block(first);
-    if (kAhead) {
-      ptx::wgmma_wait_group<1>();
-    } else {
-      finish_values(smem.empty_second[0]);
-      multiply_keys<true>(s);
-      ptx::wgmma_wait_group<0>();
-    }
-    ptx::wgmma_keep(s);
-    if (last) leave_queries();
-    const bool raises = soften(s, p, first + odd_distance(), correction);
-    if (kAhead) finish_values(smem.empty_second[0]);
-    if (raises) tile::scale_rows(o, correction);
-    clear_values(1, first + odd_distance());
-    multiply_own_values(p);
-    finish_values(smem.empty_second[1]);
-    first += pair_distance();
-    parity ^= 1;
   }
 
   // After this consumer's last scores: the cluster may write where Q was, or TMA the next split's.

@@ -131,8 +131,27 @@ class Warp(mla_decode_sm90.Warp):
         yield from after_queries(iter(operations), [Arrive("cluster")])
         yield Advance("q")
 
-    def scores_first(self, pair: int) -> bool:
-        return True
+    def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
+        """Scores are issued before the even block's values are."""
+        for pair in range(pairs):
+            has_block = not (ends_even and pair + 1 == pairs)
+            if has_block:
+                yield from self.issue_scores(1)
+            yield from self.other_block(0)
+            if has_block:
+                yield from self.read_keys(1)
+                yield from self.soften(1)
+            yield from self.values(0)
+            yield from self.probabilities(0)
+            yield Arrive("empty_second.0", EACH)
+            yield Advance("k.0")
+            yield Advance("rotated.0", 2)
+            if has_block:
+                yield Advance("rounds")
+                for _ in range(2):
+                    yield from self.values(1)
+                yield Arrive("empty_second.1", EACH)
+                yield Advance("k.1")
 
     def stage(self, count: int) -> Iterator[NamedTuple]:
         """This warp's rows to the place of odd blocks of keys."""

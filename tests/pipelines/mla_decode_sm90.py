@@ -159,11 +159,9 @@ class Warp:
         full: tuple[str, ...] = PARTS,
         values_first: bool = False,
         by_tma: bool = False,
-        first_scores_first: bool = False,
     ) -> None:
         self.odd, self.warp = odd, warp
         self.by_tma = by_tma
-        self.first_scores_first = first_scores_first
         self.full = full
         self.values_first = values_first
 
@@ -222,31 +220,19 @@ class Warp:
         yield Advance("k.1")
         yield Advance("rotated.1", 2)
 
-    def scores_first(self, pair: int) -> bool:
-        """Whether the odd consumer issues its scores before it adds the even block's values."""
-        return pair == 0 and self.first_scores_first
-
     def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
         for pair in range(pairs):
-            has_block = not (ends_even and pair + 1 == pairs)
-            ahead = has_block and self.scores_first(pair)
-            if ahead:
-                yield from self.issue_scores(1)
             yield from self.other_block(0)
-            if ahead:
-                yield from self.read_keys(1)
-                yield from self.soften(1)
             yield from self.values(0)
             yield from self.probabilities(0)
             yield Arrive("empty_second.0", EACH)
             yield Advance("k.0")
             yield Advance("rotated.0", 2)
-            if not has_block:
+            if ends_even and pair + 1 == pairs:
                 break
-            if not ahead:
-                yield from self.issue_scores(1)
-                yield from self.read_keys(1)
-                yield from self.soften(1)
+            yield from self.issue_scores(1)
+            yield from self.read_keys(1)
+            yield from self.soften(1)
             yield Advance("rounds")
             for _ in range(2):
                 yield from self.values(1)
@@ -344,11 +330,6 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"sum.{buffer}.{warp}": "sums",
             }
             processes[f"consumer {buffer} warp {warp}"] = Warp(
-                buffer,
-                warp,
-                full=p.full,
-                values_first=p.values_first,
-                by_tma=p.asks,
-                first_scores_first=p.producers == 0,
+                buffer, warp, full=p.full, values_first=p.values_first, by_tma=p.asks
             )
     return Pipeline(rings, barriers, memory, processes, p.blocks, keeps={"begun": False})
