@@ -10,6 +10,7 @@ import pytest
 import cuattn
 from cuattn import sampling
 from tests.gpu import random_calls as calls
+from tests.gpu.random_arrays import fitting, heads_of, judge_outs, limit, nothing
 from tests.gpu.random_calls import (
     Drawn,
     Generator,
@@ -21,15 +22,7 @@ from tests.gpu.random_calls import (
     numbers,
     pick,
 )
-from tests.gpu.random_families import (
-    draw_logits,
-    fitting,
-    given_parameters,
-    heads_of,
-    judge_outs,
-    limit,
-    nothing,
-)
+from tests.gpu.random_sampling import draw_logits, given_parameters
 
 cupy = pytest.importorskip("cupy")
 
