@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     if (in_shares) {
 #pragma unroll 1
       for (int i = 0; i < kWarps; ++i)  // less at a time: another sum is in registers
-        whole.add(sum_share<kOnTheirWay / 2>(parts, task, row, i, kWarps, max));
+        whole.add(sum_share<kOnTheirWay / 4>(parts, task, row, i, kWarps, max));
       whole.max = max;
     } else {
       whole = sum_share<kOnTheirWay>(parts, task, row, 0, 1, max);
