@@ -12,6 +12,7 @@ import cuattn
 from cuattn._quantized import FORMATS
 from cuattn.reference.quantization import rotated
 from tests.gpu import random_calls as calls
+from tests.gpu.graphs import captured
 from tests.gpu.random_arrays import (
     VARLEN_OPTIONS,
     fitting,
@@ -187,6 +188,16 @@ def draw_queries(rng: Generator, lens: np.ndarray, heads_q: int, most: int) -> n
     )  # fmt: skip
 
 
+def draw_lengths(rng: Generator, heads_q: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many keys and how many queries each sequence has."""
+
+    def draw() -> tuple[np.ndarray, np.ndarray]:
+        lens = cache_lengths(rng, most)
+        return lens, draw_queries(rng, lens, heads_q, most)
+
+    return fitting(rng, draw, lambda drawn: int((drawn[0] * drawn[1]).sum()) * heads_q, most)
+
+
 def flash_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     kind = draw_kind(kind_rng, CACHE_OPTIONS)
     formats = draw_formats(kind_rng, kind)
@@ -275,19 +286,12 @@ def check_shorter(drawn: Drawn, rng: Generator) -> None:
     lens = drawn.arrays[-1]
     before = lens.copy()
     out = drawn.options.get("out")
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.begin_capture()
-        try:
-            result = drawn.function(*drawn.arrays, **drawn.options)
-        finally:
-            graph = stream.end_capture()
-        shorter = np.minimum(before.get(), 1 << 19) * rng.choice([0, 0.3, 0.8], before.shape)
-        lens[...] = cupy.asarray(shorter.astype(before.dtype))
-        for part in result:
-            part[...] = np.nan
-        graph.launch(stream)
-        stream.synchronize()
+    replay, result = captured(lambda: drawn.function(*drawn.arrays, **drawn.options))
+    shorter = np.minimum(before.get(), 1 << 19) * rng.choice([0, 0.3, 0.8], before.shape)
+    lens[...] = cupy.asarray(shorter.astype(before.dtype))
+    for part in result:
+        part[...] = np.nan
+    replay()
     replayed = drawn.results(result)
     if out is not None:
         out[...] = np.nan
@@ -377,14 +381,7 @@ def paged_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     formats = draw_formats(kind_rng, kind)
     heads_q, heads_kv = heads_of(rng, kind.group)
     most = limit(most, kind.dtype)
-    lens, counts = fitting(
-        rng,
-        lambda: (lambda lens: (lens, draw_queries(rng, lens, heads_q, most)))(
-            cache_lengths(rng, most)
-        ),
-        lambda drawn: int((drawn[0] * drawn[1]).sum()) * heads_q,
-        most,
-    )
+    lens, counts = draw_lengths(rng, heads_q, most)
     batch = len(lens)
     page_size = int(2 ** rng.integers(0, 9))
     prefix = 0

@@ -20,6 +20,7 @@ import cuattn
 from cuattn._repeat import forget
 from tests import formulas
 from tests.gpu.calls import BORDER, DTYPES, HEAD_DIMS, SEQLENS, precisions, within
+from tests.gpu.graphs import captured
 
 cupy = pytest.importorskip("cupy")
 
@@ -255,19 +256,12 @@ def check_varied(drawn: Drawn, expected: list[Any], rng: Generator) -> None:
 
 def from_graph(drawn: Drawn) -> list[Any]:
     """The results of a replay; those of the call in the graph are spoilt before it."""
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.begin_capture()
-        try:
-            result = drawn.function(*drawn.arrays, **drawn.options)
-        finally:
-            graph = stream.end_capture()
-        parts = result if isinstance(result, (tuple, list)) else [result]
-        for part in parts:
-            if isinstance(part, cupy.ndarray) and part.dtype.kind not in "iub":
-                part[...] = np.nan
-        graph.launch(stream)
-        stream.synchronize()
+    replay, result = captured(lambda: drawn.function(*drawn.arrays, **drawn.options))
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    for part in parts:
+        if isinstance(part, cupy.ndarray) and part.dtype.kind not in "iub":
+            part[...] = np.nan
+    replay()
     return drawn.results(result)
 
 

@@ -14,13 +14,12 @@ from cuattn._quantized import FORMATS
 from cuattn.reference.quantization import rotated
 from tests import formulas
 from tests.gpu import random_calls as calls
-from tests.gpu.random_arrays import fitting, given_ints, limit, peaked, slices
+from tests.gpu.random_arrays import given_ints, limit, peaked, slices
 from tests.gpu.random_caches import (
     Rows,
-    cache_lengths,
     cached_call,
+    draw_lengths,
     draw_pages,
-    draw_queries,
     slots_of,
     within_sequences,
 )
@@ -51,14 +50,7 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     sparse = kind_rng.random() < 0.25
     heads = int(rng.choice([1, 3, 8, 16, 32, 40, 64, 128]))
     most = limit(most // 4, kind.dtype)
-    lens, counts = fitting(
-        rng,
-        lambda: (lambda lens: (lens, draw_queries(rng, lens, heads, most)))(
-            cache_lengths(rng, most)
-        ),
-        lambda drawn: int((drawn[0] * drawn[1]).sum()) * heads,
-        most,
-    )
+    lens, counts = draw_lengths(rng, heads, most)
     batch = len(lens)
     page_size = int(2 ** rng.integers(0, 9))
     table, used = draw_pages(rng, lens, page_size)
