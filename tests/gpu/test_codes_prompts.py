@@ -42,6 +42,11 @@ def both_ways(monkeypatch):
     return call
 
 
+def in_bfloat16(values):
+    """Keys as the kernel multiplies them: dequantised, and rounded to the dtype of queries."""
+    return values.astype(BFLOAT16).astype(np.float32)
+
+
 def assert_same_bits(results):
     for got, want in zip(*results, strict=True):
         np.testing.assert_array_equal(got.get().view(np.uint8), want.get().view(np.uint8))
@@ -53,7 +58,7 @@ def test_numbers_are_the_same(rng, both_ways, formats, paged):
     k, v = (Cache(rng, LENS, 2, 128, format) for format in formats)
     q = rng.standard_normal((len(LENS), 140, 4, 128)).astype(BFLOAT16)
     results = both_ways(q, k, v, LENS, paged)
-    check(results[0], q, k.values, v.values, LENS, causal=True)
+    check(results[0], q, k.values, v.values, LENS, [(q, in_bfloat16(k.values))], causal=True)
     assert_same_bits(results)
 
 
@@ -64,7 +69,9 @@ def test_rotated_keys_and_pages(rng, both_ways, formats, page_size):
     v = Cache(rng, LENS, 2, 128, formats[1], page_size)
     q = rng.standard_normal((len(LENS), 70, 2, 128)).astype(BFLOAT16)
     results = both_ways(q, k, v, LENS, True)
-    check(results[0], q, k.values, v.values, LENS, [rotated_queries(q, k)], causal=True)
+    queries, keys = rotated_queries(q, k)
+    others = [(queries, keys), (queries, in_bfloat16(keys))]
+    check(results[0], q, k.values, v.values, LENS, others, causal=True)
     assert_same_bits(results)
 
 
@@ -77,15 +84,17 @@ def test_ragged_rows(rng, both_ways, formats, group):
     results = both_ways(q, k, v, LENS, True, cu_seqlens_q=cupy.asarray(cu_seqlens))
     assert_same_bits(results)
 
-    def formula(precision):
+    def formula(precision, rounded=lambda keys: keys):
         parts = []
         for b, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)):
             keys, values = (x.values[b : b + 1, : LENS[b]] for x in (k, v))
+            keys = rounded(keys)
             options = {"precision": precision, "scale": 128**-0.5, "causal": True}
             parts.append(formulas.attention(q[None, begin:end], keys, values, **options)[0][0])
         return np.concatenate(parts)
 
-    formulas.assert_accurate(results[0][0].get(), formula(np.float64), formula(BFLOAT16))
+    plain = formula(BFLOAT16), formula(BFLOAT16, in_bfloat16)
+    formulas.assert_accurate(results[0][0].get(), formula(np.float64), *plain)
 
 
 def test_few_queries_of_a_group_that_does_not_fill_its_rows(rng, both_ways):

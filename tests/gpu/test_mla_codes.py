@@ -208,7 +208,8 @@ def test_scales_of_tokens_that_are_far_apart(rng, tier, dtype, heads):
 @pytest.mark.parametrize("heads", [1, 40, 64, 65, 128])
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 def test_every_number_of_rows(rng, tier, heads, seqlen_q):
-    Cache(rng, [150, 17, 64], BFLOAT16, "float8_e4m3").check(rng, heads, seqlen_q)
+    lens = [150, 17, 64] * (8 if heads * seqlen_q < 8 else 1)  # an error of few rows is chance
+    Cache(rng, lens, BFLOAT16, "float8_e4m3").check(rng, heads, seqlen_q)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 64, 256])
