@@ -11,7 +11,7 @@ import pytest
 import cuattn
 from tests import formulas
 from tests.gpu import random_calls as calls
-from tests.gpu.random_arrays import draw_arrays, given_ints, heads_of
+from tests.gpu.random_arrays import draw_arrays, given_ints, heads_of, poisoned_keys
 from tests.gpu.random_calls import (
     OPTIONS,
     Drawn,
@@ -35,7 +35,9 @@ def flash_attention_jvp(kind_rng: Generator, rng: Generator, most: int) -> Drawn
     tame(options)
     arrays = [q, k, v, *(numbers(rng, a.shape, kind.dtype) for a in (q, k, v))]
     judge = by_numpy(cuattn.flash_attention_jvp, arrays, options, 16)
-    arrays = [given(rng, a) for a in arrays]
+    q, dq, *keys = (arrays[i] for i in (0, 3, 1, 2, 4, 5))
+    k, v, dk, dv = poisoned_keys(rng, options, *keys)
+    arrays = [given(rng, a) for a in (q, k, v, dq, dk, dv)]
     return Drawn(cuattn.flash_attention_jvp, arrays, given_options(rng, options), judge)
 
 

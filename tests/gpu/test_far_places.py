@@ -1,5 +1,5 @@
-"""Arrays whose elements lie more than 2^32 elements apart, and results of more than 2^32: no product
-of a number and a stride is cut off. In the emulator the same calls are made of arrays as usual.
+"""Arrays whose elements lie more than 2^32 elements apart, and results of more than 2^32: no
+product of a number and a stride is cut off. In the emulator they are as small as usual.
 
 What a call reads lies in memory full of NaN, at distances for which a lost upper half leads to
 somewhere else. Results that are as large come from inputs that repeat, and must repeat likewise.
