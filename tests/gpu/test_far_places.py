@@ -68,7 +68,7 @@ def emulated(request):
 
 
 @pytest.fixture(scope="module")
-def memory(emulated):
+def whole_memory(emulated):
     if emulated:
         yield Memory(1 << 29)
         return
@@ -80,9 +80,10 @@ def memory(emulated):
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-@pytest.fixture(autouse=True)
-def anew(memory):
-    memory.used = 0
+@pytest.fixture
+def memory(whole_memory):
+    whole_memory.used = 0
+    return whole_memory
 
 
 def normal(rng: np.random.Generator, dtype: Any, *shape: int) -> np.ndarray:
