@@ -109,16 +109,13 @@ def repeated(
                 return function(*args, **kwargs) if result is None else result
             if len(known) >= MOST_CALLS:
                 known.clear()
-            given = [
-                name if type(value) is ndarray else f"{name}_value"
+            given = {
+                name if type(value) is ndarray else f"{name}_value": value
                 for name, value in (*zip(parameters, args, strict=False), *kwargs.items())
                 if type(value) is ndarray or (name in seeds and type(value) is int)
-            ]
+            }
             result, known[whole] = importlib.import_module("cuattn.gpu.repeat").record(
-                lambda: function(*args, **kwargs),
-                dict(zip(given, numbers, strict=True)),
-                parameters_of,
-                kwargs,
+                lambda: function(*args, **kwargs), given, parameters_of, kwargs
             )
             return result
 

@@ -97,6 +97,7 @@ TABLES = zeros(8, 4), zeros(8, 4)
     ("changes", "error", "message"),
     [
         ({"k_cache": None}, TypeError, "k_cache"),
+        ({"v_cache": zeros(2, 8, 3, 0)}, ValueError, "v_cache .* must have a head and a feature"),
         ({"k_cache": zeros(8, 3, 16)}, ValueError, r"k_cache has shape \(8, 3, 16\), must be"),
         ({"v_cache": zeros(2, 9, 3, 4)}, ValueError, r"must begin with k_cache's \(2, 8, 3\)"),
         ({"v_cache": zeros(2, 8, 3, 4, dtype=np.float64)}, TypeError, "must be k_cache's float32"),

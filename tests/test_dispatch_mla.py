@@ -207,6 +207,9 @@ def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, til
         ({"num_splits": 2}, True),
         ({"top_k": 128}, False),
         ({"top_k": 129}, True),
+        ({"top_k": 65, "num_splits": 2}, True),  # which cuts a pair in two
+        ({"max_pages": 2, "num_splits": 3}, True),
+        ({"max_pages": 1, "num_splits": 3}, False),
         ({"format": "int8", "max_pages": 1}, False),
     ],
 )

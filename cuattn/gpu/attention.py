@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cuattn._quantized import codes_of
 from cuattn._spec import AttentionSpec
 from cuattn.gpu import debug, decoding, quantization
 from cuattn.gpu.compiler import CONTRACT_SCORES
@@ -103,11 +104,9 @@ def forward(
         if sinks is not None:
             sinks = contiguous(sinks, spec.acc_dtype)
         pieces = spec.head_dim_v > MAX_DIM and spec.keys in ("batched", "ragged")
-        if pieces and out is not None:  # which may overlap what a later piece reads
-            with temporaries():
-                result = out.copy()
-        else:
-            result = target(out, spec.out_shape, spec.dtype)
+        inputs = q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seq_lens
+        shared = map(codes_of, prefix) if isinstance(prefix, tuple) else ()
+        result = target(out, spec.out_shape, spec.dtype, (*inputs, page_table, *shared))
         # A ragged call of no sequences has nothing to compute.
         some = bool(spec.batch and result.size)
         if some and pieces:
@@ -238,7 +237,8 @@ def _forward_in_turns(
     **options: Any,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None]:
     """Compute the results of at most `most` sequences at a time, of batched rows."""
-    result = target(out, spec.out_shape, spec.dtype)
+    inputs = q, codes_of(k), codes_of(v), bias, mask, alibi_slopes, seq_lens, page_table
+    result = target(out, spec.out_shape, spec.dtype, (*inputs, options["sinks"]))
     lse = cupy.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
 
     def own(array: Any, axes: int = 4) -> Any:

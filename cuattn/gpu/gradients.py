@@ -52,8 +52,10 @@ def backward(
     """
     with use_device(q):
         acc = spec.acc_dtype
-        # Rows of no sequence have gradient 0, and with no queries there is nothing to launch.
-        new = cupy.zeros if spec.rows == "ragged" or not q.size else cupy.empty
+        # Rows of no sequence have gradient 0, and with no queries, or no sequences, there is
+        # nothing to launch.
+        some = bool(q.size and spec.batch)
+        new = cupy.zeros if spec.rows == "ragged" or not some else cupy.empty
         dq, dk, dv = (new(array.shape, spec.dtype) for array in (q, k, v))
         dbias = new(bias.shape, bias.dtype) if grad_bias and bias is not None else None
         dsinks = None if sinks is None else new(sinks.shape, acc)
@@ -61,7 +63,7 @@ def backward(
         if grad_alibi and alibi_slopes is not None:
             dalibi = new(alibi_slopes.shape, alibi_slopes.dtype)
         results = dq, dk, dv, dbias, dsinks, dalibi
-        if not q.size:
+        if not some:
             return results
 
         if bias is not None and bias.dtype not in (spec.dtype, np.float32):

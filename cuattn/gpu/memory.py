@@ -15,6 +15,7 @@ where it comes from depends on the current stream:
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -102,11 +103,43 @@ def contiguous_int32(array: Any) -> Any:
         return _saturate(array, scratch_array(array.shape, np.dtype(np.int32)))
 
 
-def target(out: cupy.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """Where a kernel writes a result: `out`, a copy of it where its last axis is not contiguous
-    (what the kernel does not write stays as it is), or a new array."""
+@functools.lru_cache(maxsize=4096)
+def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Where the bytes of an array begin and end, from its address; the same where it has none."""
+    if 0 in shape:
+        return 0, 0
+    ends = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
+    return sum(n for n in ends if n < 0), sum(n for n in ends if n > 0) + itemsize
+
+
+def overlaps(out: cupy.ndarray, *arrays: cupy.ndarray | None) -> bool:
+    """Whether between the first and the last byte of `out` there may be one of another array."""
+    begin, end = extent(out.shape, out.strides, out.itemsize)
+    place = out.data.ptr
+    for array in arrays:
+        if array is None:
+            continue
+        first, last = extent(array.shape, array.strides, array.itemsize)
+        distance = array.data.ptr - place
+        if distance + first < end and distance + last > begin and first < last:
+            return True
+    return False
+
+
+def target(
+    out: cupy.ndarray | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    inputs: tuple[cupy.ndarray | None, ...],
+) -> cupy.ndarray:
+    """Where a kernel writes a result: `out`, or a new array. It is a copy of `out` (what the kernel
+    does not write stays as it is) where the last axis of that is not contiguous, or where it
+    overlaps one of the inputs, which some thread blocks read after others have written."""
     if out is None:
         return cupy.empty(shape, dtype)
+    if overlaps(out, *inputs):
+        with use_device(out), temporaries():
+            return out.copy()
     return contiguous_last_axis(out)
 
 

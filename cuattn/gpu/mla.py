@@ -51,7 +51,8 @@ def forward(
         stored = operand(latent_pages)
         latents = stored.codes
         sinks = None if sinks is None else contiguous(sinks, spec.acc_dtype)
-        result = target(out, spec.out_shape, spec.dtype)
+        inputs = q_latent, q_rope, latents, rope_pages, page_table, seq_lens, cu_seqlens_q
+        result = target(out, spec.out_shape, spec.dtype, (*inputs, indices, sinks))
         sparse = indices is not None
         if sparse:  # each query is a sequence to the kernels: they have to lie evenly
             indices, q_latent, q_rope = (

@@ -144,7 +144,10 @@ class Plan:
             workspace = self.workspace()
             addresses["workspace"] = 0 if workspace is None else workspace.ptr
             addresses["launch_id"] = launch_id()
-        slot = self._slots.pop() if self._slots else self.new_slot()
+        try:
+            slot = self._slots.pop()
+        except IndexError:  # not asked before: another thread may take the last one in between
+            slot = self.new_slot()
         self.fill(slot, addresses)
         if (launches := recorded.get()) is not None:
             launches.append((self, addresses))

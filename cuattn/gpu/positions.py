@@ -10,7 +10,7 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import dispatch
 from cuattn.gpu.arguments import rope_arguments
-from cuattn.gpu.memory import use_device
+from cuattn.gpu.memory import overlaps, temporaries, use_device
 from cuattn.gpu.plan import Plan
 
 __all__ = ["rope"]
@@ -27,7 +27,11 @@ def rope(
     """As :func:`cuattn.reference.positions.rope`; x is (batch, seqlen, heads, head_dim) with
     contiguous features, `out` too, positions (batch, seqlen) are int32 or int64."""
     with use_device(x):
-        out = cupy.empty(x.shape, x.dtype) if out is None else out
+        if out is None:
+            out = cupy.empty(x.shape, x.dtype)
+        elif (out.data.ptr, out.strides) != (x.data.ptr, x.strides) and overlaps(out, x):
+            with temporaries():
+                x = x.copy()
         if out.size:
             plan = _plan(
                 x.device.id,

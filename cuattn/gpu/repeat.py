@@ -16,6 +16,7 @@ import cupy
 
 from cuattn.gpu import tensormap
 from cuattn.gpu.dispatch import TIERS, current_tiers
+from cuattn.gpu.memory import extent
 from cuattn.gpu.plan import MAP_WORDS, Plan, Slot, recorded
 from cuattn.gpu.structs import launch_id
 
@@ -30,7 +31,7 @@ _allocate = cupy.cuda.alloc
 
 def record(
     call: Callable[[], Any],
-    given: Mapping[str, int],
+    given: Mapping[str, Any],
     sources: Mapping[str, tuple[str, ...]],
     options: Mapping[str, Any],
 ) -> tuple[Any, Repeat]:
@@ -41,7 +42,7 @@ def record(
     call : callable
         Makes it.
     given : dict
-        The addresses of its arrays, and its seeds, by parameter, in their order.
+        Its arrays, and its seeds, by parameter, in their order.
     sources : dict
         As of :func:`cuattn._repeat.repeated`.
     options : dict
@@ -73,11 +74,14 @@ def _repeat(
     plan: Plan,
     addresses: dict[str, Any],
     result: Any,
-    given: Mapping[str, int],
+    arguments: Mapping[str, Any],
     sources: Mapping[str, tuple[str, ...]],
     options: Mapping[str, Any],
 ) -> Repeat | None:
     """How to make the launch again; None if the call did more than that."""
+    given = {
+        name: value if type(value) is int else value.data.ptr for name, value in arguments.items()
+    }
     items = result if type(result) is tuple else (result,)
     # What is returned: a keyword argument, or one of the arrays that are new.
     returned: list[str | int] = []
@@ -126,18 +130,29 @@ def _repeat(
     slots: list[Slot] = []  # that no thread uses just now
     device, issue = plan.device, plan.issue
     alone = returned[0] if result is items[0] else None
+    extents = [
+        (order.index(name), *extent(value.shape, value.strides, value.itemsize))
+        for name, value in arguments.items()
+        if type(value) is not int
+    ]
+    written = [each for each in extents if order[each[0]] == "out"]
+    read = [each for each in extents if written and each not in written]
 
     def repeat(numbers: list[int], options: Mapping[str, Any]) -> Any:
         if _get_device() != device or current_tiers() is not TIERS:
             return None
+        for origin, begin, end in read:  # `out` may overlap what others did not
+            distance = numbers[origin] - numbers[written[0][0]]
+            if distance + begin < written[0][2] and distance + end > written[0][1]:
+                return None
         arrays = []
         for layout in new:
             array = _new(*layout) if len(layout) == 2 else _strided(*layout)
             arrays.append(array)
             numbers.append(array.data.ptr)
-        if slots:
+        try:
             slot = slots.pop()
-        else:
+        except IndexError:
             slot = plan.new_slot()
             plan.fill(slot, addresses)
         filled = slot.words

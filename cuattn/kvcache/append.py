@@ -203,6 +203,10 @@ def _check_caches(function: str, keys: Any, values: Any, table: Any, places: Any
                 f"{function}: {label} has shape {cache.shape}, must be (batch, capacity, heads_kv, "
                 "head_dim) or (num_pages, page_size, heads_kv, head_dim)"
             )
+        if not all(cache.shape[2:]):
+            raise ValueError(
+                f"{function}: {label} has shape {cache.shape}, must have a head and a feature"
+            )
         if _dtype(cache) not in FLOAT_DTYPES:
             allowed = ", ".join(FLOAT_DTYPES.values())
             raise TypeError(

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn._spec import attention_spec
+from cuattn.reference import dropout
 from tests import formulas
 from tests.gpu.calls import precisions
 from tests.gpu.random_calls import (
@@ -179,7 +181,14 @@ def sequences_of(q, k, v, ends, options) -> list[Sequence_]:
     sequences = []
     for b, (rows, keys) in enumerate(zip(*map(slices, ends), strict=True)):
         part = q[rows], k[keys], v[keys]
-        sequences.append(Sequence_(*part, of_sequence(options, b, len(part[0]), len(part[1]))))
+        own = of_sequence(options, b, len(part[0]), len(part[1]))
+        drops, seed = own.pop("dropout", 0.0), own.pop("seed", 0)
+        if drops and all(a.size for a in part):
+            shapes, dtypes = [a.shape for a in (q, k, v)], [a.dtype for a in (q, k, v)]
+            spec = attention_spec("", *shapes, *dtypes, dropout=drops, sequences=len(ends[0]) - 1)
+            tile = slice(0, q.shape[1]), slice(0, len(part[0])), slice(0, len(part[1]))
+            own["z"] = dropout.factors(spec, seed, b, *tile)[None]
+        sequences.append(Sequence_(*part, own))
     return sequences
 
 
@@ -187,11 +196,8 @@ def slices(ends: np.ndarray) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(ends.tolist())]
 
 
-VARLEN_OPTIONS = tuple(name for name in OPTIONS if name != "dropout")
-
-
 def flash_attention_varlen(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
-    kind, q, k, v, ends, same, options = ragged(kind_rng, rng, most, VARLEN_OPTIONS)
+    kind, q, k, v, ends, same, options = ragged(kind_rng, rng, most, OPTIONS)
     sequences = sequences_of(q, k, v, ends, options)
 
     def judge(results: list[np.ndarray]) -> None:

@@ -14,7 +14,6 @@ from cuattn.reference.quantization import rotated
 from tests.gpu import random_calls as calls
 from tests.gpu.graphs import captured
 from tests.gpu.random_arrays import (
-    VARLEN_OPTIONS,
     fitting,
     given_ints,
     heads_of,
@@ -24,6 +23,7 @@ from tests.gpu.random_arrays import (
 )
 from tests.gpu.random_calls import (
     GARBAGE,
+    OPTIONS,
     Drawn,
     Generator,
     Sequence_,
@@ -165,7 +165,7 @@ def draw_formats(kind_rng: Generator, kind: calls.Kind) -> tuple[str, str]:
     )
 
 
-CACHE_OPTIONS = VARLEN_OPTIONS
+CACHE_OPTIONS = tuple(name for name in OPTIONS if name != "dropout")
 
 
 def cache_lengths(rng: Generator, most: int) -> np.ndarray:
@@ -175,6 +175,15 @@ def cache_lengths(rng: Generator, most: int) -> np.ndarray:
     if rng.random() < 0.4:
         lens[int(rng.integers(batch))] = int(rng.integers(300, 5000))
     return lens
+
+
+def told_lengths(rng: Generator, lens: np.ndarray, capacity: int) -> Any:
+    """Lengths on the device, where now and then more than there is room for stands for that, and
+    less than nothing for nothing."""
+    told = lens.astype(np.int32)
+    told[lens >= capacity] += rng.choice([0, 0, 1, 1 << 20]).astype(np.int32)
+    told[lens <= 0] -= rng.choice([0, 0, 1, 1 << 20]).astype(np.int32)
+    return given_ints(rng, told)
 
 
 def draw_queries(rng: Generator, lens: np.ndarray, heads_q: int, most: int) -> np.ndarray:
@@ -222,14 +231,12 @@ def flash_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     rows = [(b, slice(0, int(n))) for b, n in enumerate(lens)]
     sequences = [sequence_of(q[b], k, v, at, options, b) for b, at in enumerate(rows)]
     single = tokens == 1 and rng.random() < 0.6
-    lens_given = lens.astype(np.int64)
-    lens_given[lens_given == capacity] += int(rng.choice([0, 1 << 20]))
     return cached_call(
         rng,
         cuattn.flash_decode,
         kind,
         [given(rng, q[:, 0] if single else q), k.given, v.given],
-        [given_ints(rng, lens_given.astype(np.int32))],
+        [told_lengths(rng, lens, capacity)],
         options,
         sequences,
         (*(q[:, 0] if single else q).shape[:-1], kind.head_dim_v),
@@ -436,7 +443,7 @@ def paged_attention(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         cuattn.paged_attention,
         kind,
         [given(rng, q), k.given, v.given],
-        [given_ints(rng, table), given_ints(rng, lens.astype(np.int32))],
+        [given_ints(rng, table), told_lengths(rng, lens, table.shape[1] * page_size)],
         options,
         sequences,
         shape,

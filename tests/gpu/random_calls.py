@@ -8,6 +8,7 @@ the time of a call of a new kind is its compiler's.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,8 +125,9 @@ def given(rng: Generator, array: np.ndarray) -> Any:
             slice(None, None, -1) if axis in axes else slice(None) for axis in range(array.ndim)
         )]  # fmt: skip
     if chance < 0.65:
-        wide = cupy.asarray(np.repeat(array, 2, axis=-1))
-        return wide[..., ::2]
+        if rng.random() < 0.5:
+            return cupy.asarray(np.ascontiguousarray(array[..., ::-1]))[..., ::-1]
+        return cupy.asarray(np.repeat(array, 2, axis=-1))[..., ::2]
     border = np.nan if array.dtype.kind not in "iub" else 0x7F
     view, _ = within(array, rng, border)
     view[...] = cupy.asarray(array)
@@ -168,11 +170,16 @@ def check(drawn: Drawn, rng: Generator) -> None:
     check_border(drawn)
     if drawn.also is not None and rng.random() < 0.5:
         drawn.also(expected)
-    way = rng.choice(["not", "same", "moved", "stream", "graph", "varied"])
+    ways = ["not", "same", "moved", "stream", "threads", "graph", "varied", "overlapping"]
+    way = rng.choice(ways)
     if way == "not":
         return
     if way == "varied":
         return check_varied(drawn, expected, rng)
+    if way == "threads":
+        return check_threads(drawn, expected)
+    if way == "overlapping":
+        return check_overlapping(drawn, rng)
     if way == "graph":
         if not drawn.captured:
             return
@@ -252,6 +259,70 @@ def check_varied(drawn: Drawn, expected: list[Any], rng: Generator) -> None:
         forget()
         if drawn.same_bits:
             assert same_bits(other(), result), f"a call like earlier ones: other bits: {other}"
+
+
+def check_threads(drawn: Drawn, expected: list[Any]) -> None:
+    """The call from several threads at once, each on a stream of its own: nothing is shared that
+    one of them spoils for another."""
+
+    def call(n: int) -> list[Any]:
+        options = {
+            name: value.copy() if name == "out" else moved(value)
+            for name, value in drawn.options.items()
+        }
+        arrays = list(map(moved, drawn.arrays))
+        cupy.cuda.Device().synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            results = [drawn.function(*arrays, **options) for _ in range(3)][-1]
+            stream.synchronize()
+            return drawn.results(results)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for results in pool.map(call, range(4)):
+            if drawn.same_bits and "out" not in drawn.options:  # whose copy is contiguous
+                assert same_bits(results, expected), "made in a thread: other bits"
+            else:
+                drawn.judge(results)
+
+
+#: Functions whose `out` may overlap their inputs, which are read as they were.
+INTO_INPUTS = (
+    *("flash_attention", "flash_attention_varlen", "flash_decode", "paged_attention"),
+    *("mla_decode", "rope"),
+)
+
+
+def check_overlapping(drawn: Drawn, rng: Generator) -> None:
+    """The call with an `out` that lies across one of the inputs, and with one beside it: the bits
+    are the same."""
+    arrays, options = list(drawn.arrays), dict(drawn.options)
+    options.pop("out", None)
+    if drawn.function.__name__ not in INTO_INPUTS:
+        return
+    result = drawn.function(*arrays, **options)
+    result = result[0] if isinstance(result, tuple) else result
+    places = [
+        i
+        for i, array in enumerate(arrays)
+        if isinstance(array, cupy.ndarray) and array.size and array.dtype == result.dtype
+    ]
+    if not places or not result.size:
+        return
+    at = pick(rng, places)
+    arrays[at] = array = cupy.ascontiguousarray(arrays[at])
+    begin, out_begin = 0, 256 * int(rng.integers(0, 1 + array.nbytes // 256))
+    if rng.random() < 0.5:
+        begin, out_begin = 256 * int(rng.integers(0, 1 + result.nbytes // 256)), 0
+    memory = cupy.zeros(begin + array.nbytes + out_begin + result.nbytes, np.uint8)
+    across = cupy.ndarray(array.shape, array.dtype, memory.data + begin)
+    out = cupy.ndarray(result.shape, result.dtype, memory.data + out_begin)
+    across[...] = array
+    beside = drawn.results(drawn.function(*arrays, **options, out=out.copy()))
+    arrays[at] = across
+    for _ in range(2):
+        across[...] = array
+        results = drawn.results(drawn.function(*arrays, **options, out=out))
+        assert same_bits(results, beside), f"out across argument {at}: other bits"
 
 
 def from_graph(drawn: Drawn) -> list[Any]:
@@ -342,8 +413,9 @@ def draw_options(
         options["window"] = tuple(sides)
     if "scale" in kind.options:
         huge = 20.0 if kind.dtype == np.float16 else 1e4  # the plain formula's scores are finite
-        drawn = [rng.uniform(-0.3, 0.3), 1.0, 0.0, -1.0, 1e-6, 20.0, huge]
-        options["scale"] = float(rng.choice(drawn, p=[0.4, 0.2, 0.1, 0.1, 0.05, 0.1, 0.05]))
+        drawn = [rng.uniform(-0.3, 0.3), 1.0, 0.0, -1.0, 1e-6, 1e-30, 20.0, huge, -huge]
+        odds = [0.4, 0.2, 0.1, 0.1, 0.03, 0.02, 0.1, 0.03, 0.02]
+        options["scale"] = float(rng.choice(drawn, p=odds))
     if "softcap" in kind.options:
         options["softcap"] = float(rng.choice([0.1, 1.0, 5.0, 30.0]))
     scores = (batch, heads_q, seqlen_q, seqlen_k)

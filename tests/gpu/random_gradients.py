@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 import cuattn
-from tests import formulas
-from tests.gpu.calls import Call, precisions
+from tests.gpu.calls import Call
 from tests.gpu.random_arrays import (
-    VARLEN_OPTIONS,
     draw_arrays,
     given_ints,
     of_formula,
+    poisoned_keys,
     ragged,
     sequences_of,
     slices,
 )
 from tests.gpu.random_caches import same_values
 from tests.gpu.random_calls import (
+    OPTIONS,
     Drawn,
     Generator,
     given,
@@ -29,6 +29,7 @@ from tests.gpu.random_calls import (
     results_of,
 )
 from tests.gpu.test_gradients import judge as judge_gradients
+from tests.gpu.test_gradients import judge_varlen
 
 cupy = pytest.importorskip("cupy")
 
@@ -41,7 +42,7 @@ def flash_attention_backward(kind_rng: Generator, rng: Generator, most: int) -> 
         own = meaning.pop("key_mask")[:, None, None]
         meaning["mask"] = meaning.get("mask", True) & own
     on_device = given_options(rng, options)
-    arrays = [given(rng, a) for a in (q, k, v)]
+    arrays = [given(rng, a) for a in (q, *poisoned_keys(rng, options, k, v))]
     out, lse = cuattn.flash_attention(*arrays, **on_device, return_lse=True)
     dout = numbers(rng, out.shape, kind.dtype)
     acc = np.float64 if kind.dtype == np.float64 else np.float32
@@ -106,8 +107,7 @@ class OnHost:
 
 
 def flash_attention_varlen_backward(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
-    names = [name for name in VARLEN_OPTIONS if name not in ("sinks", "alibi_slopes")]
-    kind, q, k, v, ends, same, options = ragged(kind_rng, rng, most // 2, names, largest=256)
+    kind, q, k, v, ends, same, options = ragged(kind_rng, rng, most // 2, OPTIONS, largest=256)
     tame(options)
     sequences = sequences_of(q, k, v, ends, options)
     dout = numbers(rng, (*q.shape[:-1], v.shape[-1]), kind.dtype)
@@ -117,31 +117,25 @@ def flash_attention_varlen_backward(kind_rng: Generator, rng: Generator, most: i
     cu = [given_ints(rng, e) for e in (ends[:1] if same and rng.random() < 0.7 else ends)]
     on_device = given_options(rng, options)
     out, lse = cuattn.flash_attention_varlen(*arrays, *cu, **on_device, return_lse=True)
+    acc = np.float64 if kind.dtype == np.float64 else np.float32
+    dlse = numbers(rng, lse.shape, acc) if rng.random() < 0.3 else None
     host_out, host_lse = out.get(), lse.get()
+    own_slopes = np.ndim(options.get("alibi_slopes")) == 2
+    of_sequences = []
+    for s, rows, keys in zip(sequences, *map(slices, ends), strict=True):
+        own = dict(s.options)
+        if own_slopes:
+            own["alibi_slopes"] = own["alibi_slopes"][0]
+        of_sequences.append((rows, keys, s.q, s.k, s.v, own))
 
     def judge(results: list[Any]) -> None:
-        dq, dk, dv = results[:3]
-        assert not dq[ends[0][-1] :].any() and not dk[ends[1][-1] :].any()
-        for s, rows, keys in zip(sequences, *map(slices, ends), strict=True):
-            grads = cuattn.AttentionGrads(
-                OnHost(dq[None, rows]), OnHost(dk[None, keys]), OnHost(dv[None, keys])
-            )
-            own = {name: value for name, value in s.options.items() if name != "bias"}
-            if "bias" in s.options:
-                own["bias"] = s.options["bias"]
-                # Nobody asks for its gradient here: the formula's own in its place.
-                exact = formulas.attention_gradients(
-                    dout[None, rows], s.q[None], s.k[None], s.v[None],
-                    precision=precisions(kind.dtype)[0], **own,
-                )["dbias"]  # fmt: skip
-                grads = grads._replace(dbias=OnHost(exact.astype(kind.dtype)))
-            call = Call(s.q[None], s.k[None], s.v[None], s.options, rng)
-            judge_gradients(
-                grads, host_out[None, rows], dout[None, rows], call, lse=host_lse[None, :, rows],
-                **own,
-            )  # fmt: skip
+        for array, end in zip(results[:3], (ends[0], ends[1], ends[1]), strict=True):
+            assert not array[end[-1] :].any()
+        judge_varlen(results, host_out, host_lse, dout, dlse, of_sequences, own_slopes)
 
     deterministic = bool(kind_rng.random() < 0.4)
-    arrays = [given(rng, dout), *arrays, out, lse, *cu]
-    on_device["deterministic"] = deterministic
+    arrays = [given(rng, dout), *arrays, given(rng, host_out), given(rng, host_lse), *cu]
+    if dlse is not None:
+        on_device["dlse"] = given(rng, dlse)
+    on_device |= {"deterministic": deterministic, "grad_alibi": "alibi_slopes" in options}
     return Drawn(cuattn.flash_attention_varlen_backward, arrays, on_device, judge, deterministic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.gpu.random_caches import (
     draw_lengths,
     draw_pages,
     slots_of,
+    told_lengths,
     within_sequences,
 )
 from tests.gpu.random_calls import (
@@ -38,15 +40,20 @@ from tests.gpu.random_sampling import given_parameters
 
 cupy = pytest.importorskip("cupy")
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
+
+def mla_decode(kind_rng: Generator, rng: Generator, most: int, *, flashmla: bool = False) -> Drawn:
     kind = draw_kind(kind_rng, ("causal", "window", "sinks"))
-    common = kind_rng.random() < 0.6
+    if flashmla:
+        kind = dataclasses.replace(kind, dtype=BFLOAT16)
+    common = kind_rng.random() < 0.6 or flashmla
     latent = 512 if common else int(kind_rng.choice([1, 40, 64, 128, 192, 256, 448, 511, 512]))
     rope = 64 if common else int(kind_rng.choice([0, 1, 24, 32, 63, 64]))
     format = str(kind_rng.choice(["", *FORMATS], p=[0.45, 0.2, 0.1, 0.2, 0.05]))
     if format == "int4" and latent % 2:
         format = "int8"
+    format = "float8_e4m3" if flashmla else format
     sparse = kind_rng.random() < 0.25
     heads = int(rng.choice([1, 3, 8, 16, 32, 40, 64, 128]))
     most = limit(most // 4, kind.dtype)
@@ -56,7 +63,9 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     table, used = draw_pages(rng, lens, page_size)
     shape = (len(used), page_size, 1)
     rotary = numbers(rng, (*shape, rope), kind.dtype)
-    if format:
+    if flashmla:
+        c, latent_given, rope_given = flashmla_rows(rng, rotary, used)
+    elif format:
         c = Rows(kind_rng, rng, (*shape, latent), kind.dtype, format, used)
         spoilt = rotary.copy()
         spoilt[~used] = np.nan
@@ -153,7 +162,7 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
         cuattn.mla_decode,
         kind,
         [*queries, latent_given, rope_given],
-        [given_ints(rng, table), given_ints(rng, lens.astype(np.int32))],
+        [given_ints(rng, table), told_lengths(rng, lens, table.shape[1] * page_size)],
         options,
         sequences,
         (*q.shape[:-1], latent),
@@ -163,6 +172,32 @@ def mla_decode(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     if ragged:
         drawn.defined = lambda results: within_sequences(results, int(ends[-1]))
     return drawn
+
+
+def flashmla_pages(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
+    """Rows of 656 bytes, read as they are."""
+    return mla_decode(kind_rng, rng, most, flashmla=True)
+
+
+def flashmla_rows(rng: Generator, rotary: np.ndarray, used: np.ndarray) -> tuple[Rows, Any, Any]:
+    """Random latents, what is given of them and of the rotated parts, in one array of bytes."""
+    shape = rotary.shape[:3]
+    codes = cuattn.quantize(
+        numbers(rng, (*shape, 512), np.float32), "float8_e4m3", granularity="group", group_size=128
+    )
+    scale = (codes.scale * rng.uniform(0.5, 2.0, codes.scale.shape)).astype(np.float32)
+    latents = Rows.__new__(Rows)
+    latents.codes = codes.of(codes.data, scale, None)
+    latents.values = cuattn.dequantize(latents.codes, np.float32)
+    parts = (codes.data, scale, np.ascontiguousarray(rotary))
+    rows = np.concatenate([part.view(np.uint8) for part in parts], axis=-1)
+    rows[~used] = 0xFF  # NaN in each part
+    bytes_ = given(rng, rows)
+    if bytes_.strides[-1] != 1 or any(stride % 16 for stride in bytes_.strides[:2]):
+        bytes_ = cupy.ascontiguousarray(bytes_)
+    if rng.random() < 0.5:
+        bytes_ = bytes_[:, :, 0]
+    return latents, *cuattn.flashmla_pages(bytes_)
 
 
 def by_numpy(

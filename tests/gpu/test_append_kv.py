@@ -54,6 +54,26 @@ def test_places_that_do_not_exist_are_not_written(rng):
     assert (around[4:] == 7).all()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_tokens_may_be_moved_within_a_cache(quantized, rng):
+    """All are read before one is written."""
+    cache = rng.standard_normal((2, 600, 4, 64)).astype(np.float16)
+    of_values = cuattn.quantize(cache, "int8") if quantized else cache.copy()
+    lens = np.array([560, 520], np.int32)
+    on_device = cupy.asarray(cache)
+    codes = cupy.asarray(of_values) if not quantized else of_values.of(
+        *(None if x is None else cupy.asarray(x)
+          for x in (of_values.data, of_values.scale, of_values.minimum))
+    )  # fmt: skip
+    for keys, values, lengths in (
+        (cache, of_values, lens), (on_device, codes, cupy.asarray(lens))
+    ):  # fmt: skip
+        cuattn.append_kv(keys, values, keys[:, :500], keys[:, 50:550], lengths)
+    assert np.array_equal(on_device.get(), cache)
+    written, right = (x.data if quantized else x for x in (codes, of_values))
+    assert np.array_equal(written.get(), right)
+
+
 def test_a_graph_writes_where_lengths_point_when_it_runs():
     k_cache, v_cache = cupy.zeros((2, 2, 8, 1, 8), np.float32)
     new = cupy.ones((2, 1, 1, 8), np.float32)

@@ -122,6 +122,63 @@ def judge(
             raise AssertionError(f"{name}: {error}; {shapes}, {sorted(call.options)}") from None
 
 
+def judge_varlen(
+    grads: list[np.ndarray | None],
+    out: np.ndarray,
+    lse: np.ndarray,
+    dout: np.ndarray,
+    dlse: np.ndarray | None,
+    sequences: list[tuple],
+    own_slopes: bool,
+) -> None:
+    """Judge gradients of sequences end to end: each has its rows, its keys, q, k, v and options of
+    the formula. Sums over all of them are judged by the sums of the formula's, and dalibi so unless
+    each has `own_slopes`."""
+    dq, dk, dv, _, dsinks, dalibi = grads
+    dtype = dout.dtype
+    exact_type, _ = precisions(dtype)
+    summed: dict[str, list] = {}
+    for b, (rows, keys, q, k, v, options) in enumerate(sequences):
+        inputs = dout[None, rows], q[None], k[None], v[None]
+        more = {"dlse": None if dlse is None else dlse[None, :, rows], **options}
+        cancelled: dict[str, float] = {}
+        exact = formulas.attention_gradients(
+            *inputs, precision=exact_type, cancelled=cancelled, **more
+        )
+        given = lse[None, :, rows]
+        plain = formulas.plain_gradients(*inputs, lse=given, **more)
+        by_roundings = formulas.sums_by_roundings(
+            exact, *inputs, out=out[None, rows], lse=given, precision=exact_type, **more
+        )
+        for name, actual in (("dq", dq[rows]), ("dk", dk[keys]), ("dv", dv[keys])):
+            formulas.assert_gradients_accurate(
+                actual[None], exact[name], *plain[name], inputs=dtype, lse=given,
+                cancelled=cancelled.get(name, 0.0),
+            )  # fmt: skip
+        for name in ("dsinks", "dalibi"):
+            if name not in exact:
+                continue
+            if name == "dalibi" and own_slopes:
+                actual = (dalibi[b] - by_roundings[name]).astype(dalibi.dtype)
+                formulas.assert_gradients_accurate(
+                    actual, exact[name], *plain[name], inputs=dtype,
+                    cancelled=cancelled.get(name, 0.0),
+                )  # fmt: skip
+            else:
+                parts = exact[name], plain[name], by_roundings[name], cancelled.get(name, 0.0)
+                summed.setdefault(name, []).append(parts)
+    for name, parts in summed.items():
+        exacts, plains, roundings, sizes = zip(*parts, strict=True)
+        actual = dsinks if name == "dsinks" else dalibi
+        actual = (actual - sum(roundings)).astype(actual.dtype)
+        # Of a long sequence there are fewer orders; the last of all is as a backward pass does.
+        fewest = min(map(len, plains))
+        orders = [sum(p[n] for p in plains) for n in range(-fewest, 0)]
+        formulas.assert_gradients_accurate(
+            actual, sum(exacts), *orders, inputs=dtype, cancelled=float(np.linalg.norm(sizes))
+        )
+
+
 @pytest.mark.parametrize("number", range(16))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_contract(dtype, number, rng):
@@ -276,57 +333,17 @@ def test_varlen(tier, dtype, number, rng):
     assert bool((grads.dq[cu_q[-1] :] == 0).all())
     assert bool((grads.dk[cu_k[-1] :] == 0).all())
     assert bool((grads.dv[cu_k[-1] :] == 0).all())
-    summed: dict[str, list] = {}
+    of_sequences = []
     for b in range(sequences):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         mine = dict(call.options)
         slopes = mine.get("alibi_slopes")
         if slopes is not None and slopes.ndim == 2:
             mine["alibi_slopes"] = slopes[b]
-        one = Call(q[None, rows], k[None, keys], v[None, keys], mine, rng)
-        by_key = [g[None, keys] for g in (grads.dk, grads.dv)]
-        part = cuattn.AttentionGrads(grads.dq[None, rows], *by_key)
-        inputs = dout[None, rows], one.q, one.k, one.v
-        more = {"dlse": dlse[None, :, rows], **mine}
-        cancelled: dict[str, float] = {}
-        exact = formulas.attention_gradients(
-            *inputs, precision=precisions(dtype)[0], cancelled=cancelled, **more
-        )
-        given = lse.get()[None, :, rows]
-        plain = formulas.plain_gradients(*inputs, lse=given, **more)
-        by_roundings = formulas.sums_by_roundings(
-            exact, *inputs, out=out.get()[None, rows], lse=given, precision=precisions(dtype)[0],
-            **more,
-        )  # fmt: skip
-        for name in ("dq", "dk", "dv"):
-            actual = getattr(part, name).get()
-            formulas.assert_gradients_accurate(
-                actual, exact[name], *plain[name], inputs=dtype, lse=given,
-                cancelled=cancelled.get(name, 0.0),
-            )  # fmt: skip
-        for name in ("dsinks", "dalibi"):
-            if name not in exact:
-                continue
-            if name == "dalibi" and slopes is not None and slopes.ndim == 2:
-                actual = grads.dalibi[b].get()
-                actual = (actual - by_roundings[name]).astype(actual.dtype)
-                formulas.assert_gradients_accurate(
-                    actual, exact[name], *plain[name], inputs=dtype,
-                    cancelled=cancelled.get(name, 0.0),
-                )  # fmt: skip
-            else:
-                parts = exact[name], plain[name], by_roundings[name], cancelled.get(name, 0.0)
-                summed.setdefault(name, []).append(parts)
-    for name, parts in summed.items():
-        exacts, plains, roundings, sizes = zip(*parts, strict=True)
-        actual = getattr(grads, name).get()
-        actual = (actual - sum(roundings)).astype(actual.dtype)
-        # Of a long sequence there are fewer orders; the last of all is as a backward pass does.
-        fewest = min(map(len, plains))
-        orders = [sum(p[n] for p in plains) for n in range(-fewest, 0)]
-        formulas.assert_gradients_accurate(
-            actual, sum(exacts), *orders, inputs=dtype, cancelled=float(np.linalg.norm(sizes))
-        )
+        of_sequences.append((rows, keys, q[rows], k[keys], v[keys], mine))
+    own_slopes = np.ndim(call.options.get("alibi_slopes")) == 2
+    on_host = [None if g is None else g.get() for g in grads]
+    judge_varlen(on_host, out.get(), lse.get(), dout, dlse, of_sequences, own_slopes)
 
 
 def test_many_sequences(rng):

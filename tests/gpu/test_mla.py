@@ -188,6 +188,14 @@ def test_pages_in_reverse(rng, tier):
     cache.check(cache.queries(rng, 2, 1, 16))
 
 
+@pytest.mark.parametrize("num_splits", [None, 2, 64, "fixed"])
+@pytest.mark.parametrize("tokens", [64, 65, 128, 129])
+def test_splits_of_few_tokens(rng, tier, tokens, num_splits):
+    """The memory for partial results is there where there are some."""
+    cache = Cache(rng, [tokens, 3], BFLOAT16, page_size=1)
+    cache.check(cache.queries(rng, 2, 1, 64), num_splits=num_splits)
+
+
 @pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 64, "fixed"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_every_split(rng, tier, num_splits, heads):

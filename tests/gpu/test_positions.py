@@ -74,6 +74,17 @@ def test_far_and_negative_positions(rng):
     assert abs(back - x).max() < 5e-6
 
 
+@pytest.mark.parametrize("distance", [-200, 200])
+def test_out_may_overlap_x(distance, rng):
+    memory = cupy.zeros((1500, 4, 64), np.float32)
+    x, out = memory[300:1300], memory[300 + distance : 1300 + distance]
+    x[...] = cupy.asarray(rng.standard_normal(x.shape).astype(np.float32))
+    positions = cupy.arange(1000, dtype=np.int32)
+    expected = cuattn.rope(x, positions)
+    assert cuattn.rope(x, positions, out=out) is out
+    assert cupy.array_equal(out, expected)
+
+
 def test_graph_replays_with_other_positions(rng):
     x = cupy.asarray(rng.standard_normal((8, 4, 64), dtype=np.float32))
     positions = cupy.zeros(8, np.int32)

@@ -154,7 +154,7 @@ class Sm90Decode:
             return None
         if not call.vectors or not all(addressable(array[:-1]) for array in call.strides[1:3]):
             return None
-        if spec.rows == "ragged" or call.num_splits is not None:
+        if spec.rows == "ragged" or call.num_splits is not None or not spec.seqlen_k:
             return None
         if tiles > 1 and not reads_keys_again(call):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._quantized import format_number
@@ -81,7 +81,7 @@ class MlaCall:
         axes = (self.num_pages, self.spec.page_size)
         for pages in (self.latent, self.rope):
             ends = [(n - 1) * stride for n, stride in zip(axes, pages[:2], strict=True)]
-            if min(ends) < 0 or sum(ends) >= 16 << 32:
+            if min(ends) < 0 or sum(ends) >= (16 << 32) - 1024:  # where the last row begins
                 return False
         return True
 
@@ -613,7 +613,7 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
     launch = _partitioned(call, variant, head_tiles, query_rows)
-    if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
+    if call.num_splits == 1 or spec.seqlen_k <= _least_keys(call, variant.config):
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
@@ -630,6 +630,13 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     )
     main = dataclasses.replace(launch, workspace_bytes=0)
     return MlaLaunches(main, combine, launch.workspace_bytes, tiles * head_tiles * TASK_BYTES)
+
+
+def _least_keys(call: MlaCall, config: Any) -> int:
+    """The most keys of a sequence that are one split, whatever `num_splits`: a number of splits
+    cuts mla/decode_sm90.cu's pairs of blocks in two."""
+    cuts_pairs = isinstance(config, Sm90MlaConfig) and isinstance(call.num_splits, int)
+    return config.tile_keys // (2 if cuts_pairs else 1)
 
 
 def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
