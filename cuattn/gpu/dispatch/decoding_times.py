@@ -58,10 +58,12 @@ CLUSTER_PART_US = 7e-5
 AS_FAST = 1.03
 
 #: decode_sm80.cu: what the launch takes without keys; how many bytes a multiprocessor reads in a
-#: microsecond; and what each sequence and key head takes that a block has after its first.
+#: microsecond; and what each sequence and key head takes that a block has after its first, with up
+#: to 8 rows and with more.
 SPLITS_START_US = 6.9
 SPLIT_BYTES = 35.4e3
 NEXT_SPLIT_US = 1.6
+NEXT_SPLIT_OF_MANY_ROWS_US = 3.0
 #: What merging takes for each column, and that to which power of the rows, where blocks do not have
 #: whole sequences; and how many times as long with more parts than are merged in one step.
 MERGE_US = 6.8e-3
@@ -274,7 +276,9 @@ def splits_us(spec: AttentionSpec, multiprocessors: int) -> float:
     pairs = spec.batch * spec.heads_kv // heads
     used = range(multiprocessors, math.ceil(LEAST_USED * multiprocessors) - 1, -1)
     us = SPLITS_START_US + bytes_of_keys(spec) / SPLIT_BYTES / multiprocessors
-    us += NEXT_SPLIT_US * max(0.0, pairs / multiprocessors - 1)
+    few_rows = rows_of_sequence(spec) <= 8
+    next_us = NEXT_SPLIT_US if few_rows else NEXT_SPLIT_OF_MANY_ROWS_US
+    us += next_us * max(0.0, pairs / multiprocessors - 1)
     if any(pairs % n == 0 for n in used):
         return us
     us_of_merge = MERGE_US * head_dim * (rows_of_sequence(spec) * heads) ** MERGE_POWER
