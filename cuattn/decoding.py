@@ -556,10 +556,10 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     """
     name = "merge_attention"
     outs, lses = _parts("outs", outs), _parts("lses", lses)
-    if len(outs) != len(lses) or not len(outs):
-        raise ValueError(
-            f"{name}: lses has {len(lses)} parts, must be outs' {len(outs)}, at least 1"
-        )
+    if not outs:
+        raise ValueError(f"{name}: outs has 0 parts, must have at least 1")
+    if len(outs) != len(lses):
+        raise ValueError(f"{name}: lses has {len(lses)} parts, must have outs' {len(outs)}")
     labelled = {f"outs[{i}]": out for i, out in enumerate(outs)}
     labelled |= {f"lses[{i}]": lse for i, lse in enumerate(lses)}
     xp, arrays = as_arrays(name, **labelled)

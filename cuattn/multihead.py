@@ -280,10 +280,12 @@ def _check_weights(
 ) -> int:
     """Check weights and what is added to their product; return the columns of each head."""
     rows = source.shape[-1] if rows is None else rows
-    columns = f"a multiple of {count_name}, {count}" if count_name else "out_features"
+    columns = (
+        f"{count_name} * head_dim) for {count} {count_name}" if count_name else "out_features)"
+    )
     if weights.ndim != 2 or weights.shape[0] != rows or weights.shape[1] % count:
         raise ValueError(
-            f"{function}: {name} has shape {weights.shape}, must be ({rows}, {columns})"
+            f"{function}: {name} has shape {weights.shape}, must be ({rows}, {columns}"
         )
     label = f"b{name[1:]}"
     if added is not None and added.shape != weights.shape[1:]:
