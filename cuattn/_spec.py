@@ -466,7 +466,8 @@ def _check_shapes(
     if k[-1] != q[-1]:
         raise ValueError(f"{function}: {nk} has head_dim {k[-1]}, must be {nq}'s {q[-1]}")
     if k[-2] < 1 or q[-2] % k[-2]:
-        swapped = k[-3] > 0 and 0 in (q[-2] % k[-3], q[-3] % k[-3])  # torch's layout would fit
+        # Whether k, or both, could have their heads before the length, as torch has them.
+        swapped = 0 < k[-3] < k[-2] and 0 in (q[-2] % k[-3], q[-3] % k[-3])
         hint = "; heads are the last axis but one" if swapped else ""
         raise ValueError(
             f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}{hint}"

@@ -70,7 +70,7 @@ FLASH_ATTENTION_CASES = [
         "k has 6 heads, which must divide q's 8",
     ),
     (
-        {"k": zeros(2, 8, 7, 16), "v": zeros(2, 8, 7, 16)},
+        {"k": zeros(2, 4, 7, 16), "v": zeros(2, 4, 7, 16)},
         ValueError,
         "k has 7 heads, which must divide q's 8; heads are the last axis but one",
     ),
