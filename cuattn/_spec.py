@@ -203,7 +203,9 @@ def attention_spec(
     scale = check_number(function, "scale", scale)
     softcap = check_number(function, "softcap", 0.0 if softcap is None else softcap)
     if softcap < 0.0:
-        raise ValueError(f"{function}: softcap is {softcap}, must be positive, or None for no cap")
+        raise ValueError(
+            f"{function}: softcap is {softcap}, must be positive, or 0 or None for no cap"
+        )
     seqlen_q, heads_q, head_dim = q[-3:]
     seqlen_k, heads_kv, _ = k[-3:]
     left, right = _check_window(function, window)

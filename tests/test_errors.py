@@ -107,7 +107,7 @@ FLASH_ATTENTION_CASES = [
     ({"scale": 1j}, TypeError, "scale must be a number, got complex"),
     ({"scale": True}, TypeError, "scale must be a number, got bool"),
     ({"scale": float("nan")}, ValueError, "scale is nan, must be finite"),
-    ({"softcap": -1.0}, ValueError, "softcap is -1.0, must be positive, or None for no cap"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0, must be positive, or 0 or None for no cap"),
     ({"softcap": zeros(1)}, TypeError, "softcap must be a number, got ndarray"),
     ({"softcap": float("inf")}, ValueError, "softcap is inf, must be finite"),
     ({"dropout": 1.0}, ValueError, "dropout is 1.0, must be at least 0 and less than 1"),
