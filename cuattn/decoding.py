@@ -148,8 +148,8 @@ def flash_decode(
         How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may
         then differ in their last bits with the batch around a sequence. "fixed": every 1024 keys,
         so that a row's result is the same, bit for bit, whatever the batch (but not whatever the
-        strides: arrays that cannot be read 16 bytes at a time have other kernels). An integer: in
-        so many equal parts at most.
+        strides: arrays that cannot be read 16 bytes at a time have other kernels). An integer from
+        1 to 1024: in so many equal parts at most.
     return_lse : bool
         Also return the natural-log sum of exponentials of each row, sinks included.
     out : array of q's shape with head_dim_v, optional

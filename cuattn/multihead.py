@@ -112,7 +112,7 @@ def multi_head_attention(
     Parameters
     ----------
     x : array (..., seqlen_q, features)
-        Float16, bfloat16, float32 or float64; any leading axes, or none.
+        float16, bfloat16, float32 or float64; any leading axes, or none.
     wq : array (features, heads * head_dim)
         Weights of the queries, of x's dtype. Layers of torch have theirs as (out, in): pass
         ``weight.T``.

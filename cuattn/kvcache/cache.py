@@ -258,7 +258,7 @@ class PagedKVCache:
             The tokens it will begin with. Full pages that some sequence has written for the same
             beginning are taken over: the new sequence then has that many tokens already
             (``seq_lens``), always fewer than `tokens`, since running the last one is what gives the
-            next. Without it nothing is shared, now or later.
+            next. Without it nothing is shared, now or later. On the host, here and below.
 
         Returns
         -------
