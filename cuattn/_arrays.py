@@ -127,9 +127,14 @@ def _as_array(function: str, name: str, array: Any) -> Any:
                 f"{dtype}, which {xp.__name__} cannot take through DLPack ({error}); pass a NumPy "
                 "or CuPy array"
             ) from error
+    kind = type(array).__qualname__
+    if isinstance(array, (list, tuple)):
+        kind += "; numpy.asarray or cupy.asarray makes an array of it"
+    elif type(array).__module__ != "builtins":
+        kind = f"{type(array).__module__}.{kind}"
     raise TypeError(
         f"{function}: {name} must be a NumPy or CuPy array (or have __cuda_array_interface__ or "
-        f"__dlpack__), got {type(array).__module__}.{type(array).__qualname__}"
+        f"__dlpack__), got {kind}"
     )
 
 

@@ -50,6 +50,7 @@ COUNTERPARTS = {
     "window_left": Counterpart(
         "FlashInfer", ("window",), "a pair (left, right), None and not -1 for no limit on a side"
     ),
+    "rope_theta": Counterpart("FlashInfer", ("base",)),
     "logits_soft_cap": Counterpart("FlashInfer", ("softcap",), "None for no cap"),
     "custom_mask": Counterpart("FlashInfer", ("mask",), "boolean, True keeps"),
     "pos_encoding_mode": Counterpart("FlashInfer", (), _ROTATE),
@@ -69,6 +70,7 @@ COUNTERPARTS = {
         "torch", ("key_mask",), "True keeps, where theirs leaves the key out"
     ),
     "dropout_p": Counterpart("torch", ("dropout",)),
+    "num_heads": Counterpart("torch", ("heads",)),
     "enable_gqa": Counterpart(
         "torch", (), "leave it out: query heads share key heads wherever k has fewer"
     ),

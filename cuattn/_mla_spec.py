@@ -205,11 +205,12 @@ def _with_head(function: str, label: str, pages: Any) -> Any:
 
 def check_indices(function: str, indices: Any, rows: tuple[int, ...], single: bool) -> Any:
     """Check positions of tokens, and return them as (batch, seqlen_q, k) or (total, k)."""
+    given = indices.shape
     if single and indices.ndim == 2:
         indices = indices[:, None]
     if indices.ndim != len(rows) + 1 or indices.shape[:-1] != rows:
         want = ", ".join([*map(str, rows[:1] if single else rows), "k"])
-        raise ValueError(f"{function}: indices has shape {indices.shape}, must be ({want})")
+        raise ValueError(f"{function}: indices has shape {given}, must be ({want})")
     check_index_dtype(function, "indices", indices)
     check_fits(function, "indices", indices)
     return indices

@@ -203,7 +203,9 @@ def attention_spec(
     scale = check_number(function, "scale", scale)
     softcap = check_number(function, "softcap", 0.0 if softcap is None else softcap)
     if softcap < 0.0:
-        raise ValueError(f"{function}: softcap is {softcap}, must be positive, or None for no cap")
+        raise ValueError(
+            f"{function}: softcap is {softcap}, must be positive, or 0 or None for no cap"
+        )
     seqlen_q, heads_q, head_dim = q[-3:]
     seqlen_k, heads_kv, _ = k[-3:]
     left, right = _check_window(function, window)
@@ -466,7 +468,12 @@ def _check_shapes(
     if k[-1] != q[-1]:
         raise ValueError(f"{function}: {nk} has head_dim {k[-1]}, must be {nq}'s {q[-1]}")
     if k[-2] < 1 or q[-2] % k[-2]:
-        raise ValueError(f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}")
+        # Whether k, or both, could have their heads before the length, as torch has them.
+        swapped = 0 < k[-3] < k[-2] and 0 in (q[-2] % k[-3], q[-3] % k[-3])
+        hint = "; heads are the last axis but one" if swapped else ""
+        raise ValueError(
+            f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}{hint}"
+        )
     for name, shape in ((nq, q), (nv, v)):
         if not 1 <= shape[-1] <= max_head_dim:
             raise ValueError(
@@ -489,7 +496,7 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, tuple) or len(window) != 2:
-        raise ValueError(f"{function}: window is {window!r}, must be a pair (left, right) or None")
+        raise ValueError(f"{function}: window is {window!r}, must be a tuple (left, right) or None")
     for side in window:
         if side is not None and not isinstance(side, numbers.Integral):
             raise ValueError(

@@ -122,7 +122,7 @@ def flash_attention(
     scale : float, optional
         Factor of q.k; default ``1 / sqrt(head_dim)``.
     softcap : float, optional
-        Scores are squashed to ``(-softcap, softcap)`` by tanh.
+        Scores are squashed to ``(-softcap, softcap)`` by tanh; 0 is None, as in flash-attn.
     bias : array, optional
         Added to the scores; floating, broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
     mask : array of bool, optional

@@ -135,9 +135,9 @@ def flash_decode(
     v_cache : array or QuantizedArray (batch, capacity, heads_kv, head_dim_v)
         Values, likewise; their format may be another.
     seq_lens : int32 array (batch,)
-        How many keys of each sequence are valid; values beyond the capacity mean the capacity.
-        int64 is taken too: on a GPU values beyond int32 mean the capacity likewise, and on the
-        host they are an error.
+        How many keys of each sequence are valid; values below 0 mean 0, and those beyond the
+        capacity mean the capacity. int64 is taken too: on a GPU values beyond int32 mean the
+        capacity likewise, and on the host they are an error.
     causal, window, scale, softcap, bias, mask, key_mask, alibi_slopes, sinks
         As in :func:`cuattn.flash_attention`, with ``seq_lens[b]`` as seqlen_k. Keys outside the
         window are not read. Element ``[b, h, i, j]`` of `bias` and `mask`, ``[b, j]`` of
@@ -148,8 +148,8 @@ def flash_decode(
         How a GPU splits a sequence's keys. None: as evenly as possible over the device; results may
         then differ in their last bits with the batch around a sequence. "fixed": every 1024 keys,
         so that a row's result is the same, bit for bit, whatever the batch (but not whatever the
-        strides: arrays that cannot be read 16 bytes at a time have other kernels). An integer: in
-        so many equal parts at most.
+        strides: arrays that cannot be read 16 bytes at a time have other kernels). An integer from
+        1 to 1024: in so many equal parts at most.
     return_lse : bool
         Also return the natural-log sum of exponentials of each row, sinks included.
     out : array of q's shape with head_dim_v, optional
@@ -346,7 +346,8 @@ def paged_attention(
         Entries past a sequence's last page may be anything. One before it that names no page is an
         error on the CPU; on a GPU the sequence's results are undefined.
     seq_lens : int32 array (batch,)
-        How many keys each sequence has, the queries' own included.
+        How many keys each sequence has, the queries' own included; clamped as in
+        :func:`flash_decode`.
     cu_seqlens_q : int32 array (batch + 1,), optional
         Sequence ``b`` has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``: they are the
         newest of its tokens. Starts at 0, never falls, ends at total at most; rows past its end are
@@ -556,10 +557,10 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     """
     name = "merge_attention"
     outs, lses = _parts("outs", outs), _parts("lses", lses)
-    if len(outs) != len(lses) or not len(outs):
-        raise ValueError(
-            f"{name}: lses has {len(lses)} parts, must be outs' {len(outs)}, at least 1"
-        )
+    if not outs:
+        raise ValueError(f"{name}: outs has 0 parts, must have at least 1")
+    if len(outs) != len(lses):
+        raise ValueError(f"{name}: lses has {len(lses)} parts, must have outs' {len(outs)}")
     labelled = {f"outs[{i}]": out for i, out in enumerate(outs)}
     labelled |= {f"lses[{i}]": lse for i, lse in enumerate(lses)}
     xp, arrays = as_arrays(name, **labelled)

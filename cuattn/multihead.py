@@ -112,7 +112,7 @@ def multi_head_attention(
     Parameters
     ----------
     x : array (..., seqlen_q, features)
-        Float16, bfloat16, float32 or float64; any leading axes, or none.
+        float16, bfloat16, float32 or float64; any leading axes, or none.
     wq : array (features, heads * head_dim)
         Weights of the queries, of x's dtype. Layers of torch have theirs as (out, in): pass
         ``weight.T``.
@@ -280,10 +280,12 @@ def _check_weights(
 ) -> int:
     """Check weights and what is added to their product; return the columns of each head."""
     rows = source.shape[-1] if rows is None else rows
-    columns = f"a multiple of {count_name}, {count}" if count_name else "out_features"
+    columns = (
+        f"{count_name} * head_dim) for {count} {count_name}" if count_name else "out_features)"
+    )
     if weights.ndim != 2 or weights.shape[0] != rows or weights.shape[1] % count:
         raise ValueError(
-            f"{function}: {name} has shape {weights.shape}, must be ({rows}, {columns})"
+            f"{function}: {name} has shape {weights.shape}, must be ({rows}, {columns}"
         )
     label = f"b{name[1:]}"
     if added is not None and added.shape != weights.shape[1:]:

@@ -214,9 +214,9 @@ def _scaling_items(function: str, scaling: Any) -> tuple[tuple[str, Any], ...]:
         raise TypeError(f"{function}: scaling is {scaling!r}, must be a dict or None")
     kind = scaling.get("rope_type")
     if kind not in _KINDS:
-        raise ValueError(
-            f"{function}: scaling has rope_type {kind!r}, must be one of {', '.join(_KINDS)}"
-        )
+        given = "rope_type" in scaling
+        wrong = f"rope_type {kind!r}, must be" if given else "no rope_type, must have"
+        raise ValueError(f"{function}: scaling has {wrong} one of {', '.join(_KINDS)}")
     needed, possible = _KINDS[kind]
     if missing := [key for key in needed if key not in scaling]:
         raise ValueError(f"{function}: scaling of rope_type {kind} must have {', '.join(missing)}")

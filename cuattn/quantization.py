@@ -64,9 +64,9 @@ def quantize(
         Subtracted before, and added again by whoever reads the codes: what all keys of a head have
         in common, which would take up their range.
     rotate : bool
-        Rotate features by a Hadamard matrix with random signs [1]_, in blocks of the largest power
-        of two that divides head_dim, which spreads outliers over all of them. Whoever reads the
-        codes rotates back.
+        Rotate features by a Hadamard matrix with fixed random signs [1]_, in blocks of the largest
+        power of two that divides head_dim, which spreads outliers over all of them. Whoever reads
+        the codes rotates back.
     scale : number or array, optional
         A scale that was found before, above 0, bfloat16 or float32: its shape, which broadcasts
         against x's, takes the place of `granularity`. Values beyond it saturate, and NaN becomes 0.

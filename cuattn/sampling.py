@@ -119,6 +119,12 @@ def greedy(logits: Any) -> Any:
     ------
     TypeError, ValueError
         An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cuattn.sampling.greedy(np.array([[1, 7, 7, 3]], np.float32))
+    array([1], dtype=int32)
     """
     xp, logits, shape, _ = spec.given_logits("sampling.greedy", logits)
     return _shaped(backend(xp, "sampling").greedy(logits), shape[:-1])
@@ -476,6 +482,14 @@ def speculative_sample(
     References
     ----------
     .. [1] Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> certain = np.eye(4, dtype=np.float32)[None]  # probability 1 for token 0, then 1, 2 and 3
+    >>> drafts = np.array([[0, 1, 1]], np.int32)
+    >>> cuattn.sampling.speculative_sample(drafts, certain[:, [0, 1, 1]], certain)
+    (array([[ 0,  1,  2, -1]], dtype=int32), array([2], dtype=int32))
     """
     name = "sampling.speculative_sample"
     return _speculative(name, draft_tokens, draft_probs, target_probs, None, seed, offset)
@@ -546,6 +560,15 @@ def speculative_sample_tree(
     References
     ----------
     .. [1] Miao et al., "SpecInfer", ASPLOS 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> certain = np.eye(4, dtype=np.float32)[None, [1, 2, 3, 3]]  # tokens 1, 3 and 3 in the end
+    >>> drafts, parents = np.array([[0, 1, 3]], np.int32), np.array([[-1, -1, 1]], np.int32)
+    >>> draft_probs = np.eye(4, dtype=np.float32)[None, [0, 1, 3]]
+    >>> cuattn.sampling.speculative_sample_tree(drafts, parents, draft_probs, certain)
+    (array([[ 1,  3,  3, -1]], dtype=int32), array([2], dtype=int32))
     """
     name = "sampling.speculative_sample_tree"
     check_given(name, parents=parents)
@@ -589,6 +612,14 @@ def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, A
     ------
     TypeError, ValueError
         An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
+    >>> chosen, values, tokens = cuattn.sampling.logprobs(logits, np.array([2], np.int32), top_n=2)
+    >>> np.exp(chosen).round(3), np.exp(values).round(3), tokens
+    (array([0.2], dtype=float32), array([[0.5, 0.3]], dtype=float32), array([[0, 1]], dtype=int32))
     """
     name = "sampling.logprobs"
     xp, logits, shape, (tokens,) = spec.given_logits(name, logits, tokens=tokens)
@@ -645,6 +676,15 @@ def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
     ------
     TypeError, ValueError
         An argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> logits = np.log(np.array([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]], np.float32))
+    >>> scores = np.log(np.array([[0.6, 0.4]], np.float32))
+    >>> best, tokens, parents = cuattn.sampling.beam_step(logits, scores)
+    >>> np.exp(best).round(3), tokens.tolist(), parents.tolist()
+    (array([[0.32, 0.3 ]], dtype=float32), [[2, 0]], [[1, 0]])
     """
     name = "sampling.beam_step"
     xp, logits, scores = spec.given_beams(name, logits, scores)

@@ -114,7 +114,7 @@ TABLES = zeros(8, 4), zeros(8, 4)
         (
             {"seq_lens": np.array([5, 9])},
             IndexError,
-            "k_cache leads to slot 8, must be from 0 to 7",
+            "seq_lens leads to slot 8, must be from 0 to 7",
         ),
         ({"seq_lens": np.array([1, 8])}, IndexError, "seq_lens leads to position -1"),
         ({"cu_seqlens": np.array([0, 4])}, ValueError, r"k has shape .* must be \(total, 3, 16\)"),
@@ -131,7 +131,7 @@ TABLES = zeros(8, 4), zeros(8, 4)
         ({"left_padding": np.zeros(3, np.int32)}, ValueError, r"left_padding has shape \(3,\)"),
         ({"left_padding": np.array([0, -1])}, ValueError, "left_padding has -1, must be at least"),
         ({"left_padding": zeros(2)}, TypeError, "left_padding has dtype float32"),
-        ({"rope": 5}, TypeError, "rope is 5, must be a pair"),
+        ({"rope": 5}, TypeError, r"rope must be a pair \(cos, sin\) or None, got int"),
         ({"rope": (zeros(8, 4), 1)}, TypeError, r"rope\[1\] must be a NumPy or CuPy array"),
         ({"rope": (zeros(8, 9), zeros(8, 9))}, ValueError, r"rope\[0\] has shape \(8, 9\)"),
         ({"rope": (zeros(7, 4), zeros(7, 4))}, IndexError, "rope leads to position 7"),

@@ -297,6 +297,7 @@ def test_errors_name_the_argument(changes, message):
         (np.zeros((2, 1, 3, 4, 8)), np.zeros((2, 1, 3, 4)), r"lses\[0\] has shape"),
         (np.zeros((2, 1, 3, 4, 8)), np.zeros((2, 1, 4, 3), np.float32), r"lses\[0\] has dtype"),
         (np.zeros((2, 8)), np.zeros((2, 1)), r"outs\[0\] has shape"),
+        ([], [], "outs has 0 parts, must have at least 1"),
     ],
 )
 def test_merge_errors_name_the_argument(outs, lses, message):

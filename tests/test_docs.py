@@ -87,9 +87,19 @@ def test_the_api_pages_name_everything_public():
     assert listed == {*cuattn.__all__, *sampling.__all__} - {"sampling"}
 
 
+def anchors(page: pathlib.Path) -> set[str]:
+    """What links may have behind ``#``: a page's headings, as GitHub and the site name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [*PAGES, *(DOCS / "notes").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
             if "://" in target or target.startswith("gallery/"):  # the gallery is built
                 continue
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+            where = f"{page.relative_to(ROOT)}: {target}#{anchor}"
+            there = page.parent / target if target else page
+            assert there.exists(), where
+            assert not anchor or anchor in anchors(there), where

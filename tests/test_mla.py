@@ -353,7 +353,7 @@ def test_errors_name_the_argument(changes, message):
 
 def test_indices_of_queries_without_a_token_axis():
     call = RIGHT | {"q_latent": zeros(2, 4, 32), "q_rope": zeros(2, 4, 8)}
-    with pytest.raises(ValueError, match=r"indices has shape .* must be \(2, k\)"):
+    with pytest.raises(ValueError, match=r"indices has shape \(3, 5\), must be \(2, k\)"):
         mla_decode(**call, indices=zeros(3, 5, dtype=np.int32))
     assert mla_decode(**call, indices=zeros(2, 5, dtype=np.int32)).shape == (2, 4, 32)
 

@@ -158,8 +158,16 @@ ERRORS = [
     ({"heads": 4.0}, TypeError, "heads must be an integer, got 4.0"),
     ({"x": zeros(2, 5, 0)}, ValueError, "x has shape (2, 5, 0), must have at least 1 feature"),
     ({"kv_heads": 3}, ValueError, "kv_heads is 3, which must divide heads, 4"),
-    ({"wq": zeros(5, 8)}, ValueError, "wq has shape (5, 8), must be (6, a multiple of heads, 4)"),
-    ({"wq": zeros(6, 9)}, ValueError, "wq has shape (6, 9), must be (6, a multiple of heads, 4)"),
+    (
+        {"wq": zeros(5, 8)},
+        ValueError,
+        "wq has shape (5, 8), must be (6, heads * head_dim) for 4 heads",
+    ),
+    (
+        {"wq": zeros(6, 9)},
+        ValueError,
+        "wq has shape (6, 9), must be (6, heads * head_dim) for 4 heads",
+    ),
     ({"wk": zeros(6, 6)}, ValueError, "wk has shape (6, 6), must have kv_heads * head_dim = 2 * 2"),
     ({"wv": zeros(6, 2, dtype=float)}, TypeError, "wv has dtype float64, must be x's float32"),
     ({"wo": zeros(5, 3)}, ValueError, "wo has shape (5, 3), must be (4, out_features)"),

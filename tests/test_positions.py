@@ -183,6 +183,11 @@ ERRORS = [
     ({"interleaved": 1}, TypeError, "interleaved must be True or False, got 1"),
     ({"scaling": 8.0}, TypeError, "scaling is 8.0, must be a dict or None"),
     (
+        {"scaling": {"type": "linear", "factor": 2.0}},
+        ValueError,
+        "scaling has no rope_type, must have one of linear, ntk, yarn, llama3",
+    ),
+    (
         {"scaling": {"rope_type": "dynamic"}},
         ValueError,
         "scaling has rope_type 'dynamic', must be one of linear, ntk, yarn, llama3",

@@ -231,7 +231,7 @@ def _take_plan(
     """The plan of `take_tokens`, with the strides of the pages in bytes."""
     num_pages, page_size, _, width = shape
     whole = aligned and all(n % 16 == 0 for n in (*strides[:2], width * itemsize))
-    variant = dispatch.mla.take_variant(16 if whole else itemsize)
+    variant = dispatch.mla_prefill.take_variant(16 if whole else itemsize)
     arguments = TAKE_PARAMS.arguments(
         page_stride=strides[0],
         slot_stride=strides[1],

@@ -174,7 +174,7 @@ def pair(function: str, rope: Any) -> tuple[Any, Any]:
         cos, sin = (None, None) if rope is None else rope
     except (TypeError, ValueError):
         raise TypeError(
-            f"{function}: rope is {rope!r}, must be a pair (cos, sin) or None"
+            f"{function}: rope must be a pair (cos, sin) or None, got {type(rope).__qualname__}"
         ) from None
     return cos, sin
 

@@ -25,6 +25,7 @@ from cuattn._arrays import (
     check_given,
     check_integer,
     check_unmasked,
+    on_gpu,
 )
 from cuattn._backend import contiguous
 from cuattn._decoding_spec import MAX_PAGE_SIZE
@@ -257,7 +258,7 @@ class PagedKVCache:
             The tokens it will begin with. Full pages that some sequence has written for the same
             beginning are taken over: the new sequence then has that many tokens already
             (``seq_lens``), always fewer than `tokens`, since running the last one is what gives the
-            next. Without it nothing is shared, now or later.
+            next. Without it nothing is shared, now or later. On the host, here and below.
 
         Returns
         -------
@@ -804,7 +805,7 @@ def _counts(function: str, n: Any, sequences: int) -> np.ndarray:
         given = np.asarray(None)
     if given.shape not in ((), (sequences,)) or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(
-            f"PagedKVCache.{function}: n is {n}, must be an integer or one for each of the "
+            f"PagedKVCache.{function}: n is {n!r}, must be an integer or one for each of the "
             f"{sequences} sequences"
         )
     if given.size and not (given.min() >= 0 and given.max() <= MAX_TOKENS):
@@ -814,6 +815,10 @@ def _counts(function: str, n: Any, sequences: int) -> np.ndarray:
 
 def _tokens(function: str, tokens: Any) -> np.ndarray:
     check_unmasked(f"PagedKVCache.{function}", "tokens", tokens)
+    if on_gpu(tokens) is not None:
+        raise TypeError(
+            f"PagedKVCache.{function}: tokens is on a GPU, must be on the host; pass tokens.get()"
+        )
     try:
         array = np.asarray(tokens)
     except ValueError:  # lists of different lengths

@@ -126,7 +126,7 @@ def append(
         there = np.full(len(page), True)
     else:
         page, slot, there = sequence, at, np.full(len(at), True)
-        _check_places(name, "k_cache", "slot", slot, k_cache.shape[1])
+        _check_places(name, "seq_lens", "slot", slot, k_cache.shape[1])
     if positions is not None:
         there &= positions >= 0
         tokens, page, slot, positions = (a[there] for a in (tokens, page, slot, positions))

@@ -250,6 +250,8 @@ def test_keys_of_another_device_are_refused():
     new = np.zeros((1, 2, 8), np.float32)
     with pytest.raises(ValueError, match=r"write: k is an array of numpy, must be cupy"):
         cache.write(0, [a], new, new)
+    with pytest.raises(TypeError, match=r"extend: tokens is on a GPU, .*; pass tokens.get\(\)"):
+        cache.extend([a], 1, tokens=cupy.arange(1))
 
 
 def test_many_sequences_cost_little_a_step(record_property):

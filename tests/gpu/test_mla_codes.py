@@ -23,7 +23,6 @@ pytestmark = pytest.mark.gpu
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 TIERS = [tier.name for tier in dispatch.MLA.all]
-EIGHT_BITS = ("int8", "float8_e4m3", "float8_e5m2")
 SCALE = 192**-0.5
 LENS = [0, 1, 63, 64, 65, 200]
 

@@ -52,7 +52,8 @@ from cuattn.gpu.dispatch.launch import (
     capability,
     usable_strides,
 )
-from cuattn.gpu.dispatch.mla import MLA, prompt, prompt_variants, take_variants
+from cuattn.gpu.dispatch.mla import MLA
+from cuattn.gpu.dispatch.mla_prefill import prompt, prompt_variants, take_variants
 from cuattn.gpu.dispatch.order_sm90 import products_of_tiles, sm90_section
 from cuattn.gpu.dispatch.positions import position_variants, rope, rope_heads
 from cuattn.gpu.dispatch.quantization import (

@@ -1,4 +1,4 @@
-"""Which kernels serve latent attention, in which variants."""
+"""Which kernels serve latent attention over a cache, and what they are launched with."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from cuattn._arrays import FLOAT_DTYPES
-from cuattn._quantized import format_number
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, mla_arguments
-from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.arguments_sm90 import rows_map
-from cuattn.gpu.dispatch.config_sm90 import configs_of, variant_of
-from cuattn.gpu.dispatch.decoding import part_bytes, partitioned
+from cuattn.gpu.compiler import Variant
+from cuattn.gpu.dispatch.decoding import partitioned
 from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
-from cuattn.gpu.dispatch.sm90 import Sm90Forward
+from cuattn.gpu.dispatch.mla_config import (
+    FEW_CLUSTER,
+    LATENT,
+    LATENT_FORMATS,
+    SCALE_COLUMNS,
+    codes_variant,
+    combine_variant,
+    combine_variants,
+    few_variant,
+    simt_variant,
+    sm80_variant,
+    sm90_variant,
+)
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.params import MLA_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-LATENT = 512  # width that kernels pad latents to
-ROPE = 64  # … and what is rotated
 TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
-#: Formats of latents that kernels with tensor cores expand; "": as they are. Others go to `simt`.
-LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
-#: Thread blocks of a cluster of mla/decode_few_sm90.cu, and how many clusters run at a time on an
-#: H200's 132 multiprocessors.
-FEW_CLUSTER, FEW_CLUSTERS = 8, 15
+#: How many clusters of mla/decode_few_sm90.cu run at a time on an H200's 132 multiprocessors.
+FEW_CLUSTERS = 15
 #: How many rows a tile has at most in a call that takes it, and how many keys a sequence, twice as
 #: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
 #: block take longer than the second launch that is saved.
 FEW_ROWS, FEW_KEYS = 32, 4096
-#: Columns that share a scale there, or twice as many, or all: kScaleColumns of mla/codes.cuh.
-SCALE_COLUMNS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,111 +160,6 @@ class MlaTier(Protocol):
         """Every variant that `serves` can choose."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SimtMlaConfig(Config):
-    """mla/decode_simt.cu."""
-
-    dtype: str
-    latent: int
-    rope: int
-    rows: int
-    batch_keys: int
-    blocks_per_sm: int
-    tile_keys: int
-    quantized: bool  # latents are codes, of a format that is known at run time
-
-    @property
-    def threads(self) -> int:
-        """Four warps, which take keys in turn."""
-        return 128
-
-    @property
-    def part_bytes(self) -> int:
-        """Scratch of a partial result."""
-        return part_bytes(self.rows, self.latent, 8 if self.dtype == "float64" else 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sm90MlaConfig(Config):
-    """mla/decode_sm90.cu."""
-
-    dtype: str
-    gather: bool  # keys are read one by one: chosen tokens, small pages, codes
-    latent_format: int  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
-    consumer_registers: int
-    producer_registers: int
-    producing_warps: int = 4  # eight where they expand codes
-    blocks_per_sm: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64
-
-    @property
-    def tile_keys(self) -> int:
-        """Keys of a pair of blocks, which is what the work is cut into."""
-        return 128
-
-    @property
-    def threads(self) -> int:
-        """Two consuming warpgroups, and what produces."""
-        return 256 + 32 * self.producing_warps
-
-    @property
-    def smem_bytes(self) -> int:
-        """Q, two blocks of keys, then what is small: more of it where latents are codes."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + (10240 if self.latent_format else 3072)
-
-    @property
-    def part_bytes(self) -> int:
-        """Scratch of a partial result: O, maxima and sums."""
-        return self.rows * (LATENT + 2) * 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Sm90FewMlaConfig(Sm90MlaConfig):
-    """mla/decode_few_sm90.cu."""
-
-    cluster: int = 8  # thread blocks that merge through each other's shared memory
-
-    @property
-    def smem_bytes(self) -> int:
-        """As much, and maxima and sums of the cluster's blocks."""
-        return super().smem_bytes + self.cluster * self.rows * 8 + 1024
-
-    @property
-    def part_bytes(self) -> int:
-        """Scratch of a block's columns: a flag, then each row's maximum and sum, and O."""
-        return 16 + self.rows * (8 + LATENT // self.cluster * 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class CombineConfig(Config):
-    """mla/combine.cu."""
-
-    dtype: str
-    rows: int  # of a tile
-    latent: int
-    columns: int  # of O that a warp or a block merges
-    shared_rows: bool  # by a block's warps, each of which has a share of the partial results
-
-    @property
-    def threads(self) -> int:
-        """Eight warps."""
-        return 256
-
-
-def _combine_variant(dtype: str, rows: int, columns: int) -> Variant:
-    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows=columns < LATENT)
-    return Variant("mla/combine.cu", "mla_combine", config)
-
-
-def _combine_variants(dtype: str, rows: int) -> Iterator[Variant]:
-    for columns in (LATENT // 4, LATENT):
-        yield _combine_variant(dtype, rows, columns)
-
-
 class Sm90Mla:
     """16-bit calls."""
 
@@ -286,7 +183,7 @@ class Sm90Mla:
             rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
         if not gather and (few := _few(call, {"latent": latent, "rope": rope})) is not None:
             return few
-        variant = _sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
+        variant = sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
         queries = _query_maps(call, variant.config.rows)
         query_rows = math.prod(queries["q"].box[1:]) if queries else 0
         launches = _merged(call, variant, query_rows)
@@ -301,22 +198,11 @@ class Sm90Mla:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                yield _sm90_variant(dtype, "", gather=False)
+                yield sm90_variant(dtype, "", gather=False)
                 for format in LATENT_FORMATS:
-                    yield _sm90_variant(dtype, format, gather=True)
-                yield from _combine_variants(dtype, 64)
-                yield _few_variant(dtype)
-
-
-def _sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
-    registers = (192, 64, 8) if format else (208, 88, 4) if gather else (216, 72, 4)
-    config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
-    return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
-
-
-def _few_variant(dtype: str) -> Variant:
-    config = Sm90FewMlaConfig(dtype, False, 0, 216, 72, cluster=FEW_CLUSTER)
-    return Variant("mla/decode_few_sm90.cu", "mla_decode_few_sm90", config)
+                    yield sm90_variant(dtype, format, gather=True)
+                yield from combine_variants(dtype, 64)
+                yield few_variant(dtype)
 
 
 def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None:
@@ -326,7 +212,7 @@ def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None
     spec = call.spec
     if spec.rows == "ragged" or call.num_splits is not None:
         return None
-    variant = _few_variant(spec.dtype.name)
+    variant = few_variant(spec.dtype.name)
     head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     tiles = head_tiles * -(-rows // variant.config.rows)
@@ -397,89 +283,6 @@ def _head_tiles(spec: AttentionSpec, rows: int) -> int:
     return tiles if spec.heads_q % tiles == 0 else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Sm80MlaConfig(Config):
-    """mla/decode_sm80.cu."""
-
-    dtype: str
-    latent: int
-    rows: int
-    tile_keys: int
-    stages: int
-    blocks_per_sm: int = 1
-
-    @property
-    def threads(self) -> int:
-        """Eight warps, each with 64 columns of O."""
-        return 256
-
-    @property
-    def smem_bytes(self) -> int:
-        """Q, the ring, the warps' parts of the scores, then what is small."""
-        row = (LATENT + ROPE) * 2
-        ring = -(-self.stages * self.tile_keys * row // 1024) * 1024
-        scores = 4 * self.rows * (self.tile_keys + 4) * 4
-        return self.rows * row + ring + scores + 2048
-
-    @property
-    def part_bytes(self) -> int:
-        """Scratch of a partial result."""
-        return part_bytes(self.rows, LATENT, 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class CodesMlaConfig(Config):
-    """mla/decode_codes.cu."""
-
-    dtype: str
-    latent: int
-    rows: int
-    tile_keys: int
-    stages: int  # of a group's ring
-    groups: int  # of four warps
-    latent_format: int  # as in Sm90MlaConfig
-    blocks_per_sm: int = 1
-
-    @property
-    def threads(self) -> int:
-        """Groups of four warps."""
-        return 128 * self.groups
-
-    @property
-    def smem_bytes(self) -> int:
-        """The groups' rings, or O in their place; queries, probabilities, then what is small."""
-        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
-        queries = self.rows * (LATENT + ROPE) * 2
-        probabilities = LATENT // SCALE_COLUMNS * self.rows * self.tile_keys * 2
-        return self.groups * (self.stages * stage + probabilities + 1024) + queries + 2048
-
-    @property
-    def part_bytes(self) -> int:
-        """Scratch of a partial result: O, maxima and sums."""
-        return self.rows * (LATENT + 2) * 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Sm90CodesMlaConfig(CodesMlaConfig):
-    """mla/decode_codes_sm90.cu, whose groups have one ring."""
-
-    computing_registers: int = 144
-    loading_registers: int = 80
-
-    @property
-    def threads(self) -> int:
-        """Groups of four warps, and four that load."""
-        return 128 * (self.groups + 1)
-
-    @property
-    def smem_bytes(self) -> int:
-        """The ring, queries, O in the place of probabilities, then what is small."""
-        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
-        queries = self.rows * (LATENT + ROPE) * 2
-        sums = -(-self.rows * (LATENT + 4) * 4 // 1024) * 1024
-        return self.stages * stage + queries + sums + 4096
-
-
 class CodesMla:
     """Calls over codes where a multiprocessor has shared memory for them: on Hopper those of few
     rows."""
@@ -489,7 +292,7 @@ class CodesMla:
     def serves(self, call: MlaCall) -> MlaLaunches | None:
         """The launch for a call, or None."""
         spec = call.spec
-        variant = _codes_variant(spec.dtype.name, spec.k_format, call.arch)
+        variant = codes_variant(spec.dtype.name, spec.k_format, call.arch)
         if variant is None or call.scales is None or not call.vectors or not call.expandable:
             return None
         if spec.head_dim_v % 16 or call.rope_dim % 8 or spec.scale <= 0 or not call.within_places:
@@ -505,24 +308,10 @@ class CodesMla:
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         for dtype in ("float16", "bfloat16"):
-            variants = [_codes_variant(dtype, format, arch) for format in LATENT_FORMATS[1:]]
+            variants = [codes_variant(dtype, format, arch) for format in LATENT_FORMATS[1:]]
             if None not in variants:
                 yield from variants
-                yield from _combine_variants(dtype, variants[0].config.rows)
-
-
-def _codes_variant(dtype: str, format: str, arch: str) -> Variant | None:
-    shared = SHARED_KIB.get(capability(arch), 0)
-    if dtype not in ("float16", "bfloat16") or shared < 160:
-        return None
-    if capability(arch) == 90 and format == "float8_e4m3":  # others would spill there
-        config = Sm90CodesMlaConfig(dtype, LATENT, 16, 64, 4, 3, format_number(format))
-        return Variant("mla/decode_codes_sm90.cu", "mla_decode_codes_sm90", config)
-    stages, groups = (2, 2) if shared > 164 else (3, 1)
-    config = CodesMlaConfig(
-        dtype, LATENT, 16, 64, stages, groups, latent_format=format_number(format)
-    )
-    return Variant("mla/decode_codes.cu", "mla_decode_codes", config)
+                yield from combine_variants(dtype, variants[0].config.rows)
 
 
 class Sm80Mla:
@@ -537,7 +326,7 @@ class Sm80Mla:
             return None
         if not call.vectors or spec.head_dim_v % 8 or call.rope_dim % 8 or spec.quantized:
             return None
-        variant = _sm80_variant(spec.dtype.name, call.arch)
+        variant = sm80_variant(spec.dtype.name, call.arch)
         head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
         return MlaLaunches(_partitioned(call, variant, head_tiles))
 
@@ -545,13 +334,7 @@ class Sm80Mla:
         """Every variant that `serves` can choose."""
         if capability(arch) in SHARED_KIB:
             for dtype in ("float16", "bfloat16"):
-                yield _sm80_variant(dtype, arch)
-
-
-def _sm80_variant(dtype: str, arch: str) -> Variant:
-    stages = 5 if SHARED_KIB[capability(arch)] > 164 else 3
-    config = Sm80MlaConfig(dtype, LATENT, rows=16, tile_keys=32, stages=stages)
-    return Variant("mla/decode_sm80.cu", "mla_decode_sm80", config)
+                yield sm80_variant(dtype, arch)
 
 
 class SimtMla:
@@ -562,29 +345,14 @@ class SimtMla:
     def serves(self, call: MlaCall) -> MlaLaunches:
         """The launch for a call."""
         spec = call.spec
-        variant = _simt_variant(spec.dtype.name, quantized=spec.quantized)
+        variant = simt_variant(spec.dtype.name, quantized=spec.quantized)
         return MlaLaunches(_partitioned(call, variant))
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         for dtype in FLOAT_DTYPES.values():
             for quantized in (False, True):
-                yield _simt_variant(dtype, quantized=quantized)
-
-
-def _simt_variant(dtype: str, *, quantized: bool) -> Variant:
-    wide = dtype == "float64"
-    config = SimtMlaConfig(
-        dtype,
-        LATENT,
-        ROPE,
-        rows=1 if wide else 2,
-        batch_keys=1 if wide else 2,
-        blocks_per_sm=2,
-        tile_keys=64,
-        quantized=quantized,
-    )
-    return Variant("mla/decode_simt.cu", "mla_decode_simt", config)
+                yield simt_variant(dtype, quantized=quantized)
 
 
 def _partitioned(
@@ -624,7 +392,7 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
     columns = LATENT // 4 if few else LATENT
     combine = Launch(
-        _combine_variant(spec.dtype.name, variant.config.rows, columns),
+        combine_variant(spec.dtype.name, variant.config.rows, columns),
         (tiles * head_tiles, tile_rows if few else -(-tile_rows // 8), LATENT // columns),
         launch.arguments,
     )
@@ -653,79 +421,3 @@ MLA: TierList[MlaTier] = TierList(CodesMla(), Sm90Mla(), Sm80Mla(), SimtMla())
 def choose_mla(call: MlaCall, tiers: tuple[MlaTier, ...] = MLA.all) -> MlaLaunches:
     """Choose the kernel of a call: the first of `tiers` that serves it."""
     return first_serving(tiers, call, call.spec, call.arch)
-
-
-@dataclasses.dataclass(frozen=True)
-class TakeConfig(Config):
-    """mla/take_tokens.cu."""
-
-    vec_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Eight warps, a token each."""
-        return 256
-
-
-def take_variant(vec_bytes: int) -> Variant:
-    """The variant of mla/take_tokens.cu that copies so many bytes at a time."""
-    return Variant("mla/take_tokens.cu", "mla_take_tokens", TakeConfig(vec_bytes))
-
-
-def take_variants() -> Iterator[Variant]:
-    """Every variant of it: by 16 bytes, or an element at a time."""
-    for vec_bytes in (16, *sorted({dtype.itemsize for dtype in FLOAT_DTYPES})):
-        yield take_variant(vec_bytes)
-
-
-#: head_dim and head_dim_v, padded, of prompts whose rotated parts are arrays of their own; what is
-#: not rotated has all panels of 64 columns but the last.
-PROMPT_DIMS = (192, 128)
-
-
-def prompt(
-    call: Call, rope_dim: int, q_rope: tuple[int, ...], k_rope: tuple[int, ...]
-) -> Launch | None:
-    """The launch of attention/forward_sm90.cu for a causal prompt of ragged rows whose rotated
-    parts are arrays of their own, that of the keys without heads; None where it must have them in
-    q and k.
-
-    Parameters
-    ----------
-    call : Call
-        With the widths of both parts together as head_dim, and q and k as what is not rotated.
-    rope_dim : int
-        Width of what is.
-    q_rope, k_rope : tuple of int
-        Byte strides of the rotated parts, (row, head, column) and (row, column).
-    """
-    spec = call.spec
-    launch = Sm90Forward().serves(call)
-    if launch is None or not addressable((*q_rope[:-1], *k_rope[:-1])):
-        return None
-    config = dataclasses.replace(launch.variant.config, rope_panel=True)
-    variant = variant_of(config)
-    nope = spec.head_dim - rope_dim
-    if variant not in prompt_variants(call.arch) or not 0 < rope_dim <= 64 or nope > 128:
-        return None
-    q, k, row = call.strides.q, call.strides.k, k_rope[0]
-    lengths = {"q": (spec.seqlen_q, spec.heads_q), "k": (spec.seqlen_k, spec.heads_kv)}
-    maps = {
-        "q": rows_map(spec, (*lengths["q"], nope), q, 64),
-        "q_rope": rows_map(spec, (*lengths["q"], rope_dim), q_rope, 64),
-        "k": rows_map(spec, (*lengths["k"], nope), k, config.tile_n),
-        "k_rope": rows_map(
-            spec, (spec.seqlen_k, 1, rope_dim), (row, row, spec.dtype.itemsize), config.tile_n
-        ),
-    }
-    return dataclasses.replace(launch, variant=variant, tensor_maps={**launch.tensor_maps, **maps})
-
-
-def prompt_variants(arch: str) -> Iterator[Variant]:
-    """Every variant that `prompt` can choose."""
-    if arch == "sm_90a":
-        for dtype in ("float16", "bfloat16"):
-            configs = configs_of(dtype, PROMPT_DIMS, False, False, varlen=True, cached=False)
-            for config in configs:
-                if (config.bound_left, config.bound_right) == (False, True):
-                    yield variant_of(dataclasses.replace(config, rope_panel=True))

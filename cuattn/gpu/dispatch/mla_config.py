@@ -1,0 +1,261 @@
+"""The variants of the kernels of latent attention: a `Config` for each, and how it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from cuattn._quantized import format_number
+from cuattn.gpu.compiler import Config, Variant
+from cuattn.gpu.dispatch.decoding import part_bytes
+from cuattn.gpu.dispatch.launch import SHARED_KIB, capability
+
+LATENT = 512  # width that kernels pad latents to
+ROPE = 64  # … and what is rotated
+#: Formats of latents that kernels with tensor cores expand; "": as they are. Others go to `simt`.
+LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
+#: Columns of a latent that share a scale in these kernels, or twice as many, or all: kScaleColumns
+#: of mla/codes.cuh.
+SCALE_COLUMNS = 128
+FEW_CLUSTER = 8  # thread blocks of a cluster of mla/decode_few_sm90.cu
+
+
+@dataclasses.dataclass(frozen=True)
+class SimtMlaConfig(Config):
+    """mla/decode_simt.cu."""
+
+    dtype: str
+    latent: int
+    rope: int
+    rows: int
+    batch_keys: int
+    blocks_per_sm: int
+    tile_keys: int
+    quantized: bool  # latents are codes, of a format that is known at run time
+
+    @property
+    def threads(self) -> int:
+        """Four warps, which take keys in turn."""
+        return 128
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return part_bytes(self.rows, self.latent, 8 if self.dtype == "float64" else 4)
+
+
+def simt_variant(dtype: str, *, quantized: bool) -> Variant:
+    """Of mla/decode_simt.cu, for a dtype."""
+    wide = dtype == "float64"
+    config = SimtMlaConfig(
+        dtype,
+        LATENT,
+        ROPE,
+        rows=1 if wide else 2,
+        batch_keys=1 if wide else 2,
+        blocks_per_sm=2,
+        tile_keys=64,
+        quantized=quantized,
+    )
+    return Variant("mla/decode_simt.cu", "mla_decode_simt", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm80MlaConfig(Config):
+    """mla/decode_sm80.cu."""
+
+    dtype: str
+    latent: int
+    rows: int
+    tile_keys: int
+    stages: int
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Eight warps, each with 64 columns of O."""
+        return 256
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, the ring, the warps' parts of the scores, then what is small."""
+        row = (LATENT + ROPE) * 2
+        ring = -(-self.stages * self.tile_keys * row // 1024) * 1024
+        scores = 4 * self.rows * (self.tile_keys + 4) * 4
+        return self.rows * row + ring + scores + 2048
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result."""
+        return part_bytes(self.rows, LATENT, 4)
+
+
+def sm80_variant(dtype: str, arch: str) -> Variant:
+    """Of mla/decode_sm80.cu."""
+    stages = 5 if SHARED_KIB[capability(arch)] > 164 else 3
+    config = Sm80MlaConfig(dtype, LATENT, rows=16, tile_keys=32, stages=stages)
+    return Variant("mla/decode_sm80.cu", "mla_decode_sm80", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90MlaConfig(Config):
+    """mla/decode_sm90.cu."""
+
+    dtype: str
+    gather: bool  # keys are read one by one: chosen tokens, small pages, codes
+    latent_format: int  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
+    consumer_registers: int
+    producer_registers: int
+    producing_warps: int = 4  # eight where they expand codes
+    blocks_per_sm: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a pair of blocks, which is what the work is cut into."""
+        return 128
+
+    @property
+    def threads(self) -> int:
+        """Two consuming warpgroups, and what produces."""
+        return 256 + 32 * self.producing_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, two blocks of keys, then what is small: more of it where latents are codes."""
+        return 3 * self.rows * (LATENT + ROPE) * 2 + (10240 if self.latent_format else 3072)
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result: O, maxima and sums."""
+        return self.rows * (LATENT + 2) * 4
+
+
+def sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
+    """Of mla/decode_sm90.cu, for latents of a format."""
+    registers = (192, 64, 8) if format else (208, 88, 4) if gather else (216, 72, 4)
+    config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
+    return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90FewMlaConfig(Sm90MlaConfig):
+    """mla/decode_few_sm90.cu."""
+
+    cluster: int = 8  # thread blocks that merge through each other's shared memory
+
+    @property
+    def smem_bytes(self) -> int:
+        """As much, and maxima and sums of the cluster's blocks."""
+        return super().smem_bytes + self.cluster * self.rows * 8 + 1024
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a block's columns: a flag, then each row's maximum and sum, and O."""
+        return 16 + self.rows * (8 + LATENT // self.cluster * 4)
+
+
+def few_variant(dtype: str) -> Variant:
+    """Of mla/decode_few_sm90.cu."""
+    config = Sm90FewMlaConfig(dtype, False, 0, 216, 72, cluster=FEW_CLUSTER)
+    return Variant("mla/decode_few_sm90.cu", "mla_decode_few_sm90", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodesMlaConfig(Config):
+    """mla/decode_codes.cu."""
+
+    dtype: str
+    latent: int
+    rows: int
+    tile_keys: int
+    stages: int  # of a group's ring
+    groups: int  # of four warps
+    latent_format: int  # as in Sm90MlaConfig
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Groups of four warps."""
+        return 128 * self.groups
+
+    @property
+    def smem_bytes(self) -> int:
+        """The groups' rings, or O in their place; queries, probabilities, then what is small."""
+        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
+        queries = self.rows * (LATENT + ROPE) * 2
+        probabilities = LATENT // SCALE_COLUMNS * self.rows * self.tile_keys * 2
+        return self.groups * (self.stages * stage + probabilities + 1024) + queries + 2048
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result: O, maxima and sums."""
+        return self.rows * (LATENT + 2) * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90CodesMlaConfig(CodesMlaConfig):
+    """mla/decode_codes_sm90.cu, whose groups have one ring."""
+
+    computing_registers: int = 144
+    loading_registers: int = 80
+
+    @property
+    def threads(self) -> int:
+        """Groups of four warps, and four that load."""
+        return 128 * (self.groups + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """The ring, queries, O in the place of probabilities, then what is small."""
+        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
+        queries = self.rows * (LATENT + ROPE) * 2
+        sums = -(-self.rows * (LATENT + 4) * 4 // 1024) * 1024
+        return self.stages * stage + queries + sums + 4096
+
+
+def codes_variant(dtype: str, format: str, arch: str) -> Variant | None:
+    """Of mla/decode_codes.cu, or decode_codes_sm90.cu; None where neither fits."""
+    shared = SHARED_KIB.get(capability(arch), 0)
+    if dtype not in ("float16", "bfloat16") or shared < 160:
+        return None
+    if capability(arch) == 90 and format == "float8_e4m3":  # others would spill there
+        config = Sm90CodesMlaConfig(dtype, LATENT, 16, 64, 4, 3, format_number(format))
+        return Variant("mla/decode_codes_sm90.cu", "mla_decode_codes_sm90", config)
+    stages, groups = (2, 2) if shared > 164 else (3, 1)
+    config = CodesMlaConfig(
+        dtype, LATENT, 16, 64, stages, groups, latent_format=format_number(format)
+    )
+    return Variant("mla/decode_codes.cu", "mla_decode_codes", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineConfig(Config):
+    """mla/combine.cu."""
+
+    dtype: str
+    rows: int  # of a tile
+    latent: int
+    columns: int  # of O that a warp or a block merges
+    shared_rows: bool  # by a block's warps, each of which has a share of the partial results
+
+    @property
+    def threads(self) -> int:
+        """Eight warps."""
+        return 256
+
+
+def combine_variant(dtype: str, rows: int, columns: int) -> Variant:
+    """Of mla/combine.cu, for tiles of so many rows."""
+    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows=columns < LATENT)
+    return Variant("mla/combine.cu", "mla_combine", config)
+
+
+def combine_variants(dtype: str, rows: int) -> Iterator[Variant]:
+    """Every variant of it for them."""
+    for columns in (LATENT // 4, LATENT):
+        yield combine_variant(dtype, rows, columns)
