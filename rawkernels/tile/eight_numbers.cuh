@@ -72,8 +72,8 @@ struct EightNumbers<__nv_bfloat16, kInt4, true> {
   __device__ __forceinline__ static bool is_short(unsigned scale) {
     const unsigned minimum = scale >> 16;
     const int exponent = scale >> 7 & 0xff, more = static_cast<int>(minimum >> 7 & 0xff) - exponent;
-    const bool is_near = (minimum & 0x7f80) != 0 && more >= -11 && more <= 14;
-    return exponent < 127 + 124 && (is_near || (minimum & 0x7fff) == 0);
+    const bool is_near = more >= -11 && more <= 14, is_zero = (minimum & 0x7fff) == 0;
+    return exponent < 127 + 124 && (is_near || is_zero);
   }
 
   __device__ __forceinline__ uint4 operator()(const unsigned (&words)[2], unsigned scale) const {
