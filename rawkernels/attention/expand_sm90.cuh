@@ -88,7 +88,7 @@ struct CodeWarps<true> {
   // Makes numbers of a warp's rows of a block: lanes have eight neighbouring features each, of some
   // rows at a time. `scale` is that of the lane's row; all lanes' go through `scales`, those that a
   // lane needs side by side.
-  template <int kFormat>
+  template <int kFormat, bool kShort>
   __device__ __forceinline__ static void expand_rows(unsigned char* numbers,
                                                      const unsigned char* codes, unsigned* scales,
                                                      unsigned scale, int warp) {
@@ -122,7 +122,7 @@ struct CodeWarps<true> {
             from + (group * kAhead + i) * (32 * kChunkBytes));
       return read;
     };
-    const tile::EightNumbers<T, kFormat> expander;
+    const tile::EightNumbers<T, kFormat, kShort> expander;
     Group next = read(0);
 #pragma unroll
     for (int group = 0; group < kSteps / kAhead; ++group) {
@@ -142,10 +142,17 @@ struct CodeWarps<true> {
   __device__ __forceinline__ static void expand_block(
       Smem& smem, tile::PipelineState<kCodeStages>& from, tile::PipelineState<kStages>& to,
       unsigned char* numbers, ptx::Mbarrier& full, ptx::Mbarrier& empty, unsigned scale, int warp) {
+    constexpr bool kHasShort = tile::kHasShortNumbers<T, kFormat>;
     scale = tile::EightNumbers<T, kFormat>::prepared(scale);
     ptx::mbarrier_wait(smem.full_codes[from.index], from.parity);
     ptx::mbarrier_wait(empty, to.parity ^ 1);
-    expand_rows<kFormat>(numbers, smem.codes[from.index], smem.scales, scale, warp);
+    bool is_short = false;
+    if constexpr (kHasShort)
+      is_short = __all_sync(~0u, tile::EightNumbers<T, kFormat, true>::is_short(scale));
+    if (is_short)
+      expand_rows<kFormat, kHasShort>(numbers, smem.codes[from.index], smem.scales, scale, warp);
+    else
+      expand_rows<kFormat, false>(numbers, smem.codes[from.index], smem.scales, scale, warp);
     ptx::fence_proxy_async();
     tile::arrive_warp(full);
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.empty_codes[from.index]);

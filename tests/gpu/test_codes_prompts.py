@@ -108,3 +108,18 @@ def test_several_tiles_of_a_block(rng, both_ways, monkeypatch):
     k, v = (Cache(rng, LENS, 2, 128, "int8") for _ in "kv")
     q = rng.standard_normal((len(LENS), 140, 2, 128)).astype(BFLOAT16)
     assert_same_bits(both_ways(q, k, v, LENS, True))
+
+
+def test_minima_of_any_size(rng, both_ways):
+    """Codes of 4 bits whose minimum is far from the scale, in some rows: their sum is rounded to
+    float32 and then to bfloat16."""
+    k, v = (Cache(rng, LENS, 2, 128, "int4") for _ in "kv")
+    for codes in (k.codes, v.codes):
+        rows = codes.minimum.shape[1]
+        shifts = np.where(rng.random(rows) < 0.1, rng.integers(-30, 30, rows), 0)
+        shifts[rows // 2 :] = rng.integers(-13, 17, rows - rows // 2)
+        factor = np.exp2(-shifts.astype(np.float32))[None, :, None, None]
+        codes.scale[...] = (codes.scale.astype(np.float32) * factor).astype(BFLOAT16)
+    codes.minimum[:, ::5] = 0
+    q = rng.standard_normal((len(LENS), 140, 2, 128)).astype(BFLOAT16)
+    assert_same_bits(both_ways(q, k, v, LENS, False))

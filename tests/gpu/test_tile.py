@@ -1,4 +1,5 @@
-"""What kernels are built from, one piece at a time: tile/visibility.cuh, tile/score_mod.cuh."""
+"""What kernels are built from, one piece at a time: tile/visibility.cuh, tile/score_mod.cuh,
+tile/eight_numbers.cuh."""
 
 from __future__ import annotations
 
@@ -294,3 +295,46 @@ def test_scores_of_a_functor_of_ones_own_in_decoding(tier, tokens, rng):
     for b, n in enumerate(lens):
         want = user_attention(q[b], k[b, :n], v[b, :n], b, causal=True)
         np.testing.assert_allclose(out[b].get(), want, atol=TOLERANCE[2])
+
+
+NUMBERS = """
+#include "tile/eight_numbers.cuh"
+// whether scales with minima allow for the short way, and all codes' numbers in both ways
+extern "C" __global__ void example(const unsigned* scales, int count, bool* is_short,
+                                   uint4* numbers) {
+  const tile::EightNumbers<__nv_bfloat16, tile::kInt4> plain;
+  const tile::EightNumbers<__nv_bfloat16, tile::kInt4, true> other;
+  const unsigned words[2][2] = {{0x76543210}, {0xfedcba98}};
+  for (int i = 0; i < count; ++i) {
+    is_short[i] = other.is_short(scales[i]);
+    for (int half = 0; half < 2; ++half) {
+      numbers[4 * i + half] = plain(words[half], plain.prepared(scales[i]));
+      numbers[4 * i + 2 + half] = other(words[half], other.prepared(scales[i]));
+    }
+  }
+}
+"""
+
+
+def test_codes_of_4_bits_are_the_same_numbers_in_fewer_instructions(launch):
+    """Wherever `is_short` says so: in most of what there is, and in all of what is usual."""
+    rng = np.random.default_rng(4)
+    some, more = np.arange(3), np.arange(-30, 31)
+    exponents = np.array([0, 1, 2, 12, 100, 127, 230, 240, 249, 250, 251, 254, 255])
+    axes = np.meshgrid(some, exponents, some, more, [0, 1], indexing="ij")
+    of_scale, exponent, of_minimum, more, sign = (axis.ravel() for axis in axes)
+    # Mantissas are 0, the largest, or any.
+    of_scale, of_minimum = (
+        np.choose(which, [0, 0x7F, rng.integers(0, 0x80, which.size)])
+        for which in (of_scale, of_minimum)
+    )
+    minimum = sign << 15 | np.clip(exponent + more, 0, 255) << 7 | of_minimum
+    given = (minimum << 16 | exponent << 7 | of_scale).astype(np.uint32)
+    scales = np.concatenate([given, rng.integers(0, 1 << 32, 4096, np.uint32)])
+    is_short = cupy.zeros(scales.size, bool)
+    numbers = cupy.zeros((scales.size, 2, 16), np.uint16)
+    launch(NUMBERS, cupy.asarray(scales), np.int32(scales.size), is_short, numbers)
+    is_short, numbers = is_short.get(), numbers.get()
+    np.testing.assert_array_equal(numbers[is_short, 0], numbers[is_short, 1])
+    usual = (more >= -11) & (more <= 14) & (exponent > 11) & (exponent < 241)
+    assert is_short[: usual.size][usual].all()

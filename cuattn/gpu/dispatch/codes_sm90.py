@@ -43,8 +43,8 @@ class Times(NamedTuple):
 TIMES = {
     ("int8", "int8"): Times(18.4e-3, 2.07e-4, 6.7e-5),
     ("float8_e4m3", "float8_e4m3"): Times(19.4e-3, 1.84e-4, 6.6e-5),
-    ("int4", "int4"): Times(24.3e-3, 1.56e-4, 4.8e-5),
-    ("int8", "int4"): Times(21.7e-3, 1.96e-4, 5.4e-5),
+    ("int4", "int4"): Times(21.2e-3, 1.56e-4, 4.8e-5),
+    ("int8", "int4"): Times(21.2e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
 #: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
