@@ -18,6 +18,7 @@ from cuattn.gpu.dispatch.mla_config import (
     LATENT,
     LATENT_FORMATS,
     SCALE_COLUMNS,
+    Sm90MlaConfig,
     codes_variant,
     combine_variant,
     combine_variants,
