@@ -21,7 +21,12 @@ constexpr int kRowBytes = 128;
 constexpr int kPanels = kDim / 64;
 constexpr int kPanelBytesQ = kQueries * kRowBytes;
 constexpr int kPanelBytesK = kKeys * kRowBytes;
-constexpr int kPartFloats = 64 * 64;  // of a part of dq: 64 queries and columns
+
+// Columns of a part of dq, which has 64 queries: a panel, or of three panels one and half of the
+// last, 0 to 63 and 128 to 159 or 64 to 127 and 160 to 191.
+__device__ __forceinline__ constexpr int part_columns(int head_dim) {
+  return head_dim == 192 ? 96 : 64;
+}
 
 static_assert(kDim % 64 == 0, "panels are whole");
 static_assert(kStatisticsPad % kQueries == 0,
@@ -39,8 +44,8 @@ struct Sm90BackwardParams {
   ptx::TensorMap dk, dv;  // boxes of 64 rows
   float* score_start;     // (…, heads_q, padded_q): -lse / scale, with which scores start
   float* dp_start;        // -delta, with which dP starts
-  // (…, heads_q, padded_q / 64, kPanels): parts of 64 rows and 64 columns of dq / scale, each in
-  // the order of a warpgroup's accumulators: (8, 128 threads, 4).
+  // (…, heads_q, padded_q / 64, parts): parts of 64 rows and part_columns of dq / scale, each in
+  // the order of a warpgroup's accumulators: (columns / 8, 128 threads, 4).
   float* dq_sums;
   // Of each part of dq_sums whether it holds a sum yet, kUnopened to kOpen; null: all begin as
   // zeros.
@@ -260,26 +265,24 @@ template <class Tile>
 __device__ __forceinline__ void find_tiles(TileQueue<Tile>& queue, const ForwardParams& params,
                                            const Sm90BackwardParams& sm90, int tiles,
                                            int* counter) {
-  tile::PipelineState<kTiles> at;
-  tile::PipelineState<1> loaded;
+  tile::PipelineCounter<kTiles> at;
   int number = blockIdx.x;
   bool exists = true;
   while (exists) {
-    ptx::mbarrier_wait(queue.empty[at.index], at.parity ^ 1);
-    Tile& tile = queue.tiles[at.index];  // written by all lanes: registers are few
+    ptx::mbarrier_wait(queue.empty[at.state().index], at.state().parity ^ 1);
+    Tile& tile = queue.tiles[at.state().index];  // written by all lanes: registers are few
     exists = false;
     while (number < tiles && !exists) {
       exists = find_tile(tile, params, sm90, number);
       if (!exists) number = next_tile(counter);
     }
     if (!exists) tile.blocks = -1;
-    tile::arrive_warp(queue.full[at.index]);
-    at.advance();
+    tile::arrive_warp(queue.full[at.state().index]);
     if (exists) {
-      ptx::mbarrier_wait(queue.loaded, loaded.parity);
-      loaded.advance();
+      ptx::mbarrier_wait(queue.loaded, at.count % 2);
       number = next_tile(counter);
     }
+    at.advance();
   }
 }
 

@@ -1,5 +1,5 @@
-// Shared memory of gradients/backward_sm90.cu, and its warps that find tiles, load them, and add dq
-// to the sums in global memory.
+// Shared memory of gradients/backward_sm90.cu and backward_192_sm90.cu, and their warps that find
+// tiles, load them, and add dq to the sums in global memory.
 #pragma once
 
 #include "gradients/layout_sm90.cuh"
@@ -7,18 +7,22 @@
 #include "ptx/bulk.cuh"
 #include "ptx/tma_store.cuh"
 
+constexpr int kDimV = Config::head_dim_v;  // of values and dout, padded; kDim is of the others
+constexpr int kPanelsV = kDimV / 64;
 constexpr int kConsumers = kKeys / 64;     // warpgroups, of 64 keys each
 constexpr bool kAlternate = kPanels == 1;  // dq of a block is one part, which they compute in turn
 // Where registers suffice, the first products of a block are in flight with the last of the block
 // before.
 constexpr bool kPipelined = kDim == 64 && kConsumers == 2 && !Config::dropout;
 constexpr int kStages = kDim == 64 ? 4 : 2;  // of queries and dout
-constexpr int kStagesDs = 2;
+constexpr int kStagesDs = kDim > 128 ? 1 : 2;
 // Parts of dq that wait to be added: three consumers have one ring of them, and a warp that adds,
 // else each has its own.
 constexpr bool kOneRing = kConsumers == 3;
 constexpr int kRings = kOneRing ? 1 : kConsumers;
-constexpr int kStagesDq = kOneRing ? kConsumers : 2;
+constexpr int kStagesDq = kOneRing ? kConsumers : kDim > 128 ? 1 : 2;
+// Parts of dq of a block of queries.
+constexpr int kPartFloats = 64 * part_columns(kDim), kParts = kDim / part_columns(kDim);
 // dk and dv of a tile leave by the stages of dq's parts, of which each takes one, or at head_dim 64
 // both of a consumer: it goes on while TMA writes them. Tiles of 128 features that walk over many
 // queries have no gain from it: consumers write their registers there.
@@ -40,20 +44,28 @@ struct QueryWalk : Walk {
     return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
   }
   __device__ __forceinline__ void advance(const ForwardParams& params, int group) {
-    const bool of_one_head = Config::head_dim > 64 && params.window_left != kUnbounded;
-    if (!Config::in_order || of_one_head) return Walk::advance();
+    if (heads_come_first(params)) return Walk::advance();
     if (++head == group) {
       head = 0;
       --left;
     }
   }
+  // Blocks of all heads of the group that are still to come, this one too.
+  __device__ __forceinline__ int blocks_to_come(const ForwardParams& params, int group) const {
+    return heads_come_first(params) ? (group - 1 - head) * blocks + left : group * left - head;
+  }
+
+ private:
+  static __device__ __forceinline__ bool heads_come_first(const ForwardParams& params) {
+    return !Config::in_order || (Config::head_dim > 64 && params.window_left != kUnbounded);
+  }
 };
 
 struct Smem {
   alignas(1024) unsigned char k[kPanels * kPanelBytesK];
-  alignas(1024) unsigned char v[kPanels * kPanelBytesK];
+  alignas(1024) unsigned char v[kPanelsV * kPanelBytesK];
   alignas(1024) unsigned char q[kStages][kPanels * kPanelBytesQ];
-  alignas(1024) unsigned char dout[kStages][kPanels * kPanelBytesQ];
+  alignas(1024) unsigned char dout[kStages][kPanelsV * kPanelBytesQ];
   alignas(
       1024) unsigned char ds[kStagesDs][kConsumers][kPanelBytesQ];  // queries × a consumer's keys
   alignas(1024) float dq[kRings][kStagesDq][kPartFloats];
@@ -68,13 +80,15 @@ struct Smem {
 };
 
 static_assert(!kStoresByTma || Config::computes_dq, "dk and dv need the stages of dq's parts");
-static_assert(2 * 64 * kDim * sizeof(T) == kPanels * kPartFloats * sizeof(float),
+static_assert(!kStoresByTma || (kDim == kDimV && kParts == kPanels &&
+                                2 * 64 * kDim * sizeof(T) == kParts * kPartFloats * sizeof(float)),
               "dk and dv of a consumer's keys have the size of a part of dq for each panel");
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 128 * (kConsumers + 1), "one warpgroup loads, the others compute");
 static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
 static_assert(!kOneRing || kAlternate, "with one ring every block of queries has one part of dq");
-static_assert(kQueries == 64 && kPanels <= kConsumers, "a consumer computes one part of dq");
+static_assert(kQueries == 64 && kParts <= kConsumers, "a consumer computes one part of dq");
+static_assert(kDimV % 64 == 0, "panels are whole");
 
 __device__ __forceinline__ void init_barriers(Smem& smem) {
   ptx::mbarrier_init(smem.full_k, 1);
@@ -121,17 +135,17 @@ struct Loader {
   Smem& smem;
   const ForwardParams& params;
   const Sm90BackwardParams& sm90;
-  tile::PipelineState<kStages> stage;
-  tile::PipelineState<1> keys;
+  tile::PipelineCounter<kStages> stage;
+  tile::PipelineCounter<1> keys;
 
   __device__ __forceinline__ void run() {
-    tile::PipelineState<kTiles> at;
+    tile::PipelineCounter<kTiles> at;
     while (true) {
-      ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
-      const Tile& tile = smem.queue.tiles[at.index];
+      ptx::mbarrier_wait(smem.queue.full[at.state().index], at.state().parity);
+      const Tile& tile = smem.queue.tiles[at.state().index];
       if (tile.blocks < 0) return;
       load(tile);
-      ptx::mbarrier_arrive(smem.queue.empty[at.index]);
+      ptx::mbarrier_arrive(smem.queue.empty[at.state().index]);
       at.advance();
     }
   }
@@ -139,38 +153,46 @@ struct Loader {
   __device__ __forceinline__ void load(const Tile& tile) {
     const int group = sm90.group;
     if (tile.blocks == 0) return ptx::mbarrier_arrive(smem.queue.loaded);
-    const int until_next = max(group * tile.blocks - kBlocksAhead, 0);
-    QueryWalk walk(tile);
-    for (int n = 0; n < group * tile.blocks; ++n) {
-      if (n == until_next) ptx::mbarrier_arrive(smem.queue.loaded);
+    int left = tile.blocks, head_of_group = 0;  // of a walk, whose bounds stay in shared memory
+    while (true) {
+      QueryWalk walk(tile);
+      walk.left = left;
+      walk.head = head_of_group;
+      const int to_come = walk.blocks_to_come(params, group), all = group * tile.blocks;
+      if (to_come == 0) break;
+      if (to_come == min(kBlocksAhead, all)) ptx::mbarrier_arrive(smem.queue.loaded);
       const int head = tile.head_kv * group + walk.head, row = walk.row();
       const long long at =
           statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);
-      const int now = stage.index;
-      ptx::mbarrier_wait(smem.empty_q[now], stage.parity ^ 1);
+      const auto [now, parity] = stage.state();
+      ptx::mbarrier_wait(smem.empty_q[now], parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(smem.full_q[now], kPanels * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.score_start[now], sm90.score_start + at, kQueries * 4, smem.full_q[now]);
       load_rows<kPanelBytesQ>(smem.q[now], sm90.q, smem.full_q[now], tile.queries, row, head);
-      ptx::mbarrier_wait(smem.empty_o[now], stage.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanels * kPanelBytesQ + kQueries * 4);
+      ptx::mbarrier_wait(smem.empty_o[now], parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanelsV * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.dp_start[now], sm90.dp_start + at, kQueries * 4, smem.full_o[now]);
-      load_rows<kPanelBytesQ>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries, row, head);
-      if (n == 0) {
-        load_keys(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
-        load_keys(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
+      load_rows<kPanelBytesQ, kPanelsV>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries,
+                                        row, head);
+      if (to_come == all) {
+        load_keys<kPanelsV>(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
+        load_keys<kPanels>(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
       }
       stage.advance();
       walk.advance(params, group);
+      left = walk.left;
+      head_of_group = walk.head;
     }
     keys.advance();
   }
 
+  template <int kCount>
   __device__ __forceinline__ void load_keys(unsigned char* place, const ptx::TensorMap& map,
                                             ptx::Mbarrier& full, ptx::Mbarrier& empty,
                                             const Tile& tile) {
-    ptx::mbarrier_wait(empty, keys.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
-    load_rows<kPanelBytesK>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
+    ptx::mbarrier_wait(empty, keys.state().parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, kCount * kPanelBytesK);
+    load_rows<kPanelBytesK, kCount>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
   }
 };
 
@@ -183,7 +205,7 @@ __device__ __forceinline__ void add_part(const Sm90BackwardParams& sm90, long lo
   float* const sums = sm90.dq_sums + part * kPartFloats;
   if (!is_open) {
     unsigned long long* const opened = sm90.opened + part;
-    if (atomicCAS(opened, kUnopened, kOpening) == kUnopened) {
+    if (atomicMax(opened, kOpening) == kUnopened) {
       ptx::bulk_store(sums, source, kBytes);
       ptx::bulk_commit_group();
       ptx::bulk_wait_all();
@@ -211,9 +233,13 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const 
   }
 }
 
-// Gives back the stage of a ring before `now` once it has been read; by one thread, after it
-// committed what reads stage `now`.
+// Gives back the stage of a ring before `now`, or `now` where there is one, once it has been read;
+// by one thread, after it committed what reads stage `now`.
 __device__ __forceinline__ void release_before(Smem& smem, int ring, int now, bool exists) {
+  if constexpr (kStagesDq == 1) {
+    ptx::bulk_wait_group_read<0>();
+    return ptx::mbarrier_arrive(smem.empty_dq[ring][now]);
+  }
   ptx::bulk_wait_group_read<1>();
   if (exists) ptx::mbarrier_arrive(smem.empty_dq[ring][now == 0 ? kStagesDq - 1 : now - 1]);
 }
@@ -236,7 +262,7 @@ __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
       const long long row =
           statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,
                          tile.statistics_row + walk.row());
-      const long long part = row / 64 * kPanels + (kAlternate ? 0 : ring);
+      const long long part = row / 64 * kParts + (kAlternate ? 0 : ring);
       const int now = stage.index;
       // Most sums are open by then, and asked for while the part is still to come.
       const bool is_open = sm90.opened == nullptr || ptx::load_acquire(sm90.opened + part) == kOpen;
