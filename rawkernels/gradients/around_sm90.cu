@@ -14,7 +14,8 @@
 
 // Columns of dq's sums, and how they are cut.
 constexpr int kSums = Config::sums == 0 ? kDim : Config::sums;
-constexpr int kPartColumns = part_columns(kSums), kParts = kSums / kPartColumns;
+constexpr int kPartColumns = part_columns(kSums);
+constexpr int kParts = kSums / kPartColumns;
 
 using Params = tile::ParamsOf<BackwardParams, Config::dropout>::Type;
 
@@ -78,8 +79,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
   if (!find_rows(rows, params, sm90)) return;
 
   if (Config::sums && sm90.opened != nullptr) {
-    if (threadIdx.x < kParts)
-      sm90.opened[rows.statistics / 64 * kParts + threadIdx.x] = kUnopened;
+    if (threadIdx.x < kParts) sm90.opened[rows.statistics / 64 * kParts + threadIdx.x] = kUnopened;
   } else if (Config::sums) {
     float4* const sums = reinterpret_cast<float4*>(sm90.dq_sums + rows.statistics * kSums);
 #pragma unroll
@@ -144,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
   }
 }
 
-// Scales a thread's sums of kColumns columns of dq, from `column` on, and writes them. Returns 0, or
-// NaN where a value is not finite.
+// Scales a thread's sums of kColumns columns of dq, from `column` on, and writes them. Returns 0,
+// or NaN where a value is not finite.
 template <int kColumns>
 __device__ __forceinline__ float finish_columns(const float4* sums, bool is_open,
                                                 const ForwardParams& params, T* dq, int column,

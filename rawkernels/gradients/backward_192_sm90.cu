@@ -4,13 +4,12 @@
 //   Arguments, roles, and what lies where as there, but for dropout. A thread block has 128 keys,
 //   64 a consuming warpgroup.
 //
-// dk and dv of 64 keys are 160 registers of the 240 that a consumer has, which leaves S, dP and a
-// part of dq one place, one after the other. So P is 16-bit when dS = P * dP is computed, and no
+// dk and dv of 64 keys are 160 registers of the 240 that a consumer has, which leaves one place to
+// S, dP and a part of dq, one after the other. So P is 16-bit when dS = P * dP is computed, and no
 // product of one block of queries is in flight with those of another: the products of one consumer
-// hide the elementwise phases of the other. A consumer's part of dq is 96 columns, a panel of K
-// and half of the last one, by one product: each further one would read dS again, and shared
-// memory is what bounds this kernel.
-#include "gradients/in_order_sm90.cuh"
+// hide the elementwise phases of the other. A consumer's part of dq is 96 columns by one product, a
+// panel of K and half of the last one: two products would read dS twice, and shared memory is what
+// bounds this kernel.
 #include "gradients/produce_sm90.cuh"
 #include "gradients/products_sm90.cuh"
 #include "gradients/write_sm90.cuh"
@@ -20,7 +19,8 @@
 #include "ptx/wgmma.cuh"
 
 static_assert(kDim == 192 && kDimV == 128 && kConsumers == 2, "what registers suffice for");
-static_assert(!Config::dropout && !kStoresByTma && Config::computes_dq, "there is no other variant");
+static_assert(Config::computes_dq && !Config::in_order && !Config::dropout && !kStoresByTma,
+              "what there are variants of");
 constexpr int kColumnsDq = part_columns(kDim);
 
 // X (64 queries × 96 columns) = dS K over all keys of the thread block, for columns 64 i to 64 i +
@@ -28,22 +28,6 @@ constexpr int kColumnsDq = part_columns(kDim);
 __device__ __forceinline__ void multiply_keys(float (&x)[kColumnsDq / 2], const unsigned char* ds,
                                               const unsigned char* keys, int i) {
   const unsigned long long a = ptx::wgmma_descriptor(ds, 0, 1024);
-#ifdef TWO
-  float (&x0)[32] = *reinterpret_cast<float (*)[32]>(x);
-  float (&x1)[16] = *reinterpret_cast<float (*)[16]>(x + 32);
-  const unsigned long long b = ptx::wgmma_descriptor(keys + i * kPanelBytesK, 0, 1024);
-  const unsigned long long b1 = ptx::wgmma_descriptor(keys + 2 * kPanelBytesK + 64 * i, 0, 1024);
-#pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step)
-    ptx::Wgmma<64, T>::template shared_shared<false, true>(
-        x0, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
-        ptx::wgmma_advance(b, step * 16 * kRowBytes), step > 0);
-#pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step)
-    ptx::Wgmma<32, T>::template shared_shared<false, true>(
-        x1, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
-        ptx::wgmma_advance(b1, step * 16 * kRowBytes), step > 0);
-#else
   const unsigned long long b =
       ptx::wgmma_descriptor(keys + i * kPanelBytesK, (2 - i) * kPanelBytesK + 64 * i, 1024);
 #pragma unroll
@@ -51,7 +35,6 @@ __device__ __forceinline__ void multiply_keys(float (&x)[kColumnsDq / 2], const 
     ptx::Wgmma<kColumnsDq, T>::template shared_shared<false, true>(
         x, ptx::wgmma_advance(a, step / 4 * kPanelBytesQ + step % 4 * 32),
         ptx::wgmma_advance(b, step * 16 * kRowBytes), step > 0);
-#endif
   ptx::wgmma_commit_group();
 }
 
@@ -111,7 +94,7 @@ struct Consumer {
   // One block of queries. After the `last` of a tile its values are read no more.
   __device__ __forceinline__ void step(int first_query, bool last) {
     const auto [now, parity] = stage.state();
-    const int once = stage.count & 1;  // parity of rings of one stage
+    const int once = stage.count % 2;            // the parity of rings of one stage
     unsigned p[kQueries / 4], ds[kQueries / 4];  // P^T and dS^T as pairs of 16 bits
     {
       float s[kQueries / 2];
@@ -132,12 +115,8 @@ struct Consumer {
       ptx::wgmma_keep(dv);
       ptx::wgmma_fence();
       multiply_rows<kDimV>(dp, smem.v + 64 * kRowBytes * consumer, smem.dout[now]);
-#ifndef LATE
       multiply_columns(dv, p, smem.dout[now]);
       ptx::wgmma_wait_group<1>();
-#else
-      ptx::wgmma_wait_group<0>();
-#endif
       if (last) tile::arrive_warp(smem.empty_v);
       ptx::wgmma_keep(dp);
       multiply_gradients(dp, p);
@@ -146,9 +125,6 @@ struct Consumer {
     store_ds(ds, once);
     ptx::wgmma_keep(dk);
     ptx::wgmma_fence();
-#ifdef LATE
-    multiply_columns(dv, p, smem.dout[now]);
-#endif
     multiply_columns(dk, ds, smem.q[now]);
     ptx::mbarrier_wait(smem.full_ds[0], once);
     ptx::wgmma_wait_group<0>();
@@ -252,12 +228,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     ptx::setmaxnreg_dec<24>();
     if (warp == 0 && threadIdx.x == 0)
       Loader{smem, params, sm90}.run();
-    else if (warp == 1 && Config::in_order)
-      find_tiles_in_order(smem.queue, params, sm90);
     else if (warp == 1)
       find_tiles(smem.queue, params, sm90, sm90.tiles, sm90.next_tile);
-    else if (Config::in_order && warp >= 2)
-      add_dq_in_order(smem, params, sm90, warp - 2);
     else if (warp >= 2)
       add_dq(smem, params, sm90, warp - 2);
   } else {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gradients/params.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
@@ -103,11 +104,12 @@ struct SlotOfHead {
 // The sequence and the tile of keys of a slot, the sequences of most queries first: their tiles are
 // the most work. Of up to 32 sequences, by a whole warp, a lane for each.
 __device__ __forceinline__ tile::Sequence longest_first(const KeyLengths& lengths, int slot) {
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::thread_index() % 32;  // nothing of it is kept: registers are few
   const bool exists = lane < lengths.batch;
   const tile::Sequence mine = tile::sequence(lengths, exists ? lane : 0);
   const int tiles = exists ? (mine.seqlen_q + kKeys - 1) / kKeys : 0;
   int before = 0;
+#pragma unroll 1
   for (int other = 0; other < lengths.batch; ++other) {
     const int queries = __shfl_sync(~0u, mine.seqlen_k, other);
     const int theirs = __shfl_sync(~0u, tiles, other);

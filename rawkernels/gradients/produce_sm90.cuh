@@ -21,8 +21,8 @@ constexpr int kStagesDs = kDim > 128 ? 1 : 2;
 constexpr bool kOneRing = kConsumers == 3;
 constexpr int kRings = kOneRing ? 1 : kConsumers;
 constexpr int kStagesDq = kOneRing ? kConsumers : kDim > 128 ? 1 : 2;
-// Parts of dq of a block of queries.
-constexpr int kPartFloats = 64 * part_columns(kDim), kParts = kDim / part_columns(kDim);
+constexpr int kParts = kDim / part_columns(kDim);  // of dq of a block of queries
+constexpr int kPartFloats = 64 * part_columns(kDim);
 // dk and dv of a tile leave by the stages of dq's parts, of which each takes one, or at head_dim 64
 // both of a consumer: it goes on while TMA writes them. Tiles of 128 features that walk over many
 // queries have no gain from it: consumers write their registers there.
@@ -44,20 +44,12 @@ struct QueryWalk : Walk {
     return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
   }
   __device__ __forceinline__ void advance(const ForwardParams& params, int group) {
-    if (heads_come_first(params)) return Walk::advance();
+    const bool of_one_head = Config::head_dim > 64 && params.window_left != kUnbounded;
+    if (!Config::in_order || of_one_head) return Walk::advance();
     if (++head == group) {
       head = 0;
       --left;
     }
-  }
-  // Blocks of all heads of the group that are still to come, this one too.
-  __device__ __forceinline__ int blocks_to_come(const ForwardParams& params, int group) const {
-    return heads_come_first(params) ? (group - 1 - head) * blocks + left : group * left - head;
-  }
-
- private:
-  static __device__ __forceinline__ bool heads_come_first(const ForwardParams& params) {
-    return !Config::in_order || (Config::head_dim > 64 && params.window_left != kUnbounded);
   }
 };
 
@@ -77,18 +69,20 @@ struct Smem {
   // A consumer's warps -> the warp that adds its part to dq_sums, and back.
   ptx::Mbarrier full_dq[kRings][kStagesDq], empty_dq[kRings][kStagesDq];
   TileQueue<Tile> queue;
+  // The loading thread's own: its registers are few.
+  tile::PipelineCounter<kTiles> loader_at;
+  tile::PipelineCounter<1> loader_keys;
 };
 
 static_assert(!kStoresByTma || Config::computes_dq, "dk and dv need the stages of dq's parts");
-static_assert(!kStoresByTma || (kDim == kDimV && kParts == kPanels &&
-                                2 * 64 * kDim * sizeof(T) == kParts * kPartFloats * sizeof(float)),
+static_assert(!kStoresByTma || 2 * 64 * kDim * sizeof(T) == kPanels * kPartFloats * sizeof(float),
               "dk and dv of a consumer's keys have the size of a part of dq for each panel");
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 128 * (kConsumers + 1), "one warpgroup loads, the others compute");
 static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
 static_assert(!kOneRing || kAlternate, "with one ring every block of queries has one part of dq");
 static_assert(kQueries == 64 && kParts <= kConsumers, "a consumer computes one part of dq");
-static_assert(kDimV % 64 == 0, "panels are whole");
+static_assert(kDimV % 64 == 0 && (!kStoresByTma || kDim == kDimV), "panels are whole, and alike");
 
 __device__ __forceinline__ void init_barriers(Smem& smem) {
   ptx::mbarrier_init(smem.full_k, 1);
@@ -114,6 +108,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
     ptx::mbarrier_init(smem.queue.empty[i], kTileReaders);
   }
   ptx::mbarrier_init(smem.queue.loaded, 1);
+  smem.loader_at.count = smem.loader_keys.count = 0;
   ptx::fence_mbarrier_init();
 }
 
@@ -136,10 +131,9 @@ struct Loader {
   const ForwardParams& params;
   const Sm90BackwardParams& sm90;
   tile::PipelineCounter<kStages> stage;
-  tile::PipelineCounter<1> keys;
 
   __device__ __forceinline__ void run() {
-    tile::PipelineCounter<kTiles> at;
+    tile::PipelineCounter<kTiles>& at = smem.loader_at;
     while (true) {
       ptx::mbarrier_wait(smem.queue.full[at.state().index], at.state().parity);
       const Tile& tile = smem.queue.tiles[at.state().index];
@@ -153,14 +147,10 @@ struct Loader {
   __device__ __forceinline__ void load(const Tile& tile) {
     const int group = sm90.group;
     if (tile.blocks == 0) return ptx::mbarrier_arrive(smem.queue.loaded);
-    int left = tile.blocks, head_of_group = 0;  // of a walk, whose bounds stay in shared memory
-    while (true) {
-      QueryWalk walk(tile);
-      walk.left = left;
-      walk.head = head_of_group;
-      const int to_come = walk.blocks_to_come(params, group), all = group * tile.blocks;
-      if (to_come == 0) break;
-      if (to_come == min(kBlocksAhead, all)) ptx::mbarrier_arrive(smem.queue.loaded);
+    const int until_next = max(group * tile.blocks - kBlocksAhead, 0);
+    QueryWalk walk(tile);
+    for (int n = 0; n < group * tile.blocks; ++n) {
+      if (n == until_next) ptx::mbarrier_arrive(smem.queue.loaded);
       const int head = tile.head_kv * group + walk.head, row = walk.row();
       const long long at =
           statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);
@@ -174,23 +164,21 @@ struct Loader {
       ptx::bulk_load(smem.dp_start[now], sm90.dp_start + at, kQueries * 4, smem.full_o[now]);
       load_rows<kPanelBytesQ, kPanelsV>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries,
                                         row, head);
-      if (to_come == all) {
+      if (n == 0) {
         load_keys<kPanelsV>(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
         load_keys<kPanels>(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
       }
       stage.advance();
       walk.advance(params, group);
-      left = walk.left;
-      head_of_group = walk.head;
     }
-    keys.advance();
+    smem.loader_keys.advance();
   }
 
   template <int kCount>
   __device__ __forceinline__ void load_keys(unsigned char* place, const ptx::TensorMap& map,
                                             ptx::Mbarrier& full, ptx::Mbarrier& empty,
                                             const Tile& tile) {
-    ptx::mbarrier_wait(empty, keys.state().parity ^ 1);
+    ptx::mbarrier_wait(empty, smem.loader_keys.state().parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, kCount * kPanelBytesK);
     load_rows<kPanelBytesK, kCount>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
   }

@@ -126,7 +126,6 @@ struct Wgmma;  // A and B of type T; one specialisation for each N in use, below
   WGMMA(N, R, __half, "f16", __VA_ARGS__) \
   WGMMA(N, R, __nv_bfloat16, "bf16", __VA_ARGS__)
 
-WGMMA_BOTH(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_BOTH(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)

@@ -144,7 +144,9 @@ SECTION_BYTES = 24 << 20  # half of Hopper's L2
 #: Keys of a block of the kernel that computes dk and dv, and also dq, by the padded head_dim: at 64
 #: registers suffice for three consumers of 64 each.
 SM90_FUSED_KEYS = {64: (128, 192), 128: (128,), 192: (128,)}
-SM90_DROPOUT_HEAD_DIM = 128  # the most with which it has dropout, and computes dk and dv alone
+#: The most with which there are kernels of that kind with dropout, with sums of dq in an order, and
+#: for dk and dv alone.
+SM90_NARROW_HEAD_DIM = 128
 #: The same of the kernel that computes dk and dv alone, for every call: what a call's results are
 #: does not depend on what else is in it.
 SM90_SPLIT_KEYS = {64: 192}
@@ -195,10 +197,10 @@ class Sm90Backward:
         head_dim = padded[0]
         ragged = spec.rows == "ragged"
         dropout = spec.dropout != 0.0
-        few_registers = head_dim not in SM90_FUSED_KEYS
-        in_order = call.deterministic and not few_registers and _adds_in_order(spec)
-        fused = not few_registers and (in_order or not call.deterministic)
-        if dropout and (not fused or head_dim > SM90_DROPOUT_HEAD_DIM):
+        wide = head_dim > SM90_NARROW_HEAD_DIM
+        in_order = call.deterministic and not wide and _adds_in_order(spec)
+        fused = head_dim in SM90_FUSED_KEYS and (in_order or not call.deterministic)
+        if dropout and (wide or not fused):
             return None
         tile_n = SM90_SPLIT_KEYS.get(head_dim, 128)
         if fused and not in_order:
@@ -290,13 +292,12 @@ class Sm90Backward:
                 SM90_FUSED_KEYS.get(dims[0], ()) if fused else split, (False, True)
             ):
                 yield from _variants(dtype, dims, varlen, fused, tile_n, windowed=windowed)
-            if fused and dims[0] <= SM90_DROPOUT_HEAD_DIM:
+            if fused and dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
-            if fused and dims[0] in SM90_FUSED_KEYS:
                 yield from _variants(dtype, dims, varlen, fused, *split, in_order=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
-            if dims[0] <= SM90_DROPOUT_HEAD_DIM:
+            if dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _repairs(dtype, dims, dropout=True)
 
 
@@ -432,10 +433,10 @@ def _variants(
     if not fused:
         queries = Sm90QueriesConfig(dtype, *dims, varlen, *SM90_QUERIES_TILES[dims])
         yield Variant("gradients/backward_queries_sm90.cu", "backward_queries_sm90", queries)
-    if fused or head_dim <= SM90_DROPOUT_HEAD_DIM:
+    if fused or head_dim <= SM90_NARROW_HEAD_DIM:
         # With a window of 1024 in 16384 TMA saves 3%; without a mask it loses as much at 8192
         # queries and more, and 1% with a causal mask.
-        wide = head_dim > SM90_DROPOUT_HEAD_DIM
+        wide = head_dim > SM90_NARROW_HEAD_DIM
         stores_by_tma = fused and windowed and not (dropout or in_order or wide)
         both = Sm90BackwardConfig(
             *(dtype, *dims, varlen, fused, stores_by_tma, tile_n),
