@@ -277,6 +277,7 @@ __device__ __forceinline__ void find_tiles(TileQueue<Tile>& queue, const Forward
     while (number < tiles && !exists) {
       exists = find_tile(tile, params, sm90, number);
       if (!exists) number = next_tile(counter);
+      __syncwarp();  // before the tile is written again
     }
     if (!exists) tile.blocks = -1;
     tile::arrive_warp(queue.full[at.state().index]);
