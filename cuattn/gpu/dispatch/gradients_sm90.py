@@ -374,7 +374,7 @@ def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:
     the first at the queries of its own keys, so that many open sums at once, if slowly; the tiles
     of grouped heads all follow one of them from their second head on."""
     alone = _is_causal(spec) and spec.heads_q == spec.heads_kv
-    if alone and (spec.rows == "ragged" or head_dim == 128):
+    if alone and (spec.rows == "ragged" or head_dim >= 128):
         return True
     return _seen_keys(spec) <= SM90_OPENED_KEYS
 
