@@ -36,16 +36,18 @@ constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings 
 // each sees, and with a window the first keys come first. With a window all blocks of a head come
 // before the next head, as L2 then keeps a sum from one tile to the next (but at head_dim 64, where
 // registers do not suffice); else all heads of the group come before the next block, so that tiles
-// of few blocks do not wait at every head.
+// of few blocks do not wait at every head, nor come to a head long before the others
+// (Config::heads_inside): they would read and add to memory what L2 no longer has.
 struct QueryWalk : Walk {
+  static constexpr bool kBackwards = Config::in_order || Config::heads_inside;
   using Walk::Walk;
 
   __device__ __forceinline__ int row() const {
-    return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
+    return kBackwards ? (first + left - 1) * kQueries : Walk::row();
   }
   __device__ __forceinline__ void advance(const ForwardParams& params, int group) {
     const bool of_one_head = Config::head_dim > 64 && params.window_left != kUnbounded;
-    if (!Config::in_order || of_one_head) return Walk::advance();
+    if (!kBackwards || of_one_head) return Walk::advance();
     if (++head == group) {
       head = 0;
       --left;
@@ -186,7 +188,8 @@ struct Loader {
 
 // Adds a part of dq to its sums; by one thread. Where sums do not begin as zeros, who comes first
 // opens them: its part is stored, not added, and all others wait until it is there. Nobody waits
-// but for a store that is under way, so tiles may come in any order.
+// but for a store that is under way, so tiles may come in any order. (Where sequences are not what
+// they must be, what is found there may be anything.)
 __device__ __forceinline__ void add_part(const Sm90BackwardParams& sm90, long long part,
                                          const float* source, bool is_open) {
   constexpr int kBytes = kPartFloats * 4;
@@ -199,7 +202,7 @@ __device__ __forceinline__ void add_part(const Sm90BackwardParams& sm90, long lo
       ptx::bulk_wait_all();
       return ptx::store_release(opened, kOpen);
     }
-    while (ptx::load_acquire(opened) != kOpen) continue;
+    while (ptx::load_acquire(opened) == kOpening) continue;
   }
   if (sm90.opened != nullptr) ptx::fence_proxy_async_global();
   ptx::bulk_reduce_add(sums, source, kBytes);
@@ -244,8 +247,8 @@ __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
     const Tile& tile = smem.queue.tiles[at.index];
     ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
     if (tile.blocks < 0) break;
-    Walk walk(tile);
-    for (int n = 0; n < group * tile.blocks; ++n, walk.advance()) {
+    QueryWalk walk(tile);
+    for (int n = 0; n < group * tile.blocks; ++n, walk.advance(params, group)) {
       if (kAlternate && !kOneRing && n % 2 != ring) continue;
       const long long row =
           statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,

@@ -43,6 +43,7 @@ class Sm90BackwardConfig(Config):
     tile_m: int = 64  # queries
     dropout: bool = False
     in_order: bool = False  # sums of dq are added up in the order of keys
+    heads_inside: bool = False  # a block of queries of all heads comes before the next, as in_order
 
     @property
     def threads(self) -> int:
@@ -206,11 +207,13 @@ class Sm90Backward:
         if fused and not in_order:
             tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors)
         windowed = spec.window_left is not None
+        heads_inside = fused and wide and spec.heads_q > spec.heads_kv and not windowed
         prepare, *passes = _variants(
             *(spec.dtype.name, padded, ragged, fused, tile_n),
             dropout=dropout,
             windowed=windowed,
             in_order=in_order,
+            heads_inside=heads_inside,
         )
 
         slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
@@ -295,6 +298,8 @@ class Sm90Backward:
             if fused and dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
                 yield from _variants(dtype, dims, varlen, fused, *split, in_order=True)
+            elif fused and dims[0] in SM90_FUSED_KEYS:
+                yield from _variants(dtype, dims, varlen, fused, *split, heads_inside=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
             if dims[0] <= SM90_NARROW_HEAD_DIM:
@@ -423,9 +428,12 @@ def _variants(
     dropout: bool = False,
     windowed: bool = False,
     in_order: bool = False,
+    heads_inside: bool = False,
 ) -> Iterator[Variant]:
     """The kernels of a call, in order; tile_n: keys of a thread block of the one that computes dk
-    and dv together; windowed: keys are bounded on the left."""
+    and dv together; windowed: keys are bounded on the left; heads_inside: for grouped heads of 192
+    features, whose tiles come to a head at different times with a causal mask, so that L2 keeps
+    none of it; with a window they do not."""
     head_dim = dims[0]
     around = Sm90AroundConfig(dtype, dims[1], varlen, head_dim if fused else 0)
     prepare = dataclasses.replace(around, dropout=dropout)
@@ -442,6 +450,7 @@ def _variants(
             *(dtype, *dims, varlen, fused, stores_by_tma, tile_n),
             dropout=dropout,
             in_order=in_order,
+            heads_inside=heads_inside,
         )
         kernel = "backward_192_sm90" if wide else "backward_sm90"
         yield Variant(f"gradients/{kernel}.cu", kernel, both)
