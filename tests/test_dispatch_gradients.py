@@ -259,6 +259,32 @@ def test_heads_on_one_key_head_have_a_pass_for_dq_where_it_is_deterministic(
     assert set(variants) <= set(dispatch.variants("sm_90a"))
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("heads_kv", [1, 2, 8])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}])
+def test_grouped_heads_of_192_features_come_before_the_next_block(options, heads_kv, ragged):
+    """Without a window on the left; dropout and deterministic sums are not for the one pass."""
+
+    def launches(dropout=0.0, deterministic=False):
+        name, rows = "flash_attention", (2, 700)
+        if ragged:
+            name, rows = "flash_attention_varlen", (1400,)
+        shapes = [(*rows, *last) for last in ((8, 192), (heads_kv, 192), (heads_kv, 128))]
+        more = {"sequences": 2} if ragged else {}
+        dtypes = [np.dtype(np.float16)] * 3
+        spec = attention_spec(name, *shapes, *dtypes, dropout=dropout, **more, **options)
+        call = Call.contiguous(spec, "sm_90a", 132)
+        asked = BackwardCall(call, call.strides.out, deterministic=deterministic)
+        chosen = dispatch.choose_backward(asked).launches
+        return {launch.variant.entry: launch.variant.config for launch in chosen}
+
+    config = launches()["backward_192_sm90"]
+    assert config.heads_inside == (heads_kv < 8 and "window" not in options)
+    assert "backward_queries_sm90" in launches(deterministic=True)
+    for other in (launches(dropout=0.1), launches(deterministic=True)):
+        assert "backward_192_sm90" not in other
+
+
 def test_few_tiles_of_a_head_begin_together_where_sums_have_an_order():
     def order(seqlen, in_order, **options):
         shape = (16384 // seqlen, seqlen, 16, 128)

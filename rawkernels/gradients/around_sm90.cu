@@ -12,6 +12,11 @@
 #include "gradients/layout_sm90.cuh"
 #include "gradients/write_sm90.cuh"
 
+// Columns of dq's sums, and how they are cut.
+constexpr int kSums = Config::sums == 0 ? kDim : Config::sums;
+constexpr int kPartColumns = part_columns(kSums);
+constexpr int kParts = kSums / kPartColumns;
+
 using Params = tile::ParamsOf<BackwardParams, Config::dropout>::Type;
 
 // 64 rows of queries of a sequence.
@@ -57,7 +62,7 @@ struct Chunk {
   }
 };
 
-constexpr int kLanes = kDim / 8;  // of a row
+constexpr int kLanes = kDim / 8;  // of a row of out
 constexpr int kRowsAtOnce = Config::threads / kLanes;
 constexpr int kRowsEach = 2;  // that a thread reads at a time
 static_assert(64 % (kRowsAtOnce * kRowsEach) == 0, "every thread has as many rows");
@@ -74,12 +79,11 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
   if (!find_rows(rows, params, sm90)) return;
 
   if (Config::sums && sm90.opened != nullptr) {
-    if (threadIdx.x < kPanels)
-      sm90.opened[rows.statistics / 64 * kPanels + threadIdx.x] = kUnopened;
+    if (threadIdx.x < kParts) sm90.opened[rows.statistics / 64 * kParts + threadIdx.x] = kUnopened;
   } else if (Config::sums) {
-    float4* const sums = reinterpret_cast<float4*>(sm90.dq_sums + rows.statistics * kDim);
+    float4* const sums = reinterpret_cast<float4*>(sm90.dq_sums + rows.statistics * kSums);
 #pragma unroll
-    for (int i = 0; i < 16 * kDim; i += Config::threads)
+    for (int i = 0; i < 16 * kSums; i += Config::threads)
       sums[i + threadIdx.x] = make_float4(0, 0, 0, 0);
   }
 
@@ -140,38 +144,51 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1024 / Config::thr
   }
 }
 
+// Scales a thread's sums of kColumns columns of dq, from `column` on, and writes them. Returns 0,
+// or NaN where a value is not finite.
+template <int kColumns>
+__device__ __forceinline__ float finish_columns(const float4* sums, bool is_open,
+                                                const ForwardParams& params, T* dq, int column,
+                                                int rows) {
+  float x[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    float4 four = sums[128 * i];
+    if (!is_open) four = make_float4(0, 0, 0, 0);
+    x[4 * i] = four.x;
+    x[4 * i + 1] = four.y;
+    x[4 * i + 2] = four.z;
+    x[4 * i + 3] = four.w;
+  }
+  return write_gradient<T, kColumns>(x, static_cast<float>(params.scale), dq + column,
+                                     static_cast<long long>(params.heads_q) * params.head_dim, rows,
+                                     params.head_dim - column);
+}
+
 extern "C" __global__ void __launch_bounds__(Config::threads)
     finish_sm90(const __grid_constant__ ForwardParams params,
                 const __grid_constant__ BackwardParams backward,
                 const __grid_constant__ Sm90BackwardParams sm90) {
   Rows rows;
   if (!find_rows(rows, params, sm90)) return;
-  // A warpgroup has a part of 64 columns, in the order of its accumulators.
+  // A warpgroup has a part, in the order of its accumulators.
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int query = rows.first_row + thread / 32 * 16 + tile::lane_row(threadIdx.x % 32);
   T* const dq = static_cast<T*>(backward.dq) +
                 ((rows.row_q + query) * params.heads_q + rows.head) * params.head_dim;
   float zeros = 0.0f;
 #pragma unroll
-  for (int part = warpgroup; part < kPanels; part += Config::threads / 128) {
+  for (int part = warpgroup; part < kParts; part += Config::threads / 128) {
     const float4* const sums =
-        reinterpret_cast<const float4*>(sm90.dq_sums + rows.statistics * kDim) +
-        part * (kPartFloats / 4) + thread;
+        reinterpret_cast<const float4*>(sm90.dq_sums + rows.statistics * kSums) +
+        part * (16 * kPartColumns) + thread;
     const bool is_open =
-        sm90.opened == nullptr || sm90.opened[rows.statistics / 64 * kPanels + part] == kOpen;
-    float x[32];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float4 four = sums[128 * i];
-      if (!is_open) four = make_float4(0, 0, 0, 0);
-      x[4 * i] = four.x;
-      x[4 * i + 1] = four.y;
-      x[4 * i + 2] = four.z;
-      x[4 * i + 3] = four.w;
-    }
-    zeros += write_gradient<T, 64>(x, static_cast<float>(params.scale), dq + 64 * part,
-                                   static_cast<long long>(params.heads_q) * params.head_dim,
-                                   rows.seqlen_q - query, params.head_dim - 64 * part);
+        sm90.opened == nullptr || sm90.opened[rows.statistics / 64 * kParts + part] == kOpen;
+    zeros += finish_columns<64>(sums, is_open, params, dq, 64 * part, rows.seqlen_q - query);
+    if constexpr (kPartColumns > 64)
+      zeros += finish_columns<kPartColumns - 64>(sums + 8 * 128, is_open, params, dq,
+                                                 64 * kParts + (kPartColumns - 64) * part,
+                                                 rows.seqlen_q - query);
   }
   if (zeros != 0.0f) *backward.nonfinite = 1;
 }

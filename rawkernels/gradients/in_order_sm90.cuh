@@ -91,7 +91,7 @@ struct AdderInOrder {
       const long long row =
           statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,
                          tile.statistics_row + walk.row());
-      const long long part = row / 64 * kPanels + (kOneRing ? 0 : ring);
+      const long long part = row / 64 * kParts + (kOneRing ? 0 : ring);
       unsigned long long* const opened = sm90.opened + part;
       // The tiles that add to it: by whole blocks of queries, as in find_tile.
       const tile::Range keys = tile.visibility.keys_of_any(walk.row(), walk.row() + kQueries - 1);

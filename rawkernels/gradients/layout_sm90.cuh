@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gradients/params.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
@@ -21,7 +22,12 @@ constexpr int kRowBytes = 128;
 constexpr int kPanels = kDim / 64;
 constexpr int kPanelBytesQ = kQueries * kRowBytes;
 constexpr int kPanelBytesK = kKeys * kRowBytes;
-constexpr int kPartFloats = 64 * 64;  // of a part of dq: 64 queries and columns
+
+// Columns of a part of dq, which has 64 queries: a panel, or of three panels one and half of the
+// last, 0 to 63 and 128 to 159 or 64 to 127 and 160 to 191.
+__device__ __forceinline__ constexpr int part_columns(int head_dim) {
+  return head_dim == 192 ? 96 : 64;
+}
 
 static_assert(kDim % 64 == 0, "panels are whole");
 static_assert(kStatisticsPad % kQueries == 0,
@@ -39,8 +45,8 @@ struct Sm90BackwardParams {
   ptx::TensorMap dk, dv;  // boxes of 64 rows
   float* score_start;     // (…, heads_q, padded_q): -lse / scale, with which scores start
   float* dp_start;        // -delta, with which dP starts
-  // (…, heads_q, padded_q / 64, kPanels): parts of 64 rows and 64 columns of dq / scale, each in
-  // the order of a warpgroup's accumulators: (8, 128 threads, 4).
+  // (…, heads_q, padded_q / 64, parts): parts of 64 rows and part_columns of dq / scale, each in
+  // the order of a warpgroup's accumulators: (columns / 8, 128 threads, 4).
   float* dq_sums;
   // Of each part of dq_sums whether it holds a sum yet, kUnopened to kOpen; null: all begin as
   // zeros.
@@ -98,11 +104,12 @@ struct SlotOfHead {
 // The sequence and the tile of keys of a slot, the sequences of most queries first: their tiles are
 // the most work. Of up to 32 sequences, by a whole warp, a lane for each.
 __device__ __forceinline__ tile::Sequence longest_first(const KeyLengths& lengths, int slot) {
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::thread_index() % 32;  // nothing of it is kept: registers are few
   const bool exists = lane < lengths.batch;
   const tile::Sequence mine = tile::sequence(lengths, exists ? lane : 0);
   const int tiles = exists ? (mine.seqlen_q + kKeys - 1) / kKeys : 0;
   int before = 0;
+#pragma unroll 1
   for (int other = 0; other < lengths.batch; ++other) {
     const int queries = __shfl_sync(~0u, mine.seqlen_k, other);
     const int theirs = __shfl_sync(~0u, tiles, other);
@@ -260,26 +267,25 @@ template <class Tile>
 __device__ __forceinline__ void find_tiles(TileQueue<Tile>& queue, const ForwardParams& params,
                                            const Sm90BackwardParams& sm90, int tiles,
                                            int* counter) {
-  tile::PipelineState<kTiles> at;
-  tile::PipelineState<1> loaded;
+  tile::PipelineCounter<kTiles> at;
   int number = blockIdx.x;
   bool exists = true;
   while (exists) {
-    ptx::mbarrier_wait(queue.empty[at.index], at.parity ^ 1);
-    Tile& tile = queue.tiles[at.index];  // written by all lanes: registers are few
+    ptx::mbarrier_wait(queue.empty[at.state().index], at.state().parity ^ 1);
+    Tile& tile = queue.tiles[at.state().index];  // written by all lanes: registers are few
     exists = false;
     while (number < tiles && !exists) {
       exists = find_tile(tile, params, sm90, number);
       if (!exists) number = next_tile(counter);
+      __syncwarp();  // before the tile is written again
     }
     if (!exists) tile.blocks = -1;
-    tile::arrive_warp(queue.full[at.index]);
-    at.advance();
+    tile::arrive_warp(queue.full[at.state().index]);
     if (exists) {
-      ptx::mbarrier_wait(queue.loaded, loaded.parity);
-      loaded.advance();
+      ptx::mbarrier_wait(queue.loaded, at.count % 2);
       number = next_tile(counter);
     }
+    at.advance();
   }
 }
 

@@ -1,5 +1,5 @@
-// Shared memory of gradients/backward_sm90.cu, and its warps that find tiles, load them, and add dq
-// to the sums in global memory.
+// Shared memory of gradients/backward_sm90.cu and backward_192_sm90.cu, and their warps that find
+// tiles, load them, and add dq to the sums in global memory.
 #pragma once
 
 #include "gradients/layout_sm90.cuh"
@@ -7,18 +7,22 @@
 #include "ptx/bulk.cuh"
 #include "ptx/tma_store.cuh"
 
+constexpr int kDimV = Config::head_dim_v;  // of values and dout, padded; kDim is of the others
+constexpr int kPanelsV = kDimV / 64;
 constexpr int kConsumers = kKeys / 64;     // warpgroups, of 64 keys each
 constexpr bool kAlternate = kPanels == 1;  // dq of a block is one part, which they compute in turn
 // Where registers suffice, the first products of a block are in flight with the last of the block
 // before.
 constexpr bool kPipelined = kDim == 64 && kConsumers == 2 && !Config::dropout;
 constexpr int kStages = kDim == 64 ? 4 : 2;  // of queries and dout
-constexpr int kStagesDs = 2;
+constexpr int kStagesDs = kDim > 128 ? 1 : 2;
 // Parts of dq that wait to be added: three consumers have one ring of them, and a warp that adds,
 // else each has its own.
 constexpr bool kOneRing = kConsumers == 3;
 constexpr int kRings = kOneRing ? 1 : kConsumers;
-constexpr int kStagesDq = kOneRing ? kConsumers : 2;
+constexpr int kStagesDq = kOneRing ? kConsumers : kDim > 128 ? 1 : 2;
+constexpr int kParts = kDim / part_columns(kDim);  // of dq of a block of queries
+constexpr int kPartFloats = 64 * part_columns(kDim);
 // dk and dv of a tile leave by the stages of dq's parts, of which each takes one, or at head_dim 64
 // both of a consumer: it goes on while TMA writes them. Tiles of 128 features that walk over many
 // queries have no gain from it: consumers write their registers there.
@@ -32,16 +36,18 @@ constexpr int kTileReaders = 4 * kConsumers + 1 + (Config::computes_dq ? kRings 
 // each sees, and with a window the first keys come first. With a window all blocks of a head come
 // before the next head, as L2 then keeps a sum from one tile to the next (but at head_dim 64, where
 // registers do not suffice); else all heads of the group come before the next block, so that tiles
-// of few blocks do not wait at every head.
+// of few blocks do not wait at every head, nor come to a head long before the others
+// (Config::heads_inside): they would read and add to memory what L2 no longer has.
 struct QueryWalk : Walk {
+  static constexpr bool kBackwards = Config::in_order || Config::heads_inside;
   using Walk::Walk;
 
   __device__ __forceinline__ int row() const {
-    return Config::in_order ? (first + left - 1) * kQueries : Walk::row();
+    return kBackwards ? (first + left - 1) * kQueries : Walk::row();
   }
   __device__ __forceinline__ void advance(const ForwardParams& params, int group) {
     const bool of_one_head = Config::head_dim > 64 && params.window_left != kUnbounded;
-    if (!Config::in_order || of_one_head) return Walk::advance();
+    if (!kBackwards || of_one_head) return Walk::advance();
     if (++head == group) {
       head = 0;
       --left;
@@ -51,9 +57,9 @@ struct QueryWalk : Walk {
 
 struct Smem {
   alignas(1024) unsigned char k[kPanels * kPanelBytesK];
-  alignas(1024) unsigned char v[kPanels * kPanelBytesK];
+  alignas(1024) unsigned char v[kPanelsV * kPanelBytesK];
   alignas(1024) unsigned char q[kStages][kPanels * kPanelBytesQ];
-  alignas(1024) unsigned char dout[kStages][kPanels * kPanelBytesQ];
+  alignas(1024) unsigned char dout[kStages][kPanelsV * kPanelBytesQ];
   alignas(
       1024) unsigned char ds[kStagesDs][kConsumers][kPanelBytesQ];  // queries × a consumer's keys
   alignas(1024) float dq[kRings][kStagesDq][kPartFloats];
@@ -65,16 +71,20 @@ struct Smem {
   // A consumer's warps -> the warp that adds its part to dq_sums, and back.
   ptx::Mbarrier full_dq[kRings][kStagesDq], empty_dq[kRings][kStagesDq];
   TileQueue<Tile> queue;
+  // The loading thread's own: its registers are few.
+  tile::PipelineCounter<kTiles> loader_at;
+  tile::PipelineCounter<1> loader_keys;
 };
 
 static_assert(!kStoresByTma || Config::computes_dq, "dk and dv need the stages of dq's parts");
-static_assert(2 * 64 * kDim * sizeof(T) == kPanels * kPartFloats * sizeof(float),
+static_assert(!kStoresByTma || 2 * 64 * kDim * sizeof(T) == kPanels * kPartFloats * sizeof(float),
               "dk and dv of a consumer's keys have the size of a part of dq for each panel");
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config::smem_bytes must hold Smem");
 static_assert(Config::threads == 128 * (kConsumers + 1), "one warpgroup loads, the others compute");
 static_assert(kKeys == 64 * kConsumers, "a consumer has 64 keys");
 static_assert(!kOneRing || kAlternate, "with one ring every block of queries has one part of dq");
-static_assert(kQueries == 64 && kPanels <= kConsumers, "a consumer computes one part of dq");
+static_assert(kQueries == 64 && kParts <= kConsumers, "a consumer computes one part of dq");
+static_assert(kDimV % 64 == 0 && (!kStoresByTma || kDim == kDimV), "panels are whole, and alike");
 
 __device__ __forceinline__ void init_barriers(Smem& smem) {
   ptx::mbarrier_init(smem.full_k, 1);
@@ -100,6 +110,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
     ptx::mbarrier_init(smem.queue.empty[i], kTileReaders);
   }
   ptx::mbarrier_init(smem.queue.loaded, 1);
+  smem.loader_at.count = smem.loader_keys.count = 0;
   ptx::fence_mbarrier_init();
 }
 
@@ -121,17 +132,16 @@ struct Loader {
   Smem& smem;
   const ForwardParams& params;
   const Sm90BackwardParams& sm90;
-  tile::PipelineState<kStages> stage;
-  tile::PipelineState<1> keys;
+  tile::PipelineCounter<kStages> stage;
 
   __device__ __forceinline__ void run() {
-    tile::PipelineState<kTiles> at;
+    tile::PipelineCounter<kTiles>& at = smem.loader_at;
     while (true) {
-      ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
-      const Tile& tile = smem.queue.tiles[at.index];
+      ptx::mbarrier_wait(smem.queue.full[at.state().index], at.state().parity);
+      const Tile& tile = smem.queue.tiles[at.state().index];
       if (tile.blocks < 0) return;
       load(tile);
-      ptx::mbarrier_arrive(smem.queue.empty[at.index]);
+      ptx::mbarrier_arrive(smem.queue.empty[at.state().index]);
       at.advance();
     }
   }
@@ -146,50 +156,53 @@ struct Loader {
       const int head = tile.head_kv * group + walk.head, row = walk.row();
       const long long at =
           statistics_row(params, sm90, tile.batch, head, tile.statistics_row + row);
-      const int now = stage.index;
-      ptx::mbarrier_wait(smem.empty_q[now], stage.parity ^ 1);
+      const auto [now, parity] = stage.state();
+      ptx::mbarrier_wait(smem.empty_q[now], parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(smem.full_q[now], kPanels * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.score_start[now], sm90.score_start + at, kQueries * 4, smem.full_q[now]);
       load_rows<kPanelBytesQ>(smem.q[now], sm90.q, smem.full_q[now], tile.queries, row, head);
-      ptx::mbarrier_wait(smem.empty_o[now], stage.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanels * kPanelBytesQ + kQueries * 4);
+      ptx::mbarrier_wait(smem.empty_o[now], parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(smem.full_o[now], kPanelsV * kPanelBytesQ + kQueries * 4);
       ptx::bulk_load(smem.dp_start[now], sm90.dp_start + at, kQueries * 4, smem.full_o[now]);
-      load_rows<kPanelBytesQ>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries, row, head);
+      load_rows<kPanelBytesQ, kPanelsV>(smem.dout[now], sm90.dout, smem.full_o[now], tile.queries,
+                                        row, head);
       if (n == 0) {
-        load_keys(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
-        load_keys(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
+        load_keys<kPanelsV>(smem.v, sm90.v, smem.full_v, smem.empty_v, tile);
+        load_keys<kPanels>(smem.k, sm90.k, smem.full_k, smem.empty_k, tile);
       }
       stage.advance();
       walk.advance(params, group);
     }
-    keys.advance();
+    smem.loader_keys.advance();
   }
 
+  template <int kCount>
   __device__ __forceinline__ void load_keys(unsigned char* place, const ptx::TensorMap& map,
                                             ptx::Mbarrier& full, ptx::Mbarrier& empty,
                                             const Tile& tile) {
-    ptx::mbarrier_wait(empty, keys.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
-    load_rows<kPanelBytesK>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
+    ptx::mbarrier_wait(empty, smem.loader_keys.state().parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, kCount * kPanelBytesK);
+    load_rows<kPanelBytesK, kCount>(place, map, full, tile.keys, tile.first_key, tile.head_kv);
   }
 };
 
 // Adds a part of dq to its sums; by one thread. Where sums do not begin as zeros, who comes first
 // opens them: its part is stored, not added, and all others wait until it is there. Nobody waits
-// but for a store that is under way, so tiles may come in any order.
+// but for a store that is under way, so tiles may come in any order. (Where sequences are not what
+// they must be, what is found there may be anything.)
 __device__ __forceinline__ void add_part(const Sm90BackwardParams& sm90, long long part,
                                          const float* source, bool is_open) {
   constexpr int kBytes = kPartFloats * 4;
   float* const sums = sm90.dq_sums + part * kPartFloats;
   if (!is_open) {
     unsigned long long* const opened = sm90.opened + part;
-    if (atomicCAS(opened, kUnopened, kOpening) == kUnopened) {
+    if (atomicMax(opened, kOpening) == kUnopened) {
       ptx::bulk_store(sums, source, kBytes);
       ptx::bulk_commit_group();
       ptx::bulk_wait_all();
       return ptx::store_release(opened, kOpen);
     }
-    while (ptx::load_acquire(opened) != kOpen) continue;
+    while (ptx::load_acquire(opened) == kOpening) continue;
   }
   if (sm90.opened != nullptr) ptx::fence_proxy_async_global();
   ptx::bulk_reduce_add(sums, source, kBytes);
@@ -211,9 +224,13 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const 
   }
 }
 
-// Gives back the stage of a ring before `now` once it has been read; by one thread, after it
-// committed what reads stage `now`.
+// Gives back the stage of a ring before `now`, or `now` where there is one, once it has been read;
+// by one thread, after it committed what reads stage `now`.
 __device__ __forceinline__ void release_before(Smem& smem, int ring, int now, bool exists) {
+  if constexpr (kStagesDq == 1) {
+    ptx::bulk_wait_group_read<0>();
+    return ptx::mbarrier_arrive(smem.empty_dq[ring][now]);
+  }
   ptx::bulk_wait_group_read<1>();
   if (exists) ptx::mbarrier_arrive(smem.empty_dq[ring][now == 0 ? kStagesDq - 1 : now - 1]);
 }
@@ -230,13 +247,13 @@ __device__ __forceinline__ void add_dq(Smem& smem, const ForwardParams& params,
     const Tile& tile = smem.queue.tiles[at.index];
     ptx::mbarrier_wait(smem.queue.full[at.index], at.parity);
     if (tile.blocks < 0) break;
-    Walk walk(tile);
-    for (int n = 0; n < group * tile.blocks; ++n, walk.advance()) {
+    QueryWalk walk(tile);
+    for (int n = 0; n < group * tile.blocks; ++n, walk.advance(params, group)) {
       if (kAlternate && !kOneRing && n % 2 != ring) continue;
       const long long row =
           statistics_row(params, sm90, tile.batch, tile.head_kv * group + walk.head,
                          tile.statistics_row + walk.row());
-      const long long part = row / 64 * kPanels + (kAlternate ? 0 : ring);
+      const long long part = row / 64 * kParts + (kAlternate ? 0 : ring);
       const int now = stage.index;
       // Most sums are open by then, and asked for while the part is still to come.
       const bool is_open = sm90.opened == nullptr || ptx::load_acquire(sm90.opened + part) == kOpen;

@@ -131,6 +131,26 @@ def gradients_in_order(rng: np.random.Generator, dtype: np.dtype, head_dim: int)
         )
 
 
+def gradients_wide(rng: np.random.Generator, dtype: np.dtype) -> None:
+    """192 features with values of 128 in one pass: several tiles of each head, alone and grouped,
+    lengths that are not what they must be, and more tiles than there are multiprocessors."""
+    for heads_kv in (4, 1):
+        q, dout = arrays(rng, dtype, *[(150, 4, dim) for dim in (192, 128)])
+        k, v = arrays(rng, dtype, *[(300, heads_kv, dim) for dim in (192, 128)])
+        for more in ({}, {"causal": True}, {"window": (100, 5)}):
+            _, pullback = cuattn.flash_attention_vjp(q[None], k[None], v[None], **more)
+            pullback(dout[None])
+        for lengths in [(0, 1, 1, 150), (0, 2**31 - 1, -(2**31), 50)]:
+            cu_seqlens = cupy.asarray(np.array(lengths, np.int32))
+            out, lse = cuattn.flash_attention_varlen(
+                q, k, v, cu_seqlens, causal=True, return_lse=True
+            )
+            cuattn.flash_attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens, causal=True)
+    q, k, v = arrays(rng, dtype, *[(1, 70, 150, dim) for dim in (192, 192, 128)])
+    out, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True)
+    pullback(out)
+
+
 def decode(
     rng: np.random.Generator, dtype: np.dtype, head_dim: int, head_dim_v: int, heads: int
 ) -> None:
@@ -542,6 +562,7 @@ def parts() -> Iterator[tuple[str, Callable[[np.random.Generator, np.dtype], Non
     for dim in (64, 128):
         call = functools.partial(gradients_in_order, head_dim=dim)
         yield f"gradients.in_order.float16.{dim}", call, "float16"
+    yield "gradients.wide.float16", gradients_wide, "float16"
     for call, dtypes in (
         (shared_prefix, real[:1]),
         (kvcache, real),

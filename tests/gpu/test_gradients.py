@@ -289,6 +289,21 @@ def test_aligned_deterministic_calls_with_sinks(tier, head_dim, options, rng):
     judge(grads, out.get(), dout, call, lse=lse.get(), dlse=dlse, z=None, **call.options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (100, 20)}, {"window": (None, -70)}],
+    ids=["full", "causal", "window", "far"],
+)
+@pytest.mark.parametrize("seqlens", [(333, 450), (450, 333)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1)], ids=str)
+def test_aligned_wide_calls(heads, seqlens, options, rng):
+    """Of 192 features with values of 128, alone and grouped: blocks of queries come in other orders
+    then."""
+    q = normal(rng, (2, seqlens[0], heads[0], 192), DTYPES["bfloat16"])
+    k, v = (normal(rng, (2, seqlens[1], heads[1], d), DTYPES["bfloat16"]) for d in (192, 128))
+    check_aligned(Call(q, k, v, dict(options), rng))
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_aligned_bias_and_mask(tier, dtype, rng):
     q = normal(rng, (2, 130, 4, 64), DTYPES[dtype])
@@ -344,6 +359,29 @@ def test_varlen(tier, dtype, number, rng):
     own_slopes = np.ndim(call.options.get("alibi_slopes")) == 2
     on_host = [None if g is None else g.get() for g in grads]
     judge_varlen(on_host, out.get(), lse.get(), dout, dlse, of_sequences, own_slopes)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (90, 0)}], ids=str)
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+@pytest.mark.parametrize("dtype", HALF)
+def test_wide_sequences_alone_and_in_a_batch(dtype, heads_kv, options, rng):
+    """Of 192 features with values of 128: dk and dv have the same bits, as only sums of dq depend
+    on which blocks come first."""
+    lengths = np.array([[0, 260, 1, 130, 65], [200, 300, 129, 0, 64]])
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in lengths)
+    q, dout = (cupy.asarray(normal(rng, (456, 4, d), DTYPES[dtype])) for d in (192, 128))
+    k, v = (cupy.asarray(normal(rng, (693, heads_kv, d), DTYPES[dtype])) for d in (192, 128))
+    ends = cupy.asarray(cu_q), cupy.asarray(cu_k)
+    out, lse = cuattn.flash_attention_varlen(q, k, v, *ends, **options, return_lse=True)
+    grads = cuattn.flash_attention_varlen_backward(dout, q, k, v, out, lse, *ends, **options)
+    for b in range(lengths.shape[1]):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        arrays = q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows]
+        alone = cuattn.flash_attention_backward(dout[None, rows], *arrays, **options)
+        assert grads.dk[keys].tobytes() == alone.dk.tobytes()
+        assert grads.dv[keys].tobytes() == alone.dv.tobytes()
+        mine, other = (np.asarray(x.get(), np.float32) for x in (grads.dq[rows], alone.dq[0]))
+        np.testing.assert_allclose(mine, other, atol=2e-2, rtol=2e-2)
 
 
 def test_many_sequences(rng):
@@ -536,18 +574,20 @@ def test_same_bits_whatever_other_sequences_there_are(options, head_dim, heads_k
                 assert bool((a[rows] == b).all())
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_lengths_that_cannot_be_do_not_stop_a_deterministic_call(head_dim, rng):
-    """Tiles of such sequences overlap or are missing: who waited for them would wait for ever."""
-    rows = 1500
-    q, dout = (cupy.asarray(normal(rng, (rows, 8, head_dim), DTYPES["bfloat16"])) for _ in "qo")
-    k, v = (cupy.asarray(normal(rng, (rows, 8, head_dim), DTYPES["bfloat16"])) for _ in "kv")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_lengths_that_cannot_be_do_not_stop_a_call(head_dim, deterministic, rng):
+    """Tiles of such sequences overlap or are missing: who waited for them would wait for ever. So
+    would who waited for sums that nobody has marked as unopened."""
+    rows, head_dim_v = 1500, min(head_dim, 128)
+    q, k = (cupy.asarray(normal(rng, (rows, 8, head_dim), DTYPES["bfloat16"])) for _ in "qk")
+    v, dout = (cupy.asarray(normal(rng, (rows, 8, head_dim_v), DTYPES["bfloat16"])) for _ in "vo")
     lse = cupy.zeros((8, rows), np.float32)
     for ends in ([0, 1400, 100, 1500], [700, 0, 1500, 1500], [0, 2**31 - 1, -(2**31), 50]):
         for more in (0, 40):  # many sequences are found in another way
             cu_seqlens = cupy.asarray(np.array([*ends, *[800] * more], np.int32))
             cuattn.flash_attention_varlen_backward(
-                dout, q, k, v, q, lse, cu_seqlens, causal=True, deterministic=True
+                dout, q, k, v, dout, lse, cu_seqlens, causal=True, deterministic=deterministic
             )
     assert bool((cupy.ones(1) == 1).all())  # waits for the device
 

@@ -144,7 +144,7 @@ def of_keys(
 
 
 def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pipeline:
-    """gradients/backward_sm90.cu."""
+    """gradients/backward_sm90.cu and backward_192_sm90.cu."""
     alternate, computes_dq = bool(constants["kAlternate"]), config.computes_dq
     pipelined, one_ring = bool(constants["kPipelined"]), bool(constants["kOneRing"])
     # Stages that a ring needs for dk and dv of a tile.
@@ -203,7 +203,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
             yield Advance(f"dq.{ring}")
 
     def consume(consumer: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
-        yield from compute(consumer, own, blocks)
+        is_wide = constants["kDim"] > constants["kDimV"]
+        yield from (compute_wide if is_wide else compute)(consumer, own, blocks)
         ring = 0 if one_ring else consumer
         for number in range(results):
             if not one_ring or (own.turn + number) % len(consumers) == consumer:
@@ -243,6 +244,37 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
         yield Arrive("empty_k", WARPS)
         yield Advance("keys")
 
+    def compute_wide(consumer: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
+        """Of backward_192_sm90.cu, where products of two blocks are never in flight together."""
+        if blocks == 0:
+            return
+        yield Wait("full_k")
+        yield Wait("full_v")
+        for number in range(blocks):
+            yield Wait("full_q")
+            yield from read("score_start", "k", "q")
+            yield Wait("full_o")
+            yield from read("dp_start", "v", "dout")
+            if number == blocks - 1:
+                yield from release_values()
+            yield Wait("empty_ds", before=True)
+            yield Write(f"ds.{consumer}")
+            yield Arrive("full_ds", WARPS)
+            yield from read("q", "dout")
+            yield Wait("full_ds")
+            yield from read("q", "dout")
+            yield Arrive("empty_q", WARPS)
+            yield Arrive("empty_o", WARPS)
+            yield from read(*(f"ds.{other}" for other in consumers), "k")
+            yield Arrive("empty_ds", WARPS)
+            yield Advance("ds")
+            yield from send(consumer)
+            yield Advance(f"dq.{consumer}")
+            yield Advance("stage")
+        yield Read("k")
+        yield Arrive("empty_k", WARPS)
+        yield Advance("keys")
+
     def add_dq(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
         for number in range(blocks + results):
             if one_ring or number >= blocks or takes(ring, number):
@@ -256,7 +288,8 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
                 own.started = True
                 yield Advance(f"dq.{ring}")
 
-    def add_in_order(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
+    def add_at_once(ring: int, own: Any, blocks: int) -> Iterator[NamedTuple]:
+        """Where a part's stage is given back before the next part: in order, or of one stage."""
         for _ in range(blocks):
             yield Wait(f"full_dq.{ring}")
             yield Read(f"dq.{ring}")
@@ -278,7 +311,7 @@ def fused(config: Any, constants: source.Constants, count: dict[str, int]) -> Pi
         for end in ("full", "empty"):
             barriers[f"{end}_dq.{ring}"] = f"dq.{ring}", count[f"{end}_dq"]
         if computes_dq:
-            add = add_in_order if config.in_order else add_dq
+            add = add_at_once if config.in_order or constants["kStagesDq"] == 1 else add_dq
             processes[f"adder {ring}"] = of_tiles(add, 1, ring, keeps=True)
     return Pipeline(rings, barriers, memory, processes, tuple(range(6)), keeps=KEEPS)
 
@@ -402,6 +435,7 @@ def of_queries(config: Any, constants: source.Constants, count: dict[str, int]) 
 
 MODELS: dict[str, Callable[[Any, source.Constants, dict[str, int]], Pipeline]] = {
     "gradients/backward_sm90.cu": fused,
+    "gradients/backward_192_sm90.cu": fused,
     "gradients/backward_keys_sm90.cu": split,
     "gradients/backward_queries_sm90.cu": of_queries,
 }

@@ -19,7 +19,7 @@ SKELETONS = {
         *("attention/forward_sm90", "attention/forward_codes_sm90"),
         *("decoding/decode_sm90", "decoding/decode_sm80"),
         *("gradients/backward_sm90", "gradients/backward_keys_sm90"),
-        "gradients/backward_queries_sm90",
+        *("gradients/backward_192_sm90", "gradients/backward_queries_sm90"),
         "sampling/softmax",
     )
 }

@@ -31,10 +31,11 @@ _BLOCK_ROWS = 64  # of queries: kQueries
 
 @dataclasses.dataclass(frozen=True)
 class Sm90BackwardConfig(Config):
-    """gradients/backward_sm90.cu."""
+    """gradients/backward_sm90.cu, or with 192 features backward_192_sm90.cu."""
 
     dtype: str
-    head_dim: int  # padded, of all arrays
+    head_dim: int  # padded
+    head_dim_v: int
     varlen: bool
     computes_dq: bool  # beside dk and dv
     stores_by_tma: bool  # dk and dv, beside the next tile; else they are written from registers
@@ -42,6 +43,7 @@ class Sm90BackwardConfig(Config):
     tile_m: int = 64  # queries
     dropout: bool = False
     in_order: bool = False  # sums of dq are added up in the order of keys
+    heads_inside: bool = False  # a block of queries of all heads comes before the next, as in_order
 
     @property
     def threads(self) -> int:
@@ -51,14 +53,15 @@ class Sm90BackwardConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Keys, values, the stages of queries and dout, two of dS and four of parts of dq (three
-        where three warpgroups compute), and three KiB for statistics, tiles and barriers; of
-        these dropout's masks take the last, or, with four stages of statistics, another."""
+        where three warpgroups compute; with 192 features one of dS and two of larger parts), and
+        three KiB for statistics, tiles and barriers; of these dropout's masks take the last, or,
+        with four stages of statistics, another."""
         stages = 4 if self.head_dim == 64 else 2
-        rows = 2 * self.tile_n + 2 * stages * self.tile_m
-        ds = 4 * self.tile_m * self.tile_n
-        parts = 3 if self.tile_n == 192 else 4
+        rows = self.tile_n + stages * self.tile_m
+        ds = (1 if self.head_dim > 128 else 2) * 2 * self.tile_m * self.tile_n
+        parts = 3 if self.tile_n == 192 or self.head_dim > 128 else 4  # of 64 columns
         rest = 4 if self.dropout and stages == 4 else 3
-        return 2 * rows * self.head_dim + ds + (16 * parts + rest) * 1024
+        return 2 * rows * (self.head_dim + self.head_dim_v) + ds + (16 * parts + rest) * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +119,9 @@ class Sm90AroundConfig(Config):
     """gradients/around_sm90.cu."""
 
     dtype: str
-    head_dim: int
+    head_dim: int  # padded, of out and dout
     varlen: bool
-    sums: bool  # dq is added up in memory
+    sums: int  # columns of dq where it is added up in memory, or 0
     tile_m: int = 64
     tile_n: int = 64
     dropout: bool = False
@@ -139,9 +142,12 @@ SM90_QUERIES_TILES = {
 #: Stages of the pass for dk and dv where one warpgroup computes each.
 SM90_KEYS_STAGES = {(192, 128): 3, (256, 256): 2}
 SECTION_BYTES = 24 << 20  # half of Hopper's L2
-SM90_FUSED_HEAD_DIM = 128  # the most with which one kernel computes dk and dv, and also dq
-#: Keys of its blocks: at head_dim 64 registers suffice for three consumers of 64 each.
-SM90_FUSED_KEYS = {64: (128, 192), 128: (128,)}
+#: Keys of a block of the kernel that computes dk and dv, and also dq, by the padded head_dim: at 64
+#: registers suffice for three consumers of 64 each.
+SM90_FUSED_KEYS = {64: (128, 192), 128: (128,), 192: (128,)}
+#: The most with which there are kernels of that kind with dropout, with sums of dq in an order, and
+#: for dk and dv alone.
+SM90_NARROW_HEAD_DIM = 128
 #: The same of the kernel that computes dk and dv alone, for every call: what a call's results are
 #: does not depend on what else is in it.
 SM90_SPLIT_KEYS = {64: 192}
@@ -192,20 +198,22 @@ class Sm90Backward:
         head_dim = padded[0]
         ragged = spec.rows == "ragged"
         dropout = spec.dropout != 0.0
-        few_registers = head_dim > SM90_FUSED_HEAD_DIM
-        in_order = call.deterministic and not few_registers and _adds_in_order(spec)
-        fused = not few_registers and (in_order or not call.deterministic)
-        if dropout and not fused:
+        wide = head_dim > SM90_NARROW_HEAD_DIM
+        in_order = call.deterministic and not wide and _adds_in_order(spec)
+        fused = head_dim in SM90_FUSED_KEYS and (in_order or not call.deterministic)
+        if dropout and (wide or not fused):
             return None
         tile_n = SM90_SPLIT_KEYS.get(head_dim, 128)
         if fused and not in_order:
             tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors)
         windowed = spec.window_left is not None
+        heads_inside = fused and wide and spec.heads_q > spec.heads_kv and not windowed
         prepare, *passes = _variants(
             *(spec.dtype.name, padded, ragged, fused, tile_n),
             dropout=dropout,
             windowed=windowed,
             in_order=in_order,
+            heads_inside=heads_inside,
         )
 
         slots = spec.seqlen_q // _STATISTICS_PAD + spec.batch
@@ -271,7 +279,8 @@ class Sm90Backward:
             ("nonfinite", 4),
         )
         if fused and (in_order or _opens_sums(spec, head_dim)):
-            workspaces += (("opened", 8 * (rows // _PART_ROWS) * (head_dim // 64)),)
+            parts = 2 if head_dim == 192 else head_dim // 64
+            workspaces += (("opened", 8 * (rows // _PART_ROWS) * parts),)
         return BackwardLaunches(tuple(launches), workspaces=workspaces)
 
     def variants(self, arch: str) -> Iterator[Variant]:
@@ -286,12 +295,14 @@ class Sm90Backward:
                 SM90_FUSED_KEYS.get(dims[0], ()) if fused else split, (False, True)
             ):
                 yield from _variants(dtype, dims, varlen, fused, tile_n, windowed=windowed)
-            if fused and dims[0] in SM90_FUSED_KEYS:
+            if fused and dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
                 yield from _variants(dtype, dims, varlen, fused, *split, in_order=True)
+            elif fused and dims[0] in SM90_FUSED_KEYS:
+                yield from _variants(dtype, dims, varlen, fused, *split, heads_inside=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
-            if dims[0] in SM90_FUSED_KEYS:
+            if dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _repairs(dtype, dims, dropout=True)
 
 
@@ -368,7 +379,7 @@ def _opens_sums(spec: AttentionSpec, head_dim: int) -> bool:
     the first at the queries of its own keys, so that many open sums at once, if slowly; the tiles
     of grouped heads all follow one of them from their second head on."""
     alone = _is_causal(spec) and spec.heads_q == spec.heads_kv
-    if alone and (spec.rows == "ragged" or head_dim == 128):
+    if alone and (spec.rows == "ragged" or head_dim >= 128):
         return True
     return _seen_keys(spec) <= SM90_OPENED_KEYS
 
@@ -417,26 +428,32 @@ def _variants(
     dropout: bool = False,
     windowed: bool = False,
     in_order: bool = False,
+    heads_inside: bool = False,
 ) -> Iterator[Variant]:
     """The kernels of a call, in order; tile_n: keys of a thread block of the one that computes dk
-    and dv together; windowed: keys are bounded on the left."""
+    and dv together; windowed: keys are bounded on the left; heads_inside: for grouped heads of 192
+    features, whose tiles come to a head at different times with a causal mask, so that L2 keeps
+    none of it; with a window they do not."""
     head_dim = dims[0]
-    around = Sm90AroundConfig(dtype, dims[1], varlen, fused)
+    around = Sm90AroundConfig(dtype, dims[1], varlen, head_dim if fused else 0)
     prepare = dataclasses.replace(around, dropout=dropout)
     yield Variant("gradients/around_sm90.cu", "prepare_sm90", prepare)
     if not fused:
         queries = Sm90QueriesConfig(dtype, *dims, varlen, *SM90_QUERIES_TILES[dims])
         yield Variant("gradients/backward_queries_sm90.cu", "backward_queries_sm90", queries)
-    if head_dim <= SM90_FUSED_HEAD_DIM:
+    if fused or head_dim <= SM90_NARROW_HEAD_DIM:
         # With a window of 1024 in 16384 TMA saves 3%; without a mask it loses as much at 8192
         # queries and more, and 1% with a causal mask.
-        stores_by_tma = fused and windowed and not dropout and not in_order
+        wide = head_dim > SM90_NARROW_HEAD_DIM
+        stores_by_tma = fused and windowed and not (dropout or in_order or wide)
         both = Sm90BackwardConfig(
-            *(dtype, head_dim, varlen, fused, stores_by_tma, tile_n),
+            *(dtype, *dims, varlen, fused, stores_by_tma, tile_n),
             dropout=dropout,
             in_order=in_order,
+            heads_inside=heads_inside,
         )
-        yield Variant("gradients/backward_sm90.cu", "backward_sm90", both)
+        kernel = "backward_192_sm90" if wide else "backward_sm90"
+        yield Variant(f"gradients/{kernel}.cu", kernel, both)
     else:
         keys = Sm90KeysConfig(dtype, *dims, varlen, SM90_KEYS_STAGES[dims])
         yield Variant("gradients/backward_keys_sm90.cu", "backward_keys_sm90", keys)
