@@ -100,8 +100,8 @@ INT8, E4M3, INT4, K8V4 = FORMAT_PAIRS
         (INT8, (32, 8), 16, 8, 8192, False),  # 152, 151
         (K8V4, (32, 8), 16, 16, 8192, True),  # 236, 188
         (K8V4, (32, 8), 16, 12, 8192, False),  # 169, 175
-        (INT4, (32, 8), 16, 16, 8192, True),  # 209, about 180
-        (INT4, (32, 8), 16, 12, 8192, False),  # 152, about 180
+        (INT4, (32, 8), 16, 16, 8192, True),  # 199, 165
+        (INT4, (32, 8), 16, 12, 8192, False),  # 152, 165
         (INT4, (32, 8), 16, 64, 8192, True),  # by numbers 401, 358
         (INT4, (32, 32), 2, 256, 8192, True),  # 209, 182
         (K8V4, (32, 32), 2, 256, 8192, True),
@@ -139,11 +139,30 @@ def test_codes_are_expanded_for_each_tile_where_tiles_are_few(
         page_size=16,
         formats=formats,
     )
-    # Tiles of ragged rows are counted as if each sequence had a last one that is not full.
+    # Of ragged rows more tiles are counted than of batched ones.
     if not ragged or (64 < tokens * heads[0] // heads[1] <= 128 and tokens < 128):
         assert codes_sm90.expands_each_tile(spec, 132) == each
     else:
         assert codes_sm90.expands_each_tile(spec, 132) <= each
+
+
+@pytest.mark.parametrize(
+    ("formats", "batch", "tokens"),
+    [(INT4, 24, 490), (INT4, 16, 416), (K8V4, 24, 490)],  # 551 us and 314, 340 and 169, 582 and 322
+)
+def test_codes_of_short_ragged_prompts_are_expanded_for_each_tile(formats, batch, tokens):
+    spec = attention_spec(
+        "paged_attention",
+        (tokens, 32, 128),
+        *[(8192, 8, 128)] * 2,
+        *[BFLOAT16] * 3,
+        causal=True,
+        sequences=batch,
+        keys="paged",
+        page_size=16,
+        formats=formats,
+    )
+    assert codes_sm90.expands_each_tile(spec, 132)
 
 
 @pytest.mark.parametrize(

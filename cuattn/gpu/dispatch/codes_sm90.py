@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,8 +44,8 @@ class Times(NamedTuple):
 TIMES = {
     ("int8", "int8"): Times(18.4e-3, 2.07e-4, 6.7e-5),
     ("float8_e4m3", "float8_e4m3"): Times(19.4e-3, 1.84e-4, 6.6e-5),
-    ("int4", "int4"): Times(21.2e-3, 1.56e-4, 4.8e-5),
-    ("int8", "int4"): Times(21.2e-3, 1.96e-4, 5.4e-5),
+    ("int4", "int4"): Times(19.7e-3, 1.56e-4, 4.8e-5),
+    ("int8", "int4"): Times(20.7e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
 #: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
@@ -174,15 +175,16 @@ def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
     rows = rows_of_sequence(spec)
     if times is None or not fits or rows <= DECODE_ROWS:
         return False
-    tiles, pairs = tiles_of_call(spec), spec.batch * spec.heads_kv
+    tiles, pairs = _likely_tiles(spec), spec.batch * spec.heads_kv
     tokens = min(tokens_of_sequence(spec), spec.seqlen_k)
     keys = spec.seqlen_k - tokens / 2  # that a query sees in the mean
-    each_us = START_US + -(-tiles // multiprocessors) * keys * times.tile_us
+    each_us = START_US + math.ceil(tiles / multiprocessors) * keys * times.tile_us
     if rows <= EXPAND_ROWS:
         return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
     nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
     once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
-    once_us += max(tiles / multiprocessors * keys * NUMBERS_TILE_US, nbytes / NUMBERS_BYTES)
+    tile_us = tiles_of_call(spec) / multiprocessors * keys * NUMBERS_TILE_US
+    once_us += max(tile_us, nbytes / NUMBERS_BYTES)
     return CLEARLY * each_us <= once_us
 
 
@@ -194,6 +196,17 @@ def tiles_of_call(spec: AttentionSpec) -> int:
     if config.varlen:
         return (spec.seqlen_q // queries + spec.batch) * heads
     return -(-spec.seqlen_q // queries) * spec.batch * heads
+
+
+def _likely_tiles(spec: AttentionSpec) -> float:
+    """The same, of ragged rows the mean of the most and the fewest."""
+    most = tiles_of_call(spec)
+    config = _config_of(spec)
+    if not config.varlen:
+        return most
+    heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+    fewest = max(spec.batch, -(-spec.seqlen_q // config.queries_of_tile(spec)))
+    return (most + fewest * heads) / 2
 
 
 def addressable_codes(strides: tuple[int, ...], address: int) -> bool:
