@@ -262,14 +262,16 @@ def test_heads_on_one_key_head_have_a_pass_for_dq_where_it_is_deterministic(
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("heads_kv", [1, 2, 8])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}])
-def test_grouped_heads_of_192_features_come_before_the_next_block(options, heads_kv, ragged):
-    """Without a window on the left; dropout and deterministic sums are not for the one pass."""
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_grouped_heads_come_before_the_next_block(dims, options, heads_kv, ragged):
+    """Without a window on the left, without dropout and where sums have no order; of 192 features
+    the last two are not for the one pass."""
 
     def launches(dropout=0.0, deterministic=False):
         name, rows = "flash_attention", (2, 700)
         if ragged:
             name, rows = "flash_attention_varlen", (1400,)
-        shapes = [(*rows, *last) for last in ((8, 192), (heads_kv, 192), (heads_kv, 128))]
+        shapes = [(*rows, *last) for last in ((8, dims[0]), *((heads_kv, d) for d in dims))]
         more = {"sequences": 2} if ragged else {}
         dtypes = [np.dtype(np.float16)] * 3
         spec = attention_spec(name, *shapes, *dtypes, dropout=dropout, **more, **options)
@@ -278,11 +280,14 @@ def test_grouped_heads_of_192_features_come_before_the_next_block(options, heads
         chosen = dispatch.choose_backward(asked).launches
         return {launch.variant.entry: launch.variant.config for launch in chosen}
 
-    config = launches()["backward_192_sm90"]
-    assert config.heads_inside == (heads_kv < 8 and "window" not in options)
-    assert "backward_queries_sm90" in launches(deterministic=True)
+    wide = dims[0] > 128
+    one_pass = "backward_192_sm90" if wide else "backward_sm90"
+    inside = gradients_sm90.SM90_INSIDE_CAUSAL if options else gradients_sm90.SM90_INSIDE_FULL
+    is_inside = heads_kv < 8 and "window" not in options and dims[0] in inside
+    assert launches()[one_pass].heads_inside == is_inside
+    assert ("backward_queries_sm90" in launches(deterministic=True)) == (wide or heads_kv == 1)
     for other in (launches(dropout=0.1), launches(deterministic=True)):
-        assert "backward_192_sm90" not in other
+        assert one_pass not in other if wide else not other[one_pass].heads_inside
 
 
 def test_few_tiles_of_a_head_begin_together_where_sums_have_an_order():

@@ -148,8 +148,12 @@ SM90_FUSED_KEYS = {64: (128, 192), 128: (128,), 192: (128,)}
 #: The most with which there are kernels of that kind with dropout, with sums of dq in an order, and
 #: for dk and dv alone.
 SM90_NARROW_HEAD_DIM = 128
-#: The same of the kernel that computes dk and dv alone, for every call: what a call's results are
-#: does not depend on what else is in it.
+#: Those with which grouped heads are walked inside a block of queries, with a causal mask and
+#: without a mask.
+SM90_INSIDE_CAUSAL = {64, 128, 192}
+SM90_INSIDE_FULL = {64, 128, 192}
+#: Keys of a block of the kernel that computes dk and dv alone, for every call: what a call's
+#: results are does not depend on what else is in it.
 SM90_SPLIT_KEYS = {64: 192}
 SM90_SHORT_KEYS = 512  # of sequences for which 192 are too many
 #: Time of a block of 192 keys in those of 128, a key: 513 TFLOP/s at 8192 queries instead of 463.
@@ -207,7 +211,7 @@ class Sm90Backward:
         if fused and not in_order:
             tile_n = _keys_of_a_block(spec, head_dim, forward.multiprocessors)
         windowed = spec.window_left is not None
-        heads_inside = fused and wide and spec.heads_q > spec.heads_kv and not windowed
+        heads_inside = fused and not in_order and _walks_heads_inside(spec, head_dim)
         prepare, *passes = _variants(
             *(spec.dtype.name, padded, ragged, fused, tile_n),
             dropout=dropout,
@@ -298,8 +302,9 @@ class Sm90Backward:
             if fused and dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
                 yield from _variants(dtype, dims, varlen, fused, *split, in_order=True)
-            elif fused and dims[0] in SM90_FUSED_KEYS:
-                yield from _variants(dtype, dims, varlen, fused, *split, heads_inside=True)
+            if fused and dims[0] in SM90_INSIDE_CAUSAL | SM90_INSIDE_FULL:
+                for tile_n in SM90_FUSED_KEYS[dims[0]]:
+                    yield from _variants(dtype, dims, varlen, fused, tile_n, heads_inside=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
             if dims[0] <= SM90_NARROW_HEAD_DIM:
@@ -334,6 +339,15 @@ def _keys_of_a_block(spec: AttentionSpec, head_dim: int, multiprocessors: int) -
 def _is_causal(spec: AttentionSpec) -> bool:
     """Whether keys are bounded on the right alone."""
     return spec.window_left is None and spec.window_right is not None
+
+
+def _walks_heads_inside(spec: AttentionSpec, head_dim: int) -> bool:
+    """Whether all heads of a block of queries come before the next block: for grouped heads, whose
+    tiles come to a head at different times with a causal mask, so that L2 keeps none of it. With a
+    window on the left they do not."""
+    if spec.heads_q == spec.heads_kv or spec.window_left is not None or spec.dropout != 0.0:
+        return False
+    return head_dim in (SM90_INSIDE_CAUSAL if _is_causal(spec) else SM90_INSIDE_FULL)
 
 
 def _dealt_time(spec: AttentionSpec, head_dim: int, keys: int, multiprocessors: int) -> int:
@@ -431,9 +445,8 @@ def _variants(
     heads_inside: bool = False,
 ) -> Iterator[Variant]:
     """The kernels of a call, in order; tile_n: keys of a thread block of the one that computes dk
-    and dv together; windowed: keys are bounded on the left; heads_inside: for grouped heads of 192
-    features, whose tiles come to a head at different times with a causal mask, so that L2 keeps
-    none of it; with a window they do not."""
+    and dv together; windowed: keys are bounded on the left; heads_inside: see
+    `_walks_heads_inside`."""
     head_dim = dims[0]
     around = Sm90AroundConfig(dtype, dims[1], varlen, head_dim if fused else 0)
     prepare = dataclasses.replace(around, dropout=dropout)
