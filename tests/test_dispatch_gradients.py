@@ -282,8 +282,8 @@ def test_grouped_heads_come_before_the_next_block(dims, options, heads_kv, ragge
 
     wide = dims[0] > 128
     one_pass = "backward_192_sm90" if wide else "backward_sm90"
-    inside = gradients_sm90.SM90_INSIDE_CAUSAL if options else gradients_sm90.SM90_INSIDE_FULL
-    is_inside = heads_kv < 8 and "window" not in options and dims[0] in inside
+    inside = {64: False, 128: heads_kv == 1 and bool(options), 192: heads_kv < 8}[dims[0]]
+    is_inside = inside and "window" not in options
     assert launches()[one_pass].heads_inside == is_inside
     assert ("backward_queries_sm90" in launches(deterministic=True)) == (wide or heads_kv == 1)
     for other in (launches(dropout=0.1), launches(deterministic=True)):

@@ -148,10 +148,8 @@ SM90_FUSED_KEYS = {64: (128, 192), 128: (128,), 192: (128,)}
 #: The most with which there are kernels of that kind with dropout, with sums of dq in an order, and
 #: for dk and dv alone.
 SM90_NARROW_HEAD_DIM = 128
-#: Those with which grouped heads are walked inside a block of queries, with a causal mask and
-#: without a mask.
-SM90_INSIDE_CAUSAL = {64, 128, 192}
-SM90_INSIDE_FULL = {64, 128, 192}
+#: From how many query heads of a key head on these are walked inside a block of queries.
+SM90_HEADS_INSIDE = {128: 8, 192: 2}
 #: Keys of a block of the kernel that computes dk and dv alone, for every call: what a call's
 #: results are does not depend on what else is in it.
 SM90_SPLIT_KEYS = {64: 192}
@@ -302,9 +300,8 @@ class Sm90Backward:
             if fused and dims[0] <= SM90_NARROW_HEAD_DIM:
                 yield from _variants(dtype, dims, varlen, fused, 128, dropout=True)
                 yield from _variants(dtype, dims, varlen, fused, *split, in_order=True)
-            if fused and dims[0] in SM90_INSIDE_CAUSAL | SM90_INSIDE_FULL:
-                for tile_n in SM90_FUSED_KEYS[dims[0]]:
-                    yield from _variants(dtype, dims, varlen, fused, tile_n, heads_inside=True)
+            if fused and dims[0] in SM90_HEADS_INSIDE:
+                yield from _variants(dtype, dims, varlen, fused, *split, heads_inside=True)
         for dtype, dims in itertools.product(("float16", "bfloat16"), SM90_QUERIES_TILES):
             yield from _repairs(dtype, dims)
             if dims[0] <= SM90_NARROW_HEAD_DIM:
@@ -344,10 +341,13 @@ def _is_causal(spec: AttentionSpec) -> bool:
 def _walks_heads_inside(spec: AttentionSpec, head_dim: int) -> bool:
     """Whether all heads of a block of queries come before the next block: for grouped heads, whose
     tiles come to a head at different times with a causal mask, so that L2 keeps none of it. With a
-    window on the left they do not."""
-    if spec.heads_q == spec.heads_kv or spec.window_left is not None or spec.dropout != 0.0:
+    window on the left they do not; with few heads of 128 features L2 keeps enough, and tiles that
+    begin together add to the same sums."""
+    if spec.window_left is not None or spec.dropout != 0.0:
         return False
-    return head_dim in (SM90_INSIDE_CAUSAL if _is_causal(spec) else SM90_INSIDE_FULL)
+    group = spec.heads_q // spec.heads_kv
+    causal_or_wide = head_dim == 192 or _is_causal(spec)
+    return causal_or_wide and group >= SM90_HEADS_INSIDE.get(head_dim, group + 1)
 
 
 def _dealt_time(spec: AttentionSpec, head_dim: int, keys: int, multiprocessors: int) -> int:
