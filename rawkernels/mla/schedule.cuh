@@ -10,8 +10,17 @@
 #pragma once
 
 #include "decoding/schedule.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace mla {
+
+// n / d for 0 < d < 2^16 and 0 <= n < 2^16, by a multiplication: a warp that looks for its piece
+// divides several times, and nothing else of its block can begin before.
+struct Divisor {
+  unsigned d, magic;
+  __device__ __forceinline__ explicit Divisor(int n) : d(n), magic(0xffffffffu / d + 1) {}
+  __device__ __forceinline__ int divide(int n) const { return d == 1 ? n : __umulhi(n, magic); }
+};
 
 template <int kRows, int kTileKeys>
 struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
@@ -52,6 +61,9 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
   // or several tiles of rows.
   __device__ __forceinline__ unsigned long long steps_of_lane(const DecodeParams& params) {
     unsigned long long steps = 0;
+    // The loop below waits for one length at a time: this way only the first comes from afar.
+    const int line = threadIdx.x % 32 * 32;
+    if (params.seq_lens != nullptr && line < params.batch) ptx::touch(params.seq_lens + line);
 #pragma unroll 1
     for (int i = 0; 32 * i < params.batch; ++i) {
       const int index = 32 * i + threadIdx.x % 32;
@@ -64,9 +76,12 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
     }
     return steps;
   }
-  __device__ __forceinline__ static int pieces_of(unsigned long long steps, int i, int most) {
-    const unsigned count = steps >> kStepBits * i & (1 << kStepBits) - 1;
-    return (count + most - 1) / most;
+  __device__ __forceinline__ static int steps_of(unsigned long long steps, int i) {
+    return static_cast<unsigned>(steps >> kStepBits * i) & (1 << kStepBits) - 1;
+  }
+  __device__ __forceinline__ static int pieces_of(unsigned long long steps, int i,
+                                                  const Divisor& most) {
+    return most.divide(steps_of(steps, i) + most.d - 1);
   }
 
   // How many steps a piece has at most; 0 if groups are to have even shares.
@@ -76,7 +91,7 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
     int longest = 0, total = 0;
 #pragma unroll 1
     for (int i = 0; 32 * i < batch; ++i) {
-      const int count = pieces_of(steps, i, 1);
+      const int count = steps_of(steps, i);
       longest = max(longest, count);
       total += count;
     }
@@ -88,9 +103,10 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
     if (longest <= share + splits + parts) return max(1, longest);
 #pragma unroll 1
     for (int most = share; most <= share + splits; ++most) {
+      const Divisor divisor(most);
       int count = 0;
 #pragma unroll 1
-      for (int i = 0; 32 * i < batch; ++i) count += pieces_of(steps, i, most);
+      for (int i = 0; 32 * i < batch; ++i) count += pieces_of(steps, i, divisor);
       if (__reduce_add_sync(~0u, count) <= groups) return most;
     }
     return 0;
@@ -101,20 +117,21 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
                                               int most) {
     const int lane = threadIdx.x % 32, group = blockIdx.y;
     this->head = this->row_tile = this->step = this->end = 0;
+    const Divisor divisor(most);
     int before = 0;
 #pragma unroll 1
     for (int i = 0; 32 * i < params.batch; ++i) {
-      const int own = pieces_of(steps, i, most);
+      const int own = pieces_of(steps, i, divisor);
+      const int all = __reduce_add_sync(~0u, own);
+      if (group >= before + all) {
+        before += all;
+        continue;
+      }
       int inclusive = own;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int other = __shfl_up_sync(~0u, inclusive, distance);
         if (lane >= distance) inclusive += other;
-      }
-      const int all = __shfl_sync(~0u, inclusive, 31);
-      if (group >= before + all) {
-        before += all;
-        continue;
       }
       const int holder = __ffs(__ballot_sync(~0u, before + inclusive > group)) - 1;
       this->larger = -__shfl_sync(~0u, own, holder);
