@@ -117,6 +117,18 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
 
 
+def test_blocks_leave_tasks_where_there_are_more_tiles():
+    for batch, by_block in ((66, 0), (67, 1)):
+        launches = choose_mla(described(heads=128, batch=batch))
+        assert launches.combine.grid == (132, 4, 1)
+        assert launches.task_bytes == 48 * 132
+        for launch in (launches.main, launches.combine):
+            assert packed(launch, MLA_PARAMS)["tasks_by_block"] == by_block
+    fixed = choose_mla(described(heads=128, batch=67, num_splits="fixed"))
+    assert fixed.combine.grid[0] == 134
+    assert packed(fixed.main, MLA_PARAMS)["tasks_by_block"] == 0
+
+
 @pytest.mark.parametrize("format", ["", "int8"])
 def test_rows_that_lie_too_far_apart_are_left_to_others(format):
     call = described(format=format, top_k=None if format else 100)

@@ -25,6 +25,7 @@ struct SplitConsumer : Consumer<false> {
   tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) clear_task(mla);
     const bool by_tma = !kExpands && mla.query_rows > 0;
     if (by_tma) clear_missing_queries();
     while (true) {

@@ -34,7 +34,7 @@ struct MlaParams {
   const int* cu_tokens;        // of them: where each one's queries begin; null: `tokens` of each
   void* parts;                 // for partial results, PartialTile each
   unsigned long long call_id;  // a random number of this call's own
-  CombineTask* tasks;          // one for each tile of rows; null: nothing is to be merged
+  CombineTask* tasks;          // null: nothing is to be merged
   Strides q_rope_stride;
   PageStrides rope_stride;
   long long index_stride;
@@ -43,6 +43,9 @@ struct MlaParams {
   int window_left, window_right;  // with `indices`, where DecodeParams has none
   int capacity;                   // tokens that a sequence's pages have room for
   int query_rows;  // of a tile, that TMA loads as one box; 0: rows are copied one by one
+  // There is a task for each thread block, not for each tile of rows: where keys are shared evenly a
+  // block has the last split of one tile at most whose keys are split.
+  int tasks_by_block;
 };
 
 namespace mla {

@@ -33,6 +33,8 @@ FEW_CLUSTER, FEW_CLUSTERS = 8, 15
 #: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
 #: block take longer than the second launch that is saved.
 FEW_ROWS, FEW_KEYS = 32, 4096
+#: Thread blocks of mla/combine.cu for each multiprocessor: beyond, a warp has several rows.
+COMBINE_BLOCKS = 4
 #: Columns that share a scale there, or twice as many, or all: kScaleColumns of mla/codes.cuh.
 SCALE_COLUMNS = 128
 
@@ -588,7 +590,12 @@ def _simt_variant(dtype: str, *, quantized: bool) -> Variant:
 
 
 def _partitioned(
-    call: MlaCall, variant: Variant, head_tiles: int = 1, query_rows: int = 0
+    call: MlaCall,
+    variant: Variant,
+    head_tiles: int = 1,
+    query_rows: int = 0,
+    *,
+    tasks_by_block: bool = False,
 ) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
     takes tiles of heads as key heads that have the same keys."""
@@ -602,34 +609,48 @@ def _partitioned(
         index_stride=call.top_k or 0,
         row_tiles=-(-rows // variant.config.rows),
         query_rows=query_rows,
+        tasks_by_block=tasks_by_block,
     )
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
 
 def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches:
     """The launch of a kernel that leaves partial results to a second one, where it may split keys.
-    The grid is (tiles of heads, groups of blocks), and of the second (tiles of rows, their rows,
-    pieces of O's columns)."""
+    The grid is (tiles of heads, groups of blocks), and of the second (tasks, pieces of a tile's
+    rows, pieces of O's columns). A task is a tile of rows; or, where there are more of these than
+    thread blocks, what a block leaves."""
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
-    launch = _partitioned(call, variant, head_tiles, query_rows)
     if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
+        launch = _partitioned(call, variant, head_tiles, query_rows)
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
         tiles = rows // variant.config.rows + spec.batch
     else:
         tiles = spec.batch * -(-rows // variant.config.rows)
+    tasks = tiles * head_tiles
+    by_block = (
+        isinstance(variant.config, Sm90MlaConfig)
+        and call.num_splits is None
+        and tasks > call.multiprocessors * variant.config.blocks_per_sm
+    )
+    launch = _partitioned(call, variant, head_tiles, query_rows, tasks_by_block=by_block)
+    if by_block:
+        tasks = math.prod(launch.grid)
     tile_rows = min(rows, variant.config.rows)
     few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
     columns = LATENT // 4 if few else LATENT
+    # As many blocks as are resident, and a row or more for each warp, in equal numbers.
+    eights = -(-tile_rows // 8)
+    rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
     combine = Launch(
         _combine_variant(spec.dtype.name, variant.config.rows, columns),
-        (tiles * head_tiles, tile_rows if few else -(-tile_rows // 8), LATENT // columns),
+        (tasks, tile_rows if few else -(-eights // rows_each), LATENT // columns),
         launch.arguments,
     )
     main = dataclasses.replace(launch, workspace_bytes=0)
-    return MlaLaunches(main, combine, launch.workspace_bytes, tiles * head_tiles * TASK_BYTES)
+    return MlaLaunches(main, combine, launch.workspace_bytes, tasks * TASK_BYTES)
 
 
 def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:
