@@ -115,12 +115,13 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert launches.task_bytes == 48 * 3 * tiles
     assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
+    assert launches.main.tensor_maps["latent"].l2_bytes == 128
 
 
 def test_blocks_leave_tasks_where_there_are_more_tiles():
     for batch, by_block in ((66, 0), (67, 1)):
         launches = choose_mla(described(heads=128, batch=batch))
-        assert launches.combine.grid == (132, 4, 1)
+        assert launches.combine.grid == (132, 3, 1)
         assert launches.task_bytes == 48 * 132
         for launch in (launches.main, launches.combine):
             assert packed(launch, MLA_PARAMS)["tasks_by_block"] == by_block

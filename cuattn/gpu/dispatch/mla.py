@@ -33,8 +33,9 @@ FEW_CLUSTER, FEW_CLUSTERS = 8, 15
 #: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
 #: block take longer than the second launch that is saved.
 FEW_ROWS, FEW_KEYS = 32, 4096
-#: Thread blocks of mla/combine.cu for each multiprocessor: beyond, a warp has several rows.
-COMBINE_BLOCKS = 4
+#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: beyond, a warp has several
+#: rows.
+COMBINE_BLOCKS = 3
 #: Columns that share a scale there, or twice as many, or all: kScaleColumns of mla/codes.cuh.
 SCALE_COLUMNS = 128
 
@@ -359,6 +360,7 @@ def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
         (columns, spec.page_size, -(-width // 64), call.num_pages),
         (key, 64 * column, page),
         (64, min(spec.page_size, 64), 1, 1),
+        l2_bytes=128,  # a row of a panel: the next panel's is asked for by itself
     )
 
 
