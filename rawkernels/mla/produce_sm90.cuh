@@ -122,6 +122,10 @@ struct Loader {
   }
 };
 
+// The warp that tells the consumers of splits: not one that loads a split's first keys, where these
+// are loaded by other warps than the next ones.
+constexpr int kTellingWarp = Config::gather ? 0 : 2;
+
 // Tells the consumers of a split; how many blocks of keys it has, -1 where there is no split.
 __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
                                         const Schedule& schedule, const decoding::Split& split,
@@ -129,7 +133,7 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
   const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
   constexpr int kStepKeys = (kExpands ? 2 : 1) * kBlockKeys;
   const int blocks = exists ? (keys + kStepKeys - 1) / kStepKeys * (kStepKeys / kBlockKeys) : -1;
-  if (threadIdx.x != kConsumers) return blocks;
+  if (threadIdx.x != kConsumers + 32 * kTellingWarp) return blocks;
   ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
   Work& work = smem.queue[queue.index];
   work.blocks = blocks;

@@ -22,9 +22,9 @@ struct Divisor {
   __device__ __forceinline__ int divide(int n) const { return d == 1 ? n : __umulhi(n, magic); }
 };
 
-template <int kRows, int kTileKeys>
-struct PieceSchedule : decoding::Schedule<kRows, kTileKeys> {
-  using Even = decoding::Schedule<kRows, kTileKeys>;
+template <int kRows, int kTileKeys, int kTileSteps>
+struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps> {
+  using Even = decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps>;
   static constexpr int kSplitSteps = 3;  // what a split costs beside its keys, about
   static constexpr int kPartSteps = 3;   // and partial results, if all groups have some
   static constexpr int kLaneSequences = 5, kStepBits = 12;

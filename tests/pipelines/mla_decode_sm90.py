@@ -45,6 +45,7 @@ class Protocol:
     arrivals: tuple[tuple[str, int], ...]
     threads: tuple[int, ...]  # of each named barrier
     producers: int  # that share each block's keys; 0: four, each asks TMA for half of a buffer
+    tells: int  # which of them tells the consumers of splits
     full: tuple[str, ...]  # parts with a barrier, which is that of those that follow too
     values_first: bool  # the even consumer adds the odd values before it asks for its next scores
     asks: bool  # a producing warp asks TMA for queries; else the consumers copy them
@@ -65,6 +66,7 @@ def protocols() -> set[Protocol]:
             tuple(sorted(copied.items())),
             tuple(sorted({constants.value(threads) for threads in named})),
             constants["kProducers"] if constants.config.gather else 0,
+            constants["kTellingWarp"],
             ("left",) if constants["kExpands"] else PARTS[: 3 - constants.config.gather],
             bool(constants["kValuesFirst"]),
             asks=False,
@@ -84,12 +86,15 @@ def second(buffer: int) -> tuple[str, ...]:
 
 class Producer:
     """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
-    by half or expands at once. The first one tells consumers of splits, the last one asks for
-    queries: before it loads keys, or, where it has keys of both buffers, behind the first ones of
-    all splits but the first."""
+    by half or expands at once. One tells consumers of splits, the last one asks for queries: before
+    it loads keys, or, where it has keys of both buffers, behind the first ones of all splits but
+    the first."""
 
-    def __init__(self, warp: int, producers: int, full: tuple[str, ...], *, asks: bool) -> None:
+    def __init__(
+        self, warp: int, producers: int, full: tuple[str, ...], *, tells: bool, asks: bool
+    ) -> None:
         self.warp = warp
+        self.tells = tells
         self.full = full
         self.asks = asks
         #: Of a warp with its keys, where it has some: each lane's copies and it.
@@ -98,7 +103,7 @@ class Producer:
         self.buffers = (0, 1) if producers else (warp // 2,)
 
     def __call__(self, own, blocks) -> Iterator[NamedTuple]:
-        if self.warp == 0:
+        if self.tells:
             yield Wait("empty_work", before=True)
             yield Write("work")
             yield Arrive("full_work")
@@ -311,7 +316,11 @@ def pipeline(p: Protocol) -> Pipeline:
     producers = WARPS if p.producers else 2 * WARPS
     processes: dict[str, Role] = {
         f"producer {warp}": Producer(
-            warp, p.producers, p.full, asks=p.asks and warp == producers - 1
+            warp,
+            p.producers,
+            p.full,
+            tells=warp == p.tells,
+            asks=p.asks and warp == producers - 1,
         )
         for warp in range(producers)
     }
