@@ -42,7 +42,7 @@ constexpr bool kValuesFirst = kExpands;
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 // Where 64 heads fill a tile, its queries and its result take as long as two steps of keys; keys
 // that are expanded take longer.
-using Schedule = PieceSchedule<kRows, kBlockKeys, kExpands ? 1 : 2>;
+using Schedule = PieceSchedule<kRows, kBlockKeys, kExpands ? 1 : 2, kExpands ? 1 : 2>;
 
 // A split, as the producer finds it and consumers work on it. Where codes are expanded it has whole
 // pairs of blocks: the keys of the last one may all be missing.

@@ -3,12 +3,6 @@
 
 namespace ptx {
 
-// Brings a line to L1: a load of 4 bytes that nobody waits for.
-__device__ __forceinline__ void touch(const void* global) {
-  unsigned unused;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(global));
-}
-
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
