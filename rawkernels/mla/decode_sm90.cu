@@ -9,9 +9,10 @@
 //   heads; where there are several tiles of heads, params has a key head for each, all of the same
 //   keys, so that thread blocks read them side by side.
 //
-// Two warpgroups compute (consumer_sm90.cuh). A third one finds splits and loads keys: each warp
-// half of a buffer (mla/produce_sm90.cuh), or some keys of each block where they lie apart
-// (gather_sm90.cuh) or are codes (expand_sm90.cuh).
+// Two warpgroups compute (consumer_sm90.cuh). A third one finds splits, the first of them before it
+// knows that mbarriers are there, and loads keys: each warp half of a buffer
+// (mla/produce_sm90.cuh), or some keys of each block where they lie apart (gather_sm90.cuh) or are
+// codes (expand_sm90.cuh).
 #include "mla/consumer_sm90.cuh"
 #include "mla/expand_sm90.cuh"
 #include "mla/gather_sm90.cuh"
@@ -128,15 +129,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   mla::Smem& smem = *reinterpret_cast<mla::Smem*>(dynamic_smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) {
-    mla::prepare(smem, maps);
-    if (mla_params.query_rows > 0) {
-      ptx::prefetch_tensormap(maps.q);
-      ptx::prefetch_tensormap(maps.q_rope);
-    }
-  }
-  __syncthreads();
   if (warpgroup < 2) {
+    if (threadIdx.x == 0) {
+      mla::prepare(smem, maps);
+      if (mla_params.query_rows > 0) {
+        ptx::prefetch_tensormap(maps.q);
+        ptx::prefetch_tensormap(maps.q_rope);
+      }
+    }
+    __syncwarp();
+    if (threadIdx.x < 32) ptx::bar_arrive(mla::kReady, mla::kReadyThreads);
+    ptx::bar_sync(mla::kBoth, mla::kConsumers);
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     mla::SplitConsumer{{smem, params, mla_params, warpgroup == 1}}.run();
   } else {

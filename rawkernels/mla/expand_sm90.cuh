@@ -279,6 +279,7 @@ __device__ __forceinline__ void expand(Smem& common, const DecodeParams& params,
   Expander<kFormat> expander = {smem, params, mla, static_cast<unsigned>(ptx::thread_index())};
   BetweenSplits first;
   first.schedule.start(params);  // where there is no split, next() says so
+  ptx::bar_sync(kReady, kReadyThreads);
   if (expander.lane() == 0) smem.warps[expander.warp()] = first;
   __syncwarp();
   while (true) {

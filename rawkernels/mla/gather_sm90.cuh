@@ -127,6 +127,7 @@ __device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
   bool asks_first = asks;
   Schedule first;
   first.start(params);  // where there is no split, next() says so
+  ptx::bar_sync(kReady, kReadyThreads);
   if (gatherer.lane == 0) smem.schedules[gatherer.warp] = first;
   while (true) {
     __syncwarp();

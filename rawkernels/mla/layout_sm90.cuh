@@ -90,10 +90,12 @@ enum Barrier {
   kProbabilitiesOdd,       // consumer 1's
   kBoth,                   // both consumers wait for each other
   kOwn,                    // and kOwn + 1: the warps of a consumer, 128 threads
+  // Mbarriers are there: the warp that has made them arrives, the producing warps wait.
+  kReady = kOwn + 2,
   // Of decode_few_sm90.cu.
-  kRequested = kOwn +
-      2,    // Q has been requested, ahead of keys, and barriers are there: all threads
-  kLoaders  // the producing warps wait for each other, 128 threads
+  kRequested,  // Q has been requested, ahead of keys, and barriers are there: all threads
+  kLoaders     // the producing warps wait for each other, 128 threads
 };
+constexpr int kReadyThreads = 32 * (kProducers + 1);
 
 }  // namespace mla

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "mla/layout_sm90.cuh"
+#include "ptx/bar.cuh"
 #include "ptx/elect.cuh"
 
 struct Maps {
@@ -159,6 +160,7 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   bool exists = schedule.start(params);
+  ptx::bar_sync(kReady, kReadyThreads);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);

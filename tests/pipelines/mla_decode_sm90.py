@@ -64,7 +64,7 @@ def protocols() -> set[Protocol]:
         protocol = Protocol(
             constants["kQueue"],
             tuple(sorted(copied.items())),
-            tuple(sorted({constants.value(threads) for threads in named})),
+            tuple(sorted({constants.value(n) for n in named if n != "kReadyThreads"})),
             constants["kProducers"] if constants.config.gather else 0,
             constants["kTellingWarp"],
             ("left",) if constants["kExpands"] else PARTS[: 3 - constants.config.gather],
