@@ -130,6 +130,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::shared_row
                 const __grid_constant__ MlaParams mla_params) {
   using namespace mla;
   const CombineTask task = mla_params.tasks[blockIdx.x];
+  // For a replay of both launches in a CUDA graph, which has this call's id.
+  if (mla_params.tasks_by_block && blockIdx.y + blockIdx.z + threadIdx.x == 0)
+    mla_params.tasks[blockIdx.x].left = 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row = Config::shared_rows ? blockIdx.y : blockIdx.y * kWarps + warp;
   if (task.call_id != mla_params.call_id || row >= task.rows) return;

@@ -16,6 +16,7 @@
 #include "mla/consumer_sm90.cuh"
 #include "mla/expand_sm90.cuh"
 #include "mla/gather_sm90.cuh"
+#include "ptx/acquire_release.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 
@@ -69,21 +70,63 @@ struct SplitConsumer : Consumer<false> {
       sum[r] = tile::quad_sum(softmax.row_sum[r]);
       if (lane % 4 == 0) smem.row_sum[odd][row + 8 * r] = sum[r];
     }
+    if (kMerges && threadIdx.x == 0) smem.merges = next_has_left();
     ptx::bar_sync(kBoth, kConsumers);
+    bool merges = false;
+    if constexpr (kMerges) merges = smem.merges;
     const decoding::Split& split = work->split;
     const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int its_row = row + 8 * r;
       sum[r] += smem.row_sum[!odd][its_row];
-      const float max = softmax.row_max[r] * scale_log2;
-      if (work->place.count > 1)
+      float max = softmax.row_max[r] * scale_log2;
+      if (merges) add_part(min(its_row, rows - 1), max, sum[r], r);
+      if (work->place.count > 1 && !merges)
         put_part(its_row, its_row < rows, max, sum[r], r);
       else
         put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), its_row < rows, r);
     }
-    if (threadIdx.x == 0 && work->place.index + 1 == work->place.count)
-      put_task<kRows>(params, mla, split, work->place);
+    if (threadIdx.x == 0 && leaves_task(merges)) put_task<kRows>(params, mla, split, work->place);
+    if (kMerges && work->place.merges && work->place.index == 1) {
+      ptx::bar_sync(kBoth, kConsumers);
+      if (threadIdx.x == 0) ptx::store_release(&mla.tasks[block_number()].left, mla.call_id);
+    }
+  }
+
+  // Whether the block that goes on where this one's keys end has left the other of two partial
+  // results. Nobody waits for it.
+  __device__ __forceinline__ bool next_has_left() const {
+    return work->place.merges && work->place.index == 0 &&
+           ptx::load_acquire(&mla.tasks[block_number() + gridDim.x].left) == mla.call_id;
+  }
+
+  __device__ __forceinline__ bool leaves_task(bool merges) const {
+    if constexpr (kMerges) return work->place.index == 0 && !merges;
+    return work->place.index + 1 == work->place.count;
+  }
+
+  // Adds the next block's part of a row, as combine.cu would, so that results do not depend on who
+  // merges them.
+  __device__ __forceinline__ void add_part(int its_row, float& max, float& sum, int r) {
+    using Tile = PartialTile<kRows, kLatent>;
+    const Tile& part = static_cast<const Tile*>(mla.parts)[work->place.slot(1)];
+    const float2 max_sum = __ldcg(&part.max_sum[its_row]);
+    const float new_max = fmaxf(max, max_sum.x);
+    const float offset = tile::OnlineSoftmax::offset(new_max, 1.0f);
+    const float own = ptx::ex2(max - offset), others = ptx::ex2(max_sum.x - offset);
+    max = new_max;
+    sum = fmaf(others, max_sum.y, own * sum);
+    const float4* const from = part.o + Tile::at(its_row, first_panel * 16 + lane % 4);
+#pragma unroll
+    for (int i = 0; i < kLatent / 4; i += 8) {
+      const float4 other = __ldcg(&from[Tile::at(0, i / 2)]);
+      float* const to = o + i + 2 * r;
+      to[0] = fmaf(others, other.x, own * to[0]);
+      to[1] = fmaf(others, other.y, own * to[1]);
+      to[4] = fmaf(others, other.z, own * to[4]);
+      to[5] = fmaf(others, other.w, own * to[5]);
+    }
   }
 
   // A row of a partial result, where it exists: numbers go where they are in the fragment.

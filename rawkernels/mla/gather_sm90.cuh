@@ -134,7 +134,7 @@ __device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
     Schedule schedule = smem.schedules[gatherer.warp];
     decoding::Split split;
     const bool exists = schedule.next(params, split);
-    const int blocks = put_work(common, params, schedule, split, exists, queue);
+    const int blocks = put_work(common, params, mla, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     if (gatherer.lane == 0) smem.schedules[gatherer.warp] = schedule;

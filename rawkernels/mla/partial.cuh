@@ -32,7 +32,8 @@ __device__ __forceinline__ void clear_task(const MlaParams& mla) {
   if (mla.tasks != nullptr && mla.tasks_by_block) mla.tasks[block_number()].call_id = 0;
 }
 
-// Leaves what merges a tile's partial results, by the split that is its last.
+// Leaves what merges a tile's partial results, by one of its splits: where each thread block has a
+// task, its first.
 template <int kRows>
 __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaParams& mla,
                                          const decoding::Split& split,

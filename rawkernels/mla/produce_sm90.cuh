@@ -129,8 +129,9 @@ constexpr int kTellingWarp = Config::gather ? 0 : 2;
 
 // Tells the consumers of a split; how many blocks of keys it has, -1 where there is no split.
 __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
-                                        const Schedule& schedule, const decoding::Split& split,
-                                        bool exists, tile::PipelineState<kQueue>& queue) {
+                                        const MlaParams& mla, const Schedule& schedule,
+                                        const decoding::Split& split, bool exists,
+                                        tile::PipelineState<kQueue>& queue) {
   const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
   constexpr int kStepKeys = (kExpands ? 2 : 1) * kBlockKeys;
   const int blocks = exists ? (keys + kStepKeys - 1) / kStepKeys * (kStepKeys / kBlockKeys) : -1;
@@ -141,6 +142,8 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
   if (exists) {
     work.split = split;
     work.place = schedule.place_of(params, split);
+    if (kMerges)
+      work.place.merges = mla.tasks_by_block && work.place.count == 2 && !schedule.has_pieces();
   }
   ptx::mbarrier_arrive(smem.full_work[queue.index]);
   queue.advance();
@@ -164,7 +167,7 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int blocks = put_work(smem, params, schedule, split, exists, queue);
+    const int blocks = put_work(smem, params, mla, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     loader.begin(split);

@@ -23,7 +23,7 @@ from cuattn.gpu.tensormap import TensorMap, addressable
 
 LATENT = 512  # width that kernels pad latents to
 ROPE = 64  # … and what is rotated
-TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
+TASK_BYTES = 64  # CombineTask of rawkernels/mla/params.cuh
 #: Formats of latents that kernels with tensor cores expand; "": as they are. Others go to `simt`.
 LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
 #: Thread blocks of a cluster of mla/decode_few_sm90.cu, and how many clusters run at a time on an
@@ -620,7 +620,7 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     """The launch of a kernel that leaves partial results to a second one, where it may split keys.
     The grid is (tiles of heads, groups of blocks), and of the second (tasks, pieces of a tile's
     rows, pieces of O's columns). A task is a tile of rows; or, where there are more of these than
-    thread blocks, what a block leaves."""
+    half of the thread blocks, what a block leaves."""
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
     if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
@@ -635,7 +635,7 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     by_block = (
         isinstance(variant.config, Sm90MlaConfig)
         and call.num_splits is None
-        and tasks > call.multiprocessors * variant.config.blocks_per_sm
+        and 2 * tasks > call.multiprocessors * variant.config.blocks_per_sm
     )
     launch = _partitioned(call, variant, head_tiles, query_rows, tasks_by_block=by_block)
     if by_block:
