@@ -112,9 +112,23 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     few = heads < 128
     assert launches.combine.grid == (3 * tiles, min(heads, 64) if few else 8, 4 if few else 1)
     assert launches.combine.variant.config.columns == (128 if few else 512)
-    assert launches.task_bytes == 48 * 3 * tiles
+    assert launches.task_bytes == 64 * 3 * tiles
     assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
+    assert launches.main.tensor_maps["latent"].l2_bytes == 128
+
+
+def test_blocks_leave_tasks_where_there_are_more_tiles():
+    for batch, by_block in ((33, 0), (34, 1), (67, 1)):
+        launches = choose_mla(described(heads=128, batch=batch))
+        tasks = 132 if by_block else 66
+        assert launches.combine.grid == (tasks, 3 if by_block else 4, 1)
+        assert launches.task_bytes == 64 * tasks
+        for launch in (launches.main, launches.combine):
+            assert packed(launch, MLA_PARAMS)["tasks_by_block"] == by_block
+    fixed = choose_mla(described(heads=128, batch=67, num_splits="fixed"))
+    assert fixed.combine.grid[0] == 134
+    assert packed(fixed.main, MLA_PARAMS)["tasks_by_block"] == 0
 
 
 @pytest.mark.parametrize("format", ["", "int8"])

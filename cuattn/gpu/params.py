@@ -98,7 +98,10 @@ MLA_PARAMS = Struct(
     ("Strides", "q_rope_stride"),
     ("PageStrides", "rope_stride"),
     ("long long", "index_stride"),
-    ("int", "tokens sequences row_tiles window_left window_right capacity query_rows"),
+    (
+        "int",
+        "tokens sequences row_tiles window_left window_right capacity query_rows tasks_by_block",
+    ),
     call_id="call_id",
 )
 

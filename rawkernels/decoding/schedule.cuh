@@ -174,15 +174,13 @@ struct SplitPlace {
   }
 };
 
-// The splits of this thread block, one after the other. A work tile's steps are kTileSteps, for its
-// queries and its epilogue, and one for each block of keys; groups get equal contiguous ranges of
-// steps. With fixed splits nothing is counted but the blocks. With kSpread, groups that have one
-// step more lie evenly among the others: work tiles of n blocks that have equal numbers of groups,
-// which divide n, are then cut into equal splits.
-template <int kRows, int kTileKeys, int kHeads = 1, bool kSpread = false>
+// The splits of this thread block, one after the other. A work tile's steps are one for its queries
+// and its epilogue, or kTileSteps where a token's heads fill it, and one for each block of keys;
+// groups get equal contiguous ranges of steps. With fixed splits nothing is counted but the blocks.
+// With kSpread, groups that have one step more lie evenly among the others: work tiles of n blocks
+// that have equal numbers of groups, which divide n, are then cut into equal splits.
+template <int kRows, int kTileKeys, int kHeads = 1, bool kSpread = false, int kTileSteps = 1>
 struct Schedule {
-  static constexpr int kTileSteps = 1;
-
   CachedSequence seq;
   KvBlocks blocks;
   int head, row_tile, index;  // of the next step; head counts this thread block's heads
@@ -190,7 +188,8 @@ struct Schedule {
   int share, larger;          // steps of a group; `larger` groups, the first ones, have one more
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
-    return params.fixed_splits != 0 || params.single_tile ? 0 : kTileSteps;
+    if (params.fixed_splits != 0 || params.single_tile) return 0;
+    return kTileSteps > 1 && params.group < kRows ? 1 : kTileSteps;
   }
 
   // Leaves the last row tile's blocks in `blocks`.
@@ -284,9 +283,10 @@ struct Schedule {
                         0};
     if (count == blocks.count) return place;
     if (place.balanced) {
-      const int first_group = group_of(tile_step + kTileSteps);
+      const int extra = kTileSteps > 1 ? extra_steps(params) : kTileSteps;
+      const int first_group = group_of(tile_step + extra);
       place.index = blockIdx.y - first_group;
-      place.count = group_of(tile_step + kTileSteps + blocks.count - 1) - first_group + 1;
+      place.count = group_of(tile_step + extra + blocks.count - 1) - first_group + 1;
       place.first_slot = 2 * first_group;
     } else {
       place.index = block;

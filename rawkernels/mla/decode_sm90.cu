@@ -9,12 +9,14 @@
 //   heads; where there are several tiles of heads, params has a key head for each, all of the same
 //   keys, so that thread blocks read them side by side.
 //
-// Two warpgroups compute (consumer_sm90.cuh). A third one finds splits and loads keys: each warp
-// half of a buffer (mla/produce_sm90.cuh), or some keys of each block where they lie apart
-// (gather_sm90.cuh) or are codes (expand_sm90.cuh).
+// Two warpgroups compute (consumer_sm90.cuh). A third one finds splits, the first of them before it
+// knows that mbarriers are there, and loads keys: each warp half of a buffer
+// (mla/produce_sm90.cuh), or some keys of each block where they lie apart (gather_sm90.cuh) or are
+// codes (expand_sm90.cuh).
 #include "mla/consumer_sm90.cuh"
 #include "mla/expand_sm90.cuh"
 #include "mla/gather_sm90.cuh"
+#include "ptx/acquire_release.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 
@@ -25,6 +27,7 @@ struct SplitConsumer : Consumer<false> {
   tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) clear_task(mla);
     const bool by_tma = !kExpands && mla.query_rows > 0;
     if (by_tma) clear_missing_queries();
     while (true) {
@@ -67,21 +70,63 @@ struct SplitConsumer : Consumer<false> {
       sum[r] = tile::quad_sum(softmax.row_sum[r]);
       if (lane % 4 == 0) smem.row_sum[odd][row + 8 * r] = sum[r];
     }
+    if (kMerges && threadIdx.x == 0) smem.merges = next_has_left();
     ptx::bar_sync(kBoth, kConsumers);
+    bool merges = false;
+    if constexpr (kMerges) merges = smem.merges;
     const decoding::Split& split = work->split;
     const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int its_row = row + 8 * r;
       sum[r] += smem.row_sum[!odd][its_row];
-      const float max = softmax.row_max[r] * scale_log2;
-      if (work->place.count > 1)
+      float max = softmax.row_max[r] * scale_log2;
+      if (merges) add_part(min(its_row, rows - 1), max, sum[r], r);
+      if (work->place.count > 1 && !merges)
         put_part(its_row, its_row < rows, max, sum[r], r);
       else
         put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), its_row < rows, r);
     }
-    if (threadIdx.x == 0 && work->place.index + 1 == work->place.count)
-      put_task<kRows>(params, mla, split, work->place);
+    if (threadIdx.x == 0 && leaves_task(merges)) put_task<kRows>(params, mla, split, work->place);
+    if (kMerges && work->place.merges && work->place.index == 1) {
+      ptx::bar_sync(kBoth, kConsumers);
+      if (threadIdx.x == 0) ptx::store_release(&mla.tasks[block_number()].left, mla.call_id);
+    }
+  }
+
+  // Whether the block that goes on where this one's keys end has left the other of two partial
+  // results. Nobody waits for it.
+  __device__ __forceinline__ bool next_has_left() const {
+    return work->place.merges && work->place.index == 0 &&
+           ptx::load_acquire(&mla.tasks[block_number() + gridDim.x].left) == mla.call_id;
+  }
+
+  __device__ __forceinline__ bool leaves_task(bool merges) const {
+    if constexpr (kMerges) return work->place.index == 0 && !merges;
+    return work->place.index + 1 == work->place.count;
+  }
+
+  // Adds the next block's part of a row, as combine.cu would, so that results do not depend on who
+  // merges them.
+  __device__ __forceinline__ void add_part(int its_row, float& max, float& sum, int r) {
+    using Tile = PartialTile<kRows, kLatent>;
+    const Tile& part = static_cast<const Tile*>(mla.parts)[work->place.slot(1)];
+    const float2 max_sum = __ldcg(&part.max_sum[its_row]);
+    const float new_max = fmaxf(max, max_sum.x);
+    const float offset = tile::OnlineSoftmax::offset(new_max, 1.0f);
+    const float own = ptx::ex2(max - offset), others = ptx::ex2(max_sum.x - offset);
+    max = new_max;
+    sum = fmaf(others, max_sum.y, own * sum);
+    const float4* const from = part.o + Tile::at(its_row, first_panel * 16 + lane % 4);
+#pragma unroll
+    for (int i = 0; i < kLatent / 4; i += 8) {
+      const float4 other = __ldcg(&from[Tile::at(0, i / 2)]);
+      float* const to = o + i + 2 * r;
+      to[0] = fmaf(others, other.x, own * to[0]);
+      to[1] = fmaf(others, other.y, own * to[1]);
+      to[4] = fmaf(others, other.z, own * to[4]);
+      to[5] = fmaf(others, other.w, own * to[5]);
+    }
   }
 
   // A row of a partial result, where it exists: numbers go where they are in the fragment.
@@ -127,15 +172,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   mla::Smem& smem = *reinterpret_cast<mla::Smem*>(dynamic_smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) {
-    mla::prepare(smem, maps);
-    if (mla_params.query_rows > 0) {
-      ptx::prefetch_tensormap(maps.q);
-      ptx::prefetch_tensormap(maps.q_rope);
-    }
-  }
-  __syncthreads();
   if (warpgroup < 2) {
+    if (threadIdx.x == 0) {
+      mla::prepare(smem, maps);
+      if (mla_params.query_rows > 0) {
+        ptx::prefetch_tensormap(maps.q);
+        ptx::prefetch_tensormap(maps.q_rope);
+      }
+    }
+    __syncwarp();
+    if (threadIdx.x < 32) ptx::bar_arrive(mla::kReady, mla::kReadyThreads);
+    ptx::bar_sync(mla::kBoth, mla::kConsumers);
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     mla::SplitConsumer{{smem, params, mla_params, warpgroup == 1}}.run();
   } else {

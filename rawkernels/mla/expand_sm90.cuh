@@ -279,6 +279,7 @@ __device__ __forceinline__ void expand(Smem& common, const DecodeParams& params,
   Expander<kFormat> expander = {smem, params, mla, static_cast<unsigned>(ptx::thread_index())};
   BetweenSplits first;
   first.schedule.start(params);  // where there is no split, next() says so
+  ptx::bar_sync(kReady, kReadyThreads);
   if (expander.lane() == 0) smem.warps[expander.warp()] = first;
   __syncwarp();
   while (true) {
@@ -288,7 +289,7 @@ __device__ __forceinline__ void expand(Smem& common, const DecodeParams& params,
     const bool found = expander.lane() == 0 && state.schedule.next(params, split);
     const bool exists = __any_sync(~0u, found);
     __syncwarp();
-    const int its_blocks = put_work(smem, params, state.schedule, split, exists, state.queue);
+    const int its_blocks = put_work(smem, params, mla, state.schedule, split, exists, state.queue);
     __syncwarp();
     if (its_blocks < 0) return;
     if (its_blocks == 0) continue;

@@ -127,13 +127,14 @@ __device__ __forceinline__ void gather(Smem& common, const DecodeParams& params,
   bool asks_first = asks;
   Schedule first;
   first.start(params);  // where there is no split, next() says so
+  ptx::bar_sync(kReady, kReadyThreads);
   if (gatherer.lane == 0) smem.schedules[gatherer.warp] = first;
   while (true) {
     __syncwarp();
     Schedule schedule = smem.schedules[gatherer.warp];
     decoding::Split split;
     const bool exists = schedule.next(params, split);
-    const int blocks = put_work(common, params, schedule, split, exists, queue);
+    const int blocks = put_work(common, params, mla, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     if (gatherer.lane == 0) smem.schedules[gatherer.warp] = schedule;

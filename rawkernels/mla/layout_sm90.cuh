@@ -38,12 +38,18 @@ constexpr int kFullArrivals = Config::gather ? kProducers * 33 : 1;
 // The even consumer adds the odd block's values before it asks for its next scores, whose keys may
 // come late.
 constexpr bool kValuesFirst = kExpands;
+// A block may merge both partial results of a work tile; where keys are gathered it would spill.
+constexpr bool kMerges = !Config::gather;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
-using Schedule = PieceSchedule<kRows, kBlockKeys>;
+// Where 64 heads fill a tile, its queries and its result take as long as two steps of keys; keys
+// that are expanded take longer.
+using Schedule = PieceSchedule<kRows, kBlockKeys, kExpands ? 1 : 2, kExpands ? 1 : 2>;
 
 // A split, as the producer finds it and consumers work on it. Where codes are expanded it has whole
-// pairs of blocks: the keys of the last one may all be missing.
+// pairs of blocks: the keys of the last one may all be missing. place.merges says that the work
+// tile has two splits, the last one of a thread block and the first one of the next thread block,
+// which is over long before: so the former may merge both.
 struct Work {
   decoding::Split split;
   decoding::SplitPlace place;
@@ -61,6 +67,7 @@ struct Smem {
   // Which keys of a buffer exist, where they are gathered: a bit each.
   alignas(8) unsigned char exist[2][kBlockKeys / 8];
   Work queue[kQueue];
+  bool merges;  // this block merges both partial results of a work tile
   ptx::Mbarrier full_k[2][kPanels];
   // The halves of a buffer are free: the left values, which the even consumer reads last, and the
   // right ones, which the odd one does.
@@ -88,10 +95,12 @@ enum Barrier {
   kProbabilitiesOdd,       // consumer 1's
   kBoth,                   // both consumers wait for each other
   kOwn,                    // and kOwn + 1: the warps of a consumer, 128 threads
+  // Mbarriers are there: the warp that has made them arrives, the producing warps wait.
+  kReady = kOwn + 2,
   // Of decode_few_sm90.cu.
-  kRequested = kOwn +
-      2,    // Q has been requested, ahead of keys, and barriers are there: all threads
-  kLoaders  // the producing warps wait for each other, 128 threads
+  kRequested,  // Q has been requested, ahead of keys, and barriers are there: all threads
+  kLoaders     // the producing warps wait for each other, 128 threads
 };
+constexpr int kReadyThreads = 32 * (kProducers + 1);
 
 }  // namespace mla

@@ -27,8 +27,8 @@ __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& par
                                              const MlaParams& mla, const decoding::Split& split) {
   constexpr int kChunks = kPanels * 8;
   const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
-  const int first = kProducts > 1 ? ptx::thread_index() : threadIdx.x;  // or it spills
-#pragma unroll(Config::gather ? 4 : 6)                                  // more would spill
+  const int first = ptx::thread_index();  // or addresses are kept, and others spilled
+#pragma unroll(Config::gather ? 4 : 6)    // more would spill
   for (int i = first; i < kRows * kChunks; i += kConsumers) {
     const int row = i / kChunks, chunk = i % kChunks;
     const int index = split.row_tile * kRows + min(row, rows - 1);

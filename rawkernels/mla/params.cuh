@@ -13,13 +13,16 @@
 #include "tile/ragged.cuh"
 #include "tile/visibility.cuh"
 
-// Partial results of a tile of rows that combine.cu merges, left by the block that has the last of
-// them. It is this call's if it has its id.
+// Partial results of a tile of rows that combine.cu merges, left by a block that has one of them.
+// It is this call's if it has its id.
 struct alignas(16) CombineTask {
   unsigned long long call_id;
   int count;                                 // of partial results
   int first_slot, second_slot, slot_stride;  // where they are
   int sequence, begin_q, row_tile, rows, head;
+  // Where each block has a task: the call's id when the block has left the last of two partial
+  // results, for the block before it, which merges them if they are there when it ends.
+  unsigned long long left;
 
   __device__ __forceinline__ int slot(int i) const {
     return i == 0 ? first_slot : second_slot + (i - 1) * slot_stride;
@@ -34,7 +37,7 @@ struct MlaParams {
   const int* cu_tokens;        // of them: where each one's queries begin; null: `tokens` of each
   void* parts;                 // for partial results, PartialTile each
   unsigned long long call_id;  // a random number of this call's own
-  CombineTask* tasks;          // one for each tile of rows; null: nothing is to be merged
+  CombineTask* tasks;          // null: nothing is to be merged
   Strides q_rope_stride;
   PageStrides rope_stride;
   long long index_stride;
@@ -43,6 +46,9 @@ struct MlaParams {
   int window_left, window_right;  // with `indices`, where DecodeParams has none
   int capacity;                   // tokens that a sequence's pages have room for
   int query_rows;  // of a tile, that TMA loads as one box; 0: rows are copied one by one
+  // There is a task for each thread block, not for each tile of rows: where keys are shared evenly
+  // a block has the first split of one tile at most whose keys are split.
+  int tasks_by_block;
 };
 
 namespace mla {

@@ -24,12 +24,22 @@ struct PartialTile {
   }
 };
 
-// Leaves what merges a tile's partial results, by the split that is its last.
+__device__ __forceinline__ int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
+
+// Where each thread block has a task: there is none yet. In a replay of a CUDA graph it may be
+// there from the replay before. By the thread that will put it.
+__device__ __forceinline__ void clear_task(const MlaParams& mla) {
+  if (mla.tasks != nullptr && mla.tasks_by_block) mla.tasks[block_number()].call_id = 0;
+}
+
+// Leaves what merges a tile's partial results, by one of its splits: where each thread block has a
+// task, its first.
 template <int kRows>
 __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaParams& mla,
                                          const decoding::Split& split,
                                          const decoding::SplitPlace& place) {
   if (mla.tasks == nullptr) return;  // no call like this one has more than one split of a tile
+  if (mla.tasks_by_block && place.count == 1) return;
   CombineTask task;
   // In a replay of a CUDA graph the tile's task may be there from the replay before.
   task.call_id = place.count > 1 ? mla.call_id : 0;
@@ -47,7 +57,7 @@ __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaPa
   const int tile = split.seq.begin_q * params.group / kRows +
                    split.seq.index * (params.cu_seqlens_q == nullptr ? mla.row_tiles : 1) +
                    split.row_tile;
-  mla.tasks[tile * params.heads_kv + split.head] = task;
+  mla.tasks[mla.tasks_by_block ? block_number() : tile * params.heads_kv + split.head] = task;
 }
 
 // A row of the result: where it begins in `out`, where its lse is, what O is multiplied by, and

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "mla/layout_sm90.cuh"
+#include "ptx/bar.cuh"
 #include "ptx/elect.cuh"
 
 struct Maps {
@@ -122,20 +123,27 @@ struct Loader {
   }
 };
 
+// The warp that tells the consumers of splits: not one that loads a split's first keys, where these
+// are loaded by other warps than the next ones.
+constexpr int kTellingWarp = Config::gather ? 0 : 2;
+
 // Tells the consumers of a split; how many blocks of keys it has, -1 where there is no split.
 __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
-                                        const Schedule& schedule, const decoding::Split& split,
-                                        bool exists, tile::PipelineState<kQueue>& queue) {
+                                        const MlaParams& mla, const Schedule& schedule,
+                                        const decoding::Split& split, bool exists,
+                                        tile::PipelineState<kQueue>& queue) {
   const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
   constexpr int kStepKeys = (kExpands ? 2 : 1) * kBlockKeys;
   const int blocks = exists ? (keys + kStepKeys - 1) / kStepKeys * (kStepKeys / kBlockKeys) : -1;
-  if (threadIdx.x != kConsumers) return blocks;
+  if (threadIdx.x != kConsumers + 32 * kTellingWarp) return blocks;
   ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
   Work& work = smem.queue[queue.index];
   work.blocks = blocks;
   if (exists) {
     work.split = split;
     work.place = schedule.place_of(params, split);
+    if (kMerges)
+      work.place.merges = mla.tasks_by_block && work.place.count == 2 && !schedule.has_pieces();
   }
   ptx::mbarrier_arrive(smem.full_work[queue.index]);
   queue.advance();
@@ -155,10 +163,11 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   bool exists = schedule.start(params);
+  ptx::bar_sync(kReady, kReadyThreads);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
-    const int blocks = put_work(smem, params, schedule, split, exists, queue);
+    const int blocks = put_work(smem, params, mla, schedule, split, exists, queue);
     __syncwarp();
     if (!exists) return;
     loader.begin(split);

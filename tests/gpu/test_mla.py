@@ -247,10 +247,16 @@ def test_whole_sequences(rng, count, longest):
     cache.check(cache.queries(rng, cu[-1], 40), cu, window=(70, 0))
 
 
-def test_a_graph_replays_whole_sequences_and_pieces(rng, tier):
-    lengths = [np.full(40, 900), np.where(np.arange(40) == 7, 900, 3), np.arange(40) * 22]
-    cache = Cache(rng, list(lengths[0]), BFLOAT16)
-    on_gpu = cupy.asarray(cache.queries(rng, 40, 1, 128))
+@pytest.mark.parametrize(("count", "heads"), [(40, 128), (150, 4), (70, 128)])
+def test_a_graph_replays_whole_sequences_and_pieces(rng, tier, count, heads):
+    """Also with more tiles of rows than thread blocks, which merge some of their partial results
+    themselves where these are there: the bits do not depend on it."""
+    each = np.arange(count)
+    lengths = [np.full(count, 900), np.where(each == 7, 900, 3), each * 22 % 900]
+    if count > 40:
+        lengths[0][20:] = 130
+    cache = Cache(rng, list(np.maximum.reduce(lengths)), BFLOAT16)
+    on_gpu = cupy.asarray(cache.queries(rng, count, 1, heads))
     lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
 
     def call():

@@ -161,7 +161,7 @@ class Schedule:
     single_tile
         Whether one work tile is all there is.
     tile_steps
-        kTileSteps: what a work tile costs beside its blocks of keys.
+        Of kTileSteps: what a work tile costs beside its blocks of keys.
     spread
         kSpread: whether groups that have one step more lie evenly among the others.
     """

@@ -1,7 +1,8 @@
 """The pipeline of mla/decode_sm90.cu: a producing warp that finds splits and loads blocks of keys,
 and two consumers that share probabilities and maxima.
 
-An input is a split: how many blocks of keys it has. Two warps stand for a consumer's four:
+An input is a split: how many blocks of keys it has; where blocks may merge each other's partial
+results, one of an odd number is left to the block before. Two warps stand for a consumer's four:
 all of them do the same.
 """
 
@@ -45,8 +46,10 @@ class Protocol:
     arrivals: tuple[tuple[str, int], ...]
     threads: tuple[int, ...]  # of each named barrier
     producers: int  # that share each block's keys; 0: four, each asks TMA for half of a buffer
+    tells: int  # which of them tells the consumers of splits
     full: tuple[str, ...]  # parts with a barrier, which is that of those that follow too
     values_first: bool  # the even consumer adds the odd values before it asks for its next scores
+    merges: bool  # a consumer's thread says whether partial results are merged at once
     asks: bool  # a producing warp asks TMA for queries; else the consumers copy them
     blocks: tuple[int, ...]  # of keys, that a split may have
 
@@ -63,10 +66,12 @@ def protocols() -> set[Protocol]:
         protocol = Protocol(
             constants["kQueue"],
             tuple(sorted(copied.items())),
-            tuple(sorted({constants.value(threads) for threads in named})),
+            tuple(sorted({constants.value(n) for n in named if n != "kReadyThreads"})),
             constants["kProducers"] if constants.config.gather else 0,
+            constants["kTellingWarp"],
             ("left",) if constants["kExpands"] else PARTS[: 3 - constants.config.gather],
             bool(constants["kValuesFirst"]),
+            bool(constants["kMerges"]),
             asks=False,
             blocks=(0, 2, 4, 6) if whole_pairs else (0, 1, 2, 3, 4),
         )
@@ -84,12 +89,15 @@ def second(buffer: int) -> tuple[str, ...]:
 
 class Producer:
     """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
-    by half or expands at once. The first one tells consumers of splits, the last one asks for
-    queries: before it loads keys, or, where it has keys of both buffers, behind the first ones of
-    all splits but the first."""
+    by half or expands at once. One tells consumers of splits, the last one asks for queries: before
+    it loads keys, or, where it has keys of both buffers, behind the first ones of all splits but
+    the first."""
 
-    def __init__(self, warp: int, producers: int, full: tuple[str, ...], *, asks: bool) -> None:
+    def __init__(
+        self, warp: int, producers: int, full: tuple[str, ...], *, tells: bool, asks: bool
+    ) -> None:
         self.warp = warp
+        self.tells = tells
         self.full = full
         self.asks = asks
         #: Of a warp with its keys, where it has some: each lane's copies and it.
@@ -98,7 +106,7 @@ class Producer:
         self.buffers = (0, 1) if producers else (warp // 2,)
 
     def __call__(self, own, blocks) -> Iterator[NamedTuple]:
-        if self.warp == 0:
+        if self.tells:
             yield Wait("empty_work", before=True)
             yield Write("work")
             yield Arrive("full_work")
@@ -158,12 +166,14 @@ class Warp:
         *,
         full: tuple[str, ...] = PARTS,
         values_first: bool = False,
+        merges: bool = False,
         by_tma: bool = False,
     ) -> None:
         self.odd, self.warp = odd, warp
         self.by_tma = by_tma
         self.full = full
         self.values_first = values_first
+        self.merges = merges
 
     def __call__(self, own, blocks) -> Iterator[NamedTuple]:
         odd, warp = self.odd, self.warp
@@ -182,8 +192,18 @@ class Warp:
         yield from after_queries(rounds((blocks + 1) // 2, blocks % 2 == 1), leave)
         yield Advance("q")
         yield Write(f"sum.{odd}.{warp}")
+        first = odd == warp == 0
+        if self.merges and first:
+            yield Write("merges")
         yield Sync("both", EACH * 32)
         yield Read(f"sum.{1 - odd}.{warp}")
+        if self.merges:
+            yield Read("merges")
+            yield Write(f"part.{odd}.{warp}")
+            if blocks % 2 == 1:
+                yield Sync("both", EACH * 32)
+                if first:
+                    yield from (Read(f"part.{o}.{w}") for o in range(2) for w in range(WARPS))
         yield Advance("sums")
         yield Arrive("empty_work", EACH)
         yield Advance("work")
@@ -305,13 +325,17 @@ def pipeline(p: Protocol) -> Pipeline:
         "own": ("once", 128),
         **{f"probabilities_{which}": ("once", named) for which in ("even", "odd")},
     }
-    memory = {"work": "work"}
+    memory = {"work": "work", "merges": "sums"}
     if p.asks:
         barriers |= {f"{which}_q": ("q", arrivals[f"{which}_q"]) for which in ("full", "empty")}
     producers = WARPS if p.producers else 2 * WARPS
     processes: dict[str, Role] = {
         f"producer {warp}": Producer(
-            warp, p.producers, p.full, asks=p.asks and warp == producers - 1
+            warp,
+            p.producers,
+            p.full,
+            tells=warp == p.tells,
+            asks=p.asks and warp == producers - 1,
         )
         for warp in range(producers)
     }
@@ -328,8 +352,14 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"q.{buffer}.{warp}": "q",
                 f"max.{buffer}.{warp}": "rounds",
                 f"sum.{buffer}.{warp}": "sums",
+                f"part.{buffer}.{warp}": "sums",
             }
             processes[f"consumer {buffer} warp {warp}"] = Warp(
-                buffer, warp, full=p.full, values_first=p.values_first, by_tma=p.asks
+                buffer,
+                warp,
+                full=p.full,
+                values_first=p.values_first,
+                merges=p.merges,
+                by_tma=p.asks,
             )
     return Pipeline(rings, barriers, memory, processes, p.blocks, keeps={"begun": False})

@@ -7,15 +7,12 @@ import itertools
 import pytest
 
 from cuattn.gpu import dispatch
-from tests.pipelines import grid, source
-
-SCHEDULE = source.text("decoding/decode_sm80.cu")
-TILE_STEPS = source.Constants(SCHEDULE, None)["kTileSteps"]
+from tests.pipelines import grid
 
 
 def check(blocks, groups, **options):
-    options = {"fixed_splits": False, "single_tile": False} | options
-    schedule = grid.Schedule(blocks, groups, tile_steps=TILE_STEPS, **options)
+    options = {"fixed_splits": False, "single_tile": False, "tile_steps": 1} | options
+    schedule = grid.Schedule(blocks, groups, **options)
     finished = grid.run(grid.decode_blocks(schedule))
     wanted = {n: frozenset((n, i) for i in range(count)) for n, count in enumerate(blocks)}
     assert finished == wanted
@@ -29,6 +26,7 @@ def test_every_small_schedule_ends(tiles, fixed_splits, spread):
     for blocks in itertools.product(range(1, 6), repeat=tiles):
         for groups in range(1, 10):
             check(blocks, groups, fixed_splits=fixed_splits, spread=spread)
+            check(blocks, groups, fixed_splits=fixed_splits, spread=spread, tile_steps=2)
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -40,7 +38,10 @@ def test_any_schedule_ends(fixed_splits, spread, rng):
         blocks = rng.integers(1, 4, rng.integers(1, 80))
         blocks[rng.integers(len(blocks))] = rng.integers(1, 400)
         groups = int(rng.integers(1, 150))
-        check(blocks.tolist(), groups, fixed_splits=fixed_splits, spread=spread)
+        tile_steps = int(rng.integers(1, 4))
+        check(
+            blocks.tolist(), groups, fixed_splits=fixed_splits, spread=spread, tile_steps=tile_steps
+        )
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -67,7 +68,7 @@ def test_slots_stay_within_the_workspace(rng, spread):
     for _ in range(50):
         blocks = rng.integers(1, 40, rng.integers(1, 20)).tolist()
         groups = int(rng.integers(1, 100))
-        schedule = check(blocks, groups, spread=spread)
+        schedule = check(blocks, groups, spread=spread, tile_steps=int(rng.integers(1, 4)))
         for group in range(groups):
             for _, _, place in schedule.splits(group):
                 if place.count > 1:
@@ -77,7 +78,7 @@ def test_slots_stay_within_the_workspace(rng, spread):
 
 
 def test_a_block_that_waits_for_a_later_one_is_found():
-    schedule = grid.Schedule([5, 9], 4, False, False, TILE_STEPS)
+    schedule = grid.Schedule([5, 9], 4, False, False, 1)
     with pytest.raises(grid.Stuck, match=r"block 0 waits for slots"):
         grid.run(reversed(list(grid.decode_blocks(schedule))))
 

@@ -31,13 +31,16 @@ from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.params import MLA_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
+TASK_BYTES = 64  # CombineTask of rawkernels/mla/params.cuh
 #: How many clusters of mla/decode_few_sm90.cu run at a time on an H200's 132 multiprocessors.
 FEW_CLUSTERS = 15
 #: How many rows a tile has at most in a call that takes it, and how many keys a sequence, twice as
 #: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
 #: block take longer than the second launch that is saved.
 FEW_ROWS, FEW_KEYS = 32, 4096
+#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: beyond, a warp has several
+#: rows.
+COMBINE_BLOCKS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +247,7 @@ def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
         (columns, spec.page_size, -(-width // 64), call.num_pages),
         (key, 64 * column, page),
         (64, min(spec.page_size, 64), 1, 1),
+        l2_bytes=128,  # a row of a panel: the next panel's is asked for by itself
     )
 
 
@@ -357,7 +361,12 @@ class SimtMla:
 
 
 def _partitioned(
-    call: MlaCall, variant: Variant, head_tiles: int = 1, query_rows: int = 0
+    call: MlaCall,
+    variant: Variant,
+    head_tiles: int = 1,
+    query_rows: int = 0,
+    *,
+    tasks_by_block: bool = False,
 ) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
     takes tiles of heads as key heads that have the same keys."""
@@ -371,34 +380,48 @@ def _partitioned(
         index_stride=call.top_k or 0,
         row_tiles=-(-rows // variant.config.rows),
         query_rows=query_rows,
+        tasks_by_block=tasks_by_block,
     )
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
 
 def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches:
     """The launch of a kernel that leaves partial results to a second one, where it may split keys.
-    The grid is (tiles of heads, groups of blocks), and of the second (tiles of rows, their rows,
-    pieces of O's columns)."""
+    The grid is (tiles of heads, groups of blocks), and of the second (tasks, pieces of a tile's
+    rows, pieces of O's columns). A task is a tile of rows; or, where there are more of these than
+    half of the thread blocks, what a block leaves."""
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
-    launch = _partitioned(call, variant, head_tiles, query_rows)
     if call.num_splits == 1 or spec.seqlen_k <= _least_keys(call, variant.config):
+        launch = _partitioned(call, variant, head_tiles, query_rows)
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
         tiles = rows // variant.config.rows + spec.batch
     else:
         tiles = spec.batch * -(-rows // variant.config.rows)
+    tasks = tiles * head_tiles
+    by_block = (
+        isinstance(variant.config, Sm90MlaConfig)
+        and call.num_splits is None
+        and 2 * tasks > call.multiprocessors * variant.config.blocks_per_sm
+    )
+    launch = _partitioned(call, variant, head_tiles, query_rows, tasks_by_block=by_block)
+    if by_block:
+        tasks = math.prod(launch.grid)
     tile_rows = min(rows, variant.config.rows)
     few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
     columns = LATENT // 4 if few else LATENT
+    # As many blocks as are resident, and a row or more for each warp, in equal numbers.
+    eights = -(-tile_rows // 8)
+    rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
     combine = Launch(
         combine_variant(spec.dtype.name, variant.config.rows, columns),
-        (tiles * head_tiles, tile_rows if few else -(-tile_rows // 8), LATENT // columns),
+        (tasks, tile_rows if few else -(-eights // rows_each), LATENT // columns),
         launch.arguments,
     )
     main = dataclasses.replace(launch, workspace_bytes=0)
-    return MlaLaunches(main, combine, launch.workspace_bytes, tiles * head_tiles * TASK_BYTES)
+    return MlaLaunches(main, combine, launch.workspace_bytes, tasks * TASK_BYTES)
 
 
 def _least_keys(call: MlaCall, config: Any) -> int:
