@@ -49,7 +49,8 @@ class TensorMap:
     swizzle_bytes : int
         128, 64 or 32: within how many bytes chunks of 16 are permuted.
     l2_bytes : int
-        256, 128 or 64: how much L2 reads where a copy wants a part of it.
+        256, 128 or 64: how much L2 reads where a copy wants a part of it. With 256, decoding over
+        short caches takes 5 to 17% longer than with 128 (docs/notes/decoding.md).
     """
 
     dtype: np.dtype
@@ -58,7 +59,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzled: bool = True
     swizzle_bytes: int = 128
-    l2_bytes: int = 256
+    l2_bytes: int = 128
 
     @functools.cached_property
     def _hash(self) -> int:

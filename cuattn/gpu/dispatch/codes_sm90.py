@@ -266,5 +266,4 @@ def _map(
         (slot, head, page),
         (columns, box_keys(spec, config), 1, 1),
         swizzled=False,
-        l2_bytes=128,  # in half of a line may be the next head's row
     )

@@ -189,7 +189,6 @@ def _map(
         (key, head * (panel // columns), page),
         (panel, box_keys, 1, 1),
         swizzle_bytes=panel,
-        l2_bytes=128,  # in half of a line may be the next head's row
     )
 
 

@@ -255,7 +255,6 @@ def _tiles(
         (key, columns * column, head, page),
         (columns, box_keys, panels, 1, 1),
         swizzle_bytes=columns * dtype.itemsize,
-        l2_bytes=128 if format else 256,  # with codes the next head's row is another block's
     )
 
 

@@ -247,7 +247,6 @@ def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
         (columns, spec.page_size, -(-width // 64), call.num_pages),
         (key, 64 * column, page),
         (64, min(spec.page_size, 64), 1, 1),
-        l2_bytes=128,  # a row of a panel: the next panel's is asked for by itself
     )
 
 
