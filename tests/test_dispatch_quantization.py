@@ -88,6 +88,23 @@ def test_numbers_of_ragged_prompts_are_a_cache_of_each_sequence():
 INT8, E4M3, INT4, K8V4 = FORMAT_PAIRS
 
 
+def _over_codes(formats, heads, batch, tokens, keys, total=None):
+    """A call of so many tokens a sequence, or of `total` ragged ones, over pages of codes."""
+    lead, rows = ((batch,), (batch, tokens)) if total is None else ((), (total,))
+    cache = (*lead, keys, heads[1], 128)
+    return attention_spec(
+        "paged_attention",
+        (*rows, heads[0], 128),
+        *(cache, cache),
+        *[BFLOAT16] * 3,
+        causal=True,
+        sequences=None if total is None else batch,
+        keys="paged",
+        page_size=16,
+        formats=formats,
+    )
+
+
 @pytest.mark.parametrize(
     ("formats", "heads", "batch", "tokens", "keys", "each"),
     [
@@ -126,19 +143,7 @@ INT8, E4M3, INT4, K8V4 = FORMAT_PAIRS
 def test_codes_are_expanded_for_each_tile_where_tiles_are_few(
     formats, heads, batch, tokens, keys, each, ragged
 ):
-    lead, rows = ((), (batch * tokens,)) if ragged else ((batch,), (batch, tokens))
-    cache = (*lead, keys, heads[1], 128)
-    spec = attention_spec(
-        "paged_attention",
-        (*rows, heads[0], 128),
-        *(cache, cache),
-        *[BFLOAT16] * 3,
-        causal=True,
-        sequences=batch if ragged else None,
-        keys="paged",
-        page_size=16,
-        formats=formats,
-    )
+    spec = _over_codes(formats, heads, batch, tokens, keys, batch * tokens if ragged else None)
     # Of ragged rows more tiles are counted than of batched ones.
     if not ragged or (64 < tokens * heads[0] // heads[1] <= 128 and tokens < 128):
         assert codes_sm90.expands_each_tile(spec, 132) == each
@@ -147,21 +152,11 @@ def test_codes_are_expanded_for_each_tile_where_tiles_are_few(
 
 
 @pytest.mark.parametrize(
-    ("formats", "batch", "tokens"),
+    ("formats", "batch", "total"),
     [(INT4, 24, 490), (INT4, 16, 416), (K8V4, 24, 490)],  # 551 us and 314, 340 and 169, 582 and 322
 )
-def test_codes_of_short_ragged_prompts_are_expanded_for_each_tile(formats, batch, tokens):
-    spec = attention_spec(
-        "paged_attention",
-        (tokens, 32, 128),
-        *[(8192, 8, 128)] * 2,
-        *[BFLOAT16] * 3,
-        causal=True,
-        sequences=batch,
-        keys="paged",
-        page_size=16,
-        formats=formats,
-    )
+def test_codes_of_short_ragged_prompts_are_expanded_for_each_tile(formats, batch, total):
+    spec = _over_codes(formats, (32, 8), batch, 0, 8192, total)
     assert codes_sm90.expands_each_tile(spec, 132)
 
 

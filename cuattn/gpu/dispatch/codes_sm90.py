@@ -104,7 +104,7 @@ class Sm90CodesForward:
         ):
             return None
         config = _config_of(spec)
-        blocks = min(tiles_of_call(spec), call.multiprocessors)
+        blocks = min(config.most_tiles(spec), call.multiprocessors)
         tensor_maps: dict[str, TensorMap | None] = {
             "q": queries_map(call, config),
             "k": _map(call, config, spec.k_format, call.strides.k),
@@ -155,7 +155,7 @@ def serves_codes(
         and spec.dropout == 0.0
         and 0 < spec.seqlen_k < 1 << 29
         and spec.seqlen_q < 1 << 29
-        and tiles_of_call(spec) < 1 << 31
+        and _config_of(spec).most_tiles(spec) < 1 << 31
         and _has_scale_of_row(spec.k_format, k_scales)
         and _has_scale_of_row(spec.v_format, v_scales)
         and not v_scales.rotated
@@ -175,38 +175,27 @@ def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
     rows = rows_of_sequence(spec)
     if times is None or not fits or rows <= DECODE_ROWS:
         return False
-    tiles, pairs = _likely_tiles(spec), spec.batch * spec.heads_kv
+    config, pairs = _config_of(spec), spec.batch * spec.heads_kv
     tokens = min(tokens_of_sequence(spec), spec.seqlen_k)
     keys = spec.seqlen_k - tokens / 2  # that a query sees in the mean
-    each_us = START_US + math.ceil(tiles / multiprocessors) * keys * times.tile_us
+    waves = math.ceil(_likely_tiles(spec, config) / multiprocessors)
+    each_us = START_US + waves * keys * times.tile_us
     if rows <= EXPAND_ROWS:
         return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
     nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
     once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
-    tile_us = tiles_of_call(spec) / multiprocessors * keys * NUMBERS_TILE_US
+    tile_us = config.most_tiles(spec) / multiprocessors * keys * NUMBERS_TILE_US
     once_us += max(tile_us, nbytes / NUMBERS_BYTES)
     return CLEARLY * each_us <= once_us
 
 
-def tiles_of_call(spec: AttentionSpec) -> int:
-    """How many tiles of queries there are, at most."""
-    config = _config_of(spec)
-    heads = spec.heads_kv if config.pack_gqa else spec.heads_q
-    queries = config.queries_of_tile(spec)
-    if config.varlen:
-        return (spec.seqlen_q // queries + spec.batch) * heads
-    return -(-spec.seqlen_q // queries) * spec.batch * heads
-
-
-def _likely_tiles(spec: AttentionSpec) -> float:
-    """The same, of ragged rows the mean of the most and the fewest."""
-    most = tiles_of_call(spec)
-    config = _config_of(spec)
+def _likely_tiles(spec: AttentionSpec, config: Sm90CodesForwardConfig) -> float:
+    """How many tiles of queries there are; of ragged rows the mean of the most and the fewest."""
+    most = config.most_tiles(spec)
     if not config.varlen:
         return most
-    heads = spec.heads_kv if config.pack_gqa else spec.heads_q
     fewest = max(spec.batch, -(-spec.seqlen_q // config.queries_of_tile(spec)))
-    return (most + fewest * heads) / 2
+    return (most + fewest * config.heads_of_tiles(spec)) / 2
 
 
 def addressable_codes(strides: tuple[int, ...], address: int) -> bool:

@@ -49,6 +49,18 @@ class Sm90ForwardConfig(Config):
             return 64 // (spec.heads_q // spec.heads_kv) * self.warpgroups
         return self.tile_m
 
+    def heads_of_tiles(self, spec: AttentionSpec) -> int:
+        """How many heads have tiles of their own: the query heads, or with pack_gqa key heads."""
+        return spec.heads_kv if self.pack_gqa else spec.heads_q
+
+    def most_tiles(self, spec: AttentionSpec) -> int:
+        """How many tiles a call has, at most: where rows are ragged, each sequence may end within
+        one."""
+        queries, heads = self.queries_of_tile(spec), self.heads_of_tiles(spec)
+        if self.varlen:
+            return (spec.seqlen_q // queries + spec.batch) * heads
+        return -(-spec.seqlen_q // queries) * spec.batch * heads
+
     @property
     def bias_pitch(self) -> int:
         """Elements of a row of bias in shared memory: kBiasPitch of attention/layout_sm90.cuh."""

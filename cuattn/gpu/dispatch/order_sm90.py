@@ -133,11 +133,11 @@ def time_of_call(spec: AttentionSpec, config: Sm90ForwardConfig, multiprocessors
     in order that, as if caches were full. Of sequences of unknown lengths all but one may have a
     tile that is all but empty."""
     if spec.rows == "ragged":
-        heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+        heads = config.heads_of_tiles(spec)
         tiles = -(-spec.seqlen_q // config.queries_of_tile(spec)) + spec.batch - 1
         return -(-heads * tiles // multiprocessors) * unit_of_time(config)
     costs = np.sort(costs_of_tiles(spec, config))[::-1]
-    heads = spec.batch * (spec.heads_kv if config.pack_gqa else spec.heads_q)
+    heads = spec.batch * config.heads_of_tiles(spec)
     tiles = len(costs) * heads
     if config.seq_lens:
         waves_before = max(0, -(-tiles // multiprocessors) - WAVES_SEEN)

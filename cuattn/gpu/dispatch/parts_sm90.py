@@ -157,7 +157,7 @@ class _Tile:
     ) -> None:
         self.config = config
         blocks = blocks_of_keys(spec, config)
-        heads = spec.heads_kv if config.pack_gqa else spec.heads_q
+        heads = config.heads_of_tiles(spec)
         self.tiles = len(blocks) * heads  # of whole keys
         self.blocks = int(blocks.max())
         self._all_blocks = int(blocks.sum()) * heads

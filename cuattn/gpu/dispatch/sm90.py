@@ -86,12 +86,7 @@ class Sm90Forward:
             # Half of the multiprocessors, as another launch leaves, are slower at more tiles.
             configs = configs[:1]
         config = _fastest(spec, configs, call.multiprocessors)
-        heads = spec.heads_kv if config.pack_gqa else spec.heads_q
-        queries = config.queries_of_tile(spec)
-        if ragged:
-            tiles = (spec.seqlen_q // queries + spec.batch) * heads
-        else:
-            tiles = -(-spec.seqlen_q // queries) * spec.batch * heads
+        tiles = config.most_tiles(spec)
         if tiles >= 1 << 31:
             return None
         blocks = min(tiles, call.multiprocessors)

@@ -134,8 +134,7 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     tensor_maps: dict[str, TensorMap | None] = maps_of(call, config)
     if not all(m is None or addressable(m.strides) for m in tensor_maps.values()):
         return None
-    heads = spec.heads_kv if config.pack_gqa else spec.heads_q
-    tiles = heads * -(-spec.seqlen_q // config.queries_of_tile(spec)) * spec.batch * parts
+    tiles = config.most_tiles(spec) * parts
     if tiles >= 1 << 31:
         return None
     strides = call.strides
