@@ -104,7 +104,7 @@ def contiguous_int32(array: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """Where the bytes of an array begin and end, from its address; the same where it has none."""
     if 0 in shape:
         return 0, 0
@@ -112,17 +112,22 @@ def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
     return sum(n for n in ends if n < 0), sum(n for n in ends if n > 0) + itemsize
 
 
+def overlapping(out: cupy.ndarray, array: cupy.ndarray) -> tuple[int, int]:
+    """Two distances from the address of `out` to that of another array: between them, and at
+    neither, there may be a byte of the one among those of the other."""
+    begin, end = _extent(out.shape, out.strides, out.itemsize)
+    first, last = _extent(array.shape, array.strides, array.itemsize)
+    return (begin - last, end - first) if begin < end and first < last else (0, 0)
+
+
 def overlaps(out: cupy.ndarray, *arrays: cupy.ndarray | None) -> bool:
     """Whether between the first and the last byte of `out` there may be one of another array."""
-    begin, end = extent(out.shape, out.strides, out.itemsize)
     place = out.data.ptr
     for array in arrays:
-        if array is None:
-            continue
-        first, last = extent(array.shape, array.strides, array.itemsize)
-        distance = array.data.ptr - place
-        if distance + first < end and distance + last > begin and first < last:
-            return True
+        if array is not None:
+            least, most = overlapping(out, array)
+            if least < array.data.ptr - place < most:
+                return True
     return False
 
 

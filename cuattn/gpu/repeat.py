@@ -16,7 +16,7 @@ import cupy
 
 from cuattn.gpu import tensormap
 from cuattn.gpu.dispatch import TIERS, current_tiers
-from cuattn.gpu.memory import extent
+from cuattn.gpu.memory import overlapping
 from cuattn.gpu.plan import MAP_WORDS, Plan, Slot, recorded
 from cuattn.gpu.structs import launch_id
 
@@ -130,20 +130,20 @@ def _repeat(
     slots: list[Slot] = []  # that no thread uses just now
     device, issue = plan.device, plan.issue
     alone = returned[0] if result is items[0] else None
-    extents = [
-        (order.index(name), *extent(value.shape, value.strides, value.itemsize))
-        for name, value in arguments.items()
-        if type(value) is not int
-    ]
-    written = [each for each in extents if order[each[0]] == "out"]
-    read = [each for each in extents if written and each not in written]
+    out_at, read = 0, []  # where the addresses of `out` and of what is read are, and `overlapping`
+    if (out := arguments.get("out")) is not None:
+        out_at = order.index("out")
+        read = [
+            (order.index(name), *overlapping(out, value))
+            for name, value in arguments.items()
+            if name != "out" and type(value) is not int
+        ]
 
     def repeat(numbers: list[int], options: Mapping[str, Any]) -> Any:
         if _get_device() != device or current_tiers() is not TIERS:
             return None
-        for origin, begin, end in read:  # `out` may overlap what others did not
-            distance = numbers[origin] - numbers[written[0][0]]
-            if distance + begin < written[0][2] and distance + end > written[0][1]:
+        for origin, least, most in read:  # `out` may overlap what others did not
+            if least < numbers[origin] - numbers[out_at] < most:
                 return None
         arrays = []
         for layout in new:
