@@ -14,6 +14,12 @@
 constexpr int kGroupsAtOnce = 2;  // groups whose random numbers are computed together
 constexpr int kFours = kTileTokens / 4;
 
+// Candidates that are wanted of a row that is read for the third time or later. All of them may be
+// one block's: more than it has places for would be as many again in the next reading.
+constexpr float kTargetLater = 16 * int(kTargetCandidates) < kCandidatesPerBlock / 2
+                                   ? 16 * int(kTargetCandidates)
+                                   : kCandidatesPerBlock / 2;
+
 // Where min-p keeps few tokens, a warp collects the groups of four that may have one until each
 // lane has a group to compute random numbers for.
 constexpr int kMaxWaiting = 32 * (kFours + 1);  // a tile's, and fewer than 32 from before
@@ -245,7 +251,7 @@ __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, floa
     }
     // Other candidates, by what is certain now.
     sync_cluster();
-    float wanted = 16.0f * kTargetCandidates;
+    float wanted = kTargetLater;
     // Min-p kept too few of candidates that should have sufficed: it keeps little of the row.
     const bool few = smem.state.estimated && candidates.complete && !smem.state.has_nucleus();
     if (smem.state.estimated) {
@@ -260,7 +266,7 @@ __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, floa
         smem.state.sparse = smem.state.min_p > 0.0f;
         smem.state.reference = high;
         smem.total = 0.0f;
-        smem.state.min_logit = min_kept_logit(high, smem.state.slope, smem.state.min_p);
+        smem.state.min_logit = least_kept_logit(smem.state, high);
       }
       __syncthreads();
     }

@@ -184,6 +184,20 @@ __device__ __forceinline__ bool passes_min_p(const NucleusState& state, float x,
   return (double(x) - double(high)) / double(state.temperature) >= log(double(state.min_p));
 }
 
+// The least logit that min-p keeps, exactly: tokens just below it, were they candidates, could be
+// all there are. Rarely needed: not inlined.
+__device__ __noinline__ float least_kept_logit(const NucleusState& state, float high) {
+  unsigned least = ordered(min_kept_logit(high, state.slope, state.min_p)), kept = ordered(high);
+  while (least < kept) {
+    const unsigned middle = least + (kept - least) / 2;
+    if (passes_min_p(state, from_ordered(middle), high))
+      kept = middle;
+    else
+      least = middle + 1;
+  }
+  return from_ordered(kept);
+}
+
 // The weight of the tokens whose keys are above `key`, and of all tokens; weight_of() takes log2 of
 // a token's probability.
 template <class Weight>

@@ -3,6 +3,8 @@ its own."""
 
 from __future__ import annotations
 
+import zlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -235,6 +237,32 @@ def test_rows_in_any_order(rng, vocab, copies):
         expected = sampling.top_k(logits, k)
         assert np.array_equal(indices.get(), np.tile(expected[1], (copies, 1)))
         assert np.array_equal(values.get(), np.tile(expected[0], (copies, 1)))
+
+
+def test_more_candidates_than_a_block_has_places_for():
+    """Tokens that may win are neighbours, all in one block of the cluster: 264 of them came in each
+    reading, where there were places for 256, and the kernel read the row for ever."""
+    vocab, nodeid = 128256, "tests/gpu/test_sampling.py::test_rows_in_any_order[1-128256]"
+    logits = odd_rows(np.random.default_rng([2412020251, zlib.crc32(nodeid.encode())]), vocab)[9:10]
+    expected = sampling.sample(logits, seed=[9], top_p=1e-6)
+    tokens = sampling.sample(cupy.asarray(logits), seed=[9], top_p=1e-6)
+    assert np.array_equal(tokens.get(), expected)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9}, {"top_k": 700}])
+@pytest.mark.parametrize("gap", [1e-3, 3.0, 8.0, 5e3])
+def test_tokens_just_below_min_p(gap, parameters):
+    """All tokens but one are below min-p's limit by less than float32 resolves. They outweigh that
+    one, so that candidates were taken from them alone, for ever."""
+    logits = np.full((6, 40000), -gap, np.float32)
+    logits[:, 777] = 0
+    for temperature in (1.0, max(gap / 3, 1.0)):
+        min_p = np.float32(np.exp(logits[0, 0] / np.float64(temperature)))
+        min_p = float(np.nextafter(min_p, np.float32(1)))
+        filters = {"temperature": temperature, "min_p": min_p, **parameters}
+        expected = sampling.sample(logits, seed=5, **filters)
+        tokens = sampling.sample(cupy.asarray(logits), seed=5, **filters)
+        assert np.array_equal(tokens.get(), expected), filters
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e6, 1e37])
