@@ -8,6 +8,7 @@
 // Config::cluster blocks shares a row; grid (rows * cluster).
 #include "ptx/registers.cuh"
 #include "sampling/gumbel_max.cuh"
+#include "sampling/min_p.cuh"
 #include "sampling/params.cuh"
 #include "sampling/select.cuh"
 
@@ -38,20 +39,6 @@ struct Smem {
 };
 
 extern __shared__ float resident_row[];
-
-// The smallest logit whose probability is at least min_p times that of `high`, as float64 decides
-// it.
-__device__ __forceinline__ float min_p_logit(float high, float temperature, float min_p) {
-  const double bound = log(double(min_p));
-  const auto keeps = [&](unsigned key) {
-    return (double(from_ordered(key)) - double(high)) / double(temperature) >= bound;
-  };
-  const double guess = double(high) + bound * double(temperature);
-  unsigned key = ordered(fmaxf(__double2float_rn(guess), -kMaxFloat));
-  while (key < ordered(high) && !keeps(key)) ++key;
-  while (key > ordered(-kMaxFloat) && keeps(key - 1)) --key;
-  return from_ordered(key);
-}
 
 // Logits of the type that SampleParams names: one variant serves all types.
 struct AnyRow {

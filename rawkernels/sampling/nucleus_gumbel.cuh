@@ -266,7 +266,10 @@ __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, floa
         smem.state.sparse = smem.state.min_p > 0.0f;
         smem.state.reference = high;
         smem.total = 0.0f;
-        smem.state.min_logit = least_kept_logit(smem.state, high);
+        // Exactly: tokens just below it, were they candidates, could be all there are.
+        const float min_p = smem.state.min_p;
+        smem.state.min_logit =
+            min_p > 0.0f ? min_p_logit(high, smem.state.temperature, min_p) : -kInfinity;
       }
       __syncthreads();
     }

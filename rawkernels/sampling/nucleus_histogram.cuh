@@ -7,6 +7,7 @@
 
 #include "sampling/candidates.cuh"
 #include "sampling/gumbel_max.cuh"
+#include "sampling/min_p.cuh"
 #include "sampling/nucleus_state.cuh"
 #include "sampling/row_moments.cuh"
 
@@ -182,20 +183,6 @@ __device__ __forceinline__ bool passes_min_p(const NucleusState& state, float x,
   const float gap = log2_ratio - ptx::lg2(state.min_p);
   if (log2_ratio > -126.0f && fabsf(gap) > 1e-4f) return gap > 0.0f;
   return (double(x) - double(high)) / double(state.temperature) >= log(double(state.min_p));
-}
-
-// The least logit that min-p keeps, exactly: tokens just below it, were they candidates, could be
-// all there are. Rarely needed: not inlined.
-__device__ __noinline__ float least_kept_logit(const NucleusState& state, float high) {
-  unsigned least = ordered(min_kept_logit(high, state.slope, state.min_p)), kept = ordered(high);
-  while (least < kept) {
-    const unsigned middle = least + (kept - least) / 2;
-    if (passes_min_p(state, from_ordered(middle), high))
-      kept = middle;
-    else
-      least = middle + 1;
-  }
-  return from_ordered(kept);
 }
 
 // The weight of the tokens whose keys are above `key`, and of all tokens; weight_of() takes log2 of
