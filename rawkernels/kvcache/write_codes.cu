@@ -25,6 +25,8 @@ using Numbers = tile::RowBlock<kHeadDim * sizeof(T), kRows>;
 template <int kFormat>
 using Codes = tile::RowBlock<kFormat == tile::kInt4 ? kHeadDim / 2 : kHeadDim, kRows>;
 
+constexpr int kAnglesIn = 1;  // 0: registers
+
 struct WarpMemory {
   Numbers k, v;
   Codes<Config::k_format> k_codes;
@@ -92,9 +94,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     write_codes(const __grid_constant__ WriteParams params,
                 const __grid_constant__ QuantizedWriteParams codes) {
   __shared__ WarpMemory memory[kWarps];
-  __shared__ uint4 signs[4][kLanes];  // of a lane's words, by fours
+  // Of each lane, what it needs for any head: of RoPE, and the rotation's signs by slots.
+  __shared__ float4 angles[kAnglesIn ? 8 : 1][kAnglesIn ? Config::threads : 1];
+  __shared__ uint4 signs[4][kLanes];
   if (threadIdx.x < 4 * kLanes)
-    signs[threadIdx.x / kLanes][threadIdx.x % kLanes] = Fetched::signs_of(threadIdx.x / kLanes);
+    signs[threadIdx.x / kLanes][threadIdx.x % kLanes] =
+        Fetched::signs_of(Fetched::Columns::quarter_of(threadIdx.x / kLanes));
   __syncthreads();
   WarpMemory& own = memory[threadIdx.x / 32];
   const int lane = threadIdx.x % 32;
@@ -120,14 +125,28 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
                                    : first_scale(codes.k_scale, codes.k_scale_stride, at, begin);
   const long long scale_stride = is_value ? codes.v_scale_stride.head : codes.k_scale_stride.head;
   const bool puts_scale = at.exists && lane % kLanes < 2;
-  const unsigned first_angle =
-      (at.exists ? at.position : 0) * params.pairs + Fetched::first_angle(params.interleaved);
+  typename Fetched::Angles kept[kAnglesIn ? 1 : 4];
+  if (params.cos != nullptr) {
+    const unsigned first = (at.exists ? at.position : 0) * params.pairs;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto angle = Fetched::slot_angles(static_cast<const float*>(params.cos) + first,
+                                              static_cast<const float*>(params.sin) + first, i,
+                                              params.interleaved);
+      if (kAnglesIn) {
+        angles[2 * i][threadIdx.x] = angle.cos;
+        angles[2 * i + 1][threadIdx.x] = angle.sin;
+      } else {
+        kept[i] = angle;
+      }
+    }
+  }
 #pragma unroll 1
   for (int left = heads; left > 0; --left) {
     Fetched fetched;
     ptx::cp_async_wait<1>();
     __syncwarp();
-    fetched.read(reinterpret_cast<const T*>(own.k.row(lane / kLanes)));
+    fetched.read_slots(reinterpret_cast<const T*>(own.k.row(lane / kLanes)));
     __syncwarp();
     k.from += params.k_head * static_cast<int>(sizeof(T));
     if (left > 1)
@@ -135,18 +154,21 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     else
       ptx::cp_async_commit();
     float most, least, v_most, v_least;
-    // Angles are read for each head: registers are for the row.
-    const unsigned angle = ptx::opaque(first_angle);
-    const float* const cos = static_cast<const float*>(params.cos) + angle;
-    const float* const sin = static_cast<const float*>(params.sin) + angle;
-    if (params.cos != nullptr && params.interleaved)
-      fetched.template turn_by<true>(cos, sin);
-    else if (params.cos != nullptr)
-      fetched.template turn_by<false>(cos, sin);
+    if (params.cos != nullptr) {
+      const auto angle = [&](int fourth) -> typename Fetched::Angles {
+        if (!kAnglesIn) return kept[fourth];
+        return {angles[2 * fourth][threadIdx.x], angles[2 * fourth + 1][threadIdx.x]};
+      };
+      if (params.interleaved)
+        fetched.turn(angle, true);
+      else
+        fetched.turn(angle, false);
+    }
     Key key;
     if (codes.k_rotated) {
 #pragma unroll
       for (int part = 0; part < 4; ++part) fetched.change_signs(part, signs[part][lane % kLanes]);
+      fetched.exchange();
       key.unpack(fetched);
       key.transform(most, least);
     } else {
@@ -187,14 +209,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     }
     unsigned char* const k_row = own.k_codes.row(lane / kLanes);
     unsigned char* const v_row = own.v_codes.row(lane / kLanes);
-    key.divide(k_inverse, k_minimum, [&](int at, auto words) {
+    key.divide<true>(k_inverse, k_minimum, [&](int at, auto words) {
       *reinterpret_cast<decltype(words)*>(k_row + at) = words;
     });
     __syncwarp();
     k.write(own.k_codes, exist, params.k_page.head);
     Value value;
     value.unpack(fetched);
-    value.divide(v_inverse, v_minimum, [&](int at, auto words) {
+    value.divide<false>(v_inverse, v_minimum, [&](int at, auto words) {
       *reinterpret_cast<decltype(words)*>(v_row + at) = words;
     });
     __syncwarp();
