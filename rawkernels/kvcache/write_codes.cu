@@ -25,8 +25,6 @@ using Numbers = tile::RowBlock<kHeadDim * sizeof(T), kRows>;
 template <int kFormat>
 using Codes = tile::RowBlock<kFormat == tile::kInt4 ? kHeadDim / 2 : kHeadDim, kRows>;
 
-constexpr int kAnglesIn = 1;  // 0: registers
-
 struct WarpMemory {
   Numbers k, v;
   Codes<Config::k_format> k_codes;
@@ -89,14 +87,13 @@ __device__ __forceinline__ void put_scale(unsigned short* to, const tile::FoundS
     *to = tile::bfloat16_bits(found.scale);
 }
 
-// Four thread blocks on a multiprocessor: there are registers for five, which are mostly slower.
+// Four thread blocks on a multiprocessor: RoPE's angles take 32 registers of 128. With registers
+// for five, angles would have to be read for each head, which is slower.
 extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     write_codes(const __grid_constant__ WriteParams params,
                 const __grid_constant__ QuantizedWriteParams codes) {
   __shared__ WarpMemory memory[kWarps];
-  // Of each lane, what it needs for any head: of RoPE, and the rotation's signs by slots.
-  __shared__ float4 angles[kAnglesIn ? 8 : 1][kAnglesIn ? Config::threads : 1];
-  __shared__ uint4 signs[4][kLanes];
+  __shared__ uint4 signs[4][kLanes];  // of a lane's words, by slots
   if (threadIdx.x < 4 * kLanes)
     signs[threadIdx.x / kLanes][threadIdx.x % kLanes] =
         Fetched::signs_of(Fetched::Columns::quarter_of(threadIdx.x / kLanes));
@@ -125,22 +122,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
                                    : first_scale(codes.k_scale, codes.k_scale_stride, at, begin);
   const long long scale_stride = is_value ? codes.v_scale_stride.head : codes.k_scale_stride.head;
   const bool puts_scale = at.exists && lane % kLanes < 2;
-  typename Fetched::Angles kept[kAnglesIn ? 1 : 4];
+  // RoPE's angles, of any head.
+  typename Fetched::Angles angles[4];
   if (params.cos != nullptr) {
-    const unsigned first = (at.exists ? at.position : 0) * params.pairs;
+    const unsigned place = (at.exists ? at.position : 0) * params.pairs;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const auto angle = Fetched::slot_angles(static_cast<const float*>(params.cos) + first,
-                                              static_cast<const float*>(params.sin) + first, i,
-                                              params.interleaved);
-      if (kAnglesIn) {
-        angles[2 * i][threadIdx.x] = angle.cos;
-        angles[2 * i + 1][threadIdx.x] = angle.sin;
-      } else {
-        kept[i] = angle;
-      }
-    }
+    for (int i = 0; i < 4; ++i)
+      angles[i] = Fetched::slot_angles(static_cast<const float*>(params.cos) + place,
+                                       static_cast<const float*>(params.sin) + place, i,
+                                       params.interleaved);
   }
+  const auto angles_of = [&](int fourth) { return angles[fourth]; };
 #pragma unroll 1
   for (int left = heads; left > 0; --left) {
     Fetched fetched;
@@ -154,16 +146,10 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     else
       ptx::cp_async_commit();
     float most, least, v_most, v_least;
-    if (params.cos != nullptr) {
-      const auto angle = [&](int fourth) -> typename Fetched::Angles {
-        if (!kAnglesIn) return kept[fourth];
-        return {angles[2 * fourth][threadIdx.x], angles[2 * fourth + 1][threadIdx.x]};
-      };
-      if (params.interleaved)
-        fetched.turn(angle, true);
-      else
-        fetched.turn(angle, false);
-    }
+    if (params.cos != nullptr && params.interleaved)
+      fetched.turn(angles_of, true);
+    else if (params.cos != nullptr)
+      fetched.turn(angles_of, false);
     Key key;
     if (codes.k_rotated) {
 #pragma unroll
