@@ -87,8 +87,8 @@ __device__ __forceinline__ void put_scale(unsigned short* to, const tile::FoundS
     *to = tile::bfloat16_bits(found.scale);
 }
 
-// Four thread blocks on a multiprocessor: RoPE's angles take 32 registers of 128. With registers
-// for five, angles would have to be read for each head, which is slower.
+// Four thread blocks on a multiprocessor: RoPE's angles take 32 of a thread's 128 registers. Five,
+// with angles in shared memory, are slower.
 extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     write_codes(const __grid_constant__ WriteParams params,
                 const __grid_constant__ QuantizedWriteParams codes) {
