@@ -179,20 +179,33 @@ def test_writers_of_codes(call, tokens, entry):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "grid"),
+    ("tokens", "heads", "grid", "with_rope"),
     [
-        (32768, 8, (1024, 2)),
-        (8192, 8, (256, 2)),
-        (4096, 8, (128, 4)),
-        (64, 8, (2, 8)),
-        (8192, 6, (256, 2)),
-        (8192, 7, (256, 7)),
-        (33, 1024, (2, 256)),
+        (32768, 8, (1024, 2), (1024, 1)),
+        (12289, 8, (385, 2), (385, 1)),
+        (12256, 8, (383, 2), (383, 2)),
+        (8192, 8, (256, 2), (256, 2)),
+        (4096, 8, (128, 4), (128, 4)),
+        (64, 8, (2, 8), (2, 8)),
+        (32768, 12, (1024, 3), (1024, 3)),
+        (32768, 4, (1024, 1), (1024, 1)),
+        (8192, 16, (256, 4), (256, 2)),
+        (8192, 6, (256, 2), (256, 2)),
+        (8192, 7, (256, 7), (256, 7)),
+        (33, 1024, (2, 256), (2, 256)),
     ],
 )
-def test_warps_have_fewer_heads_in_turn_where_tokens_are_few(tokens, heads, grid):
-    variant = dispatch.quantized_cache_write("bfloat16", 4, ("int8", "int8"), tokens=tokens)
-    assert variant.config.grid(tokens, heads) == grid
+def test_warps_have_fewer_heads_in_turn_where_tokens_are_few(tokens, heads, grid, with_rope):
+    variant = dispatch.quantized_cache_write("bfloat16", 4, INT8, tokens=tokens)
+    assert variant.config.grid(tokens, heads, rotary=False) == grid
+    assert variant.config.grid(tokens, heads, rotary=True) == with_rope
+
+
+@pytest.mark.parametrize(("formats", "shares"), [(INT8, 2), (E4M3, 2), (K8V4, 2), (INT4, 1)])
+def test_warps_have_more_short_rows_in_turn_of_int4_only(formats, shares):
+    variant = dispatch.quantized_cache_write("bfloat16", 2, formats, tokens=32768)
+    assert variant.config.grid(32768, 8, rotary=True) == (512, shares)
+    assert variant.config.grid(32768, 8, rotary=False) == (512, 2)
 
 
 @pytest.mark.parametrize(

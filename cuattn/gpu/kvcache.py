@@ -461,7 +461,7 @@ def _quantized_plan(
     )
     k_dim, v_dim = dims
     codes = quantized_write_arguments(formats, (k_dim, v_dim), scales, is_static, heads)
-    grid = variant.config.grid(total, heads)
+    grid = variant.config.grid(total, heads, rotary=pairs > 0)
     return Plan(dispatch.Launch(variant, grid, (arguments, codes)), device)
 
 

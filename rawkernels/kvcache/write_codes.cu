@@ -87,14 +87,16 @@ __device__ __forceinline__ void put_scale(unsigned short* to, const tile::FoundS
     *to = tile::bfloat16_bits(found.scale);
 }
 
-// Four thread blocks on a multiprocessor: there are registers for five, which are mostly slower.
+// Four thread blocks on a multiprocessor: RoPE's angles take 32 of a thread's 128 registers. Five,
+// with angles in shared memory, are slower.
 extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     write_codes(const __grid_constant__ WriteParams params,
                 const __grid_constant__ QuantizedWriteParams codes) {
   __shared__ WarpMemory memory[kWarps];
-  __shared__ uint4 signs[4][kLanes];  // of a lane's words, by fours
+  __shared__ uint4 signs[4][kLanes];  // of a lane's words, by slots
   if (threadIdx.x < 4 * kLanes)
-    signs[threadIdx.x / kLanes][threadIdx.x % kLanes] = Fetched::signs_of(threadIdx.x / kLanes);
+    signs[threadIdx.x / kLanes][threadIdx.x % kLanes] =
+        Fetched::signs_of(Fetched::Columns::quarter_of(threadIdx.x / kLanes));
   __syncthreads();
   WarpMemory& own = memory[threadIdx.x / 32];
   const int lane = threadIdx.x % 32;
@@ -120,14 +122,23 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
                                    : first_scale(codes.k_scale, codes.k_scale_stride, at, begin);
   const long long scale_stride = is_value ? codes.v_scale_stride.head : codes.k_scale_stride.head;
   const bool puts_scale = at.exists && lane % kLanes < 2;
-  const unsigned first_angle =
-      (at.exists ? at.position : 0) * params.pairs + Fetched::first_angle(params.interleaved);
+  // RoPE's angles, of any head.
+  typename Fetched::Angles angles[4];
+  if (params.cos != nullptr) {
+    const unsigned place = (at.exists ? at.position : 0) * params.pairs;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      angles[i] = Fetched::slot_angles(static_cast<const float*>(params.cos) + place,
+                                       static_cast<const float*>(params.sin) + place, i,
+                                       params.interleaved);
+  }
+  const auto angles_of = [&](int fourth) { return angles[fourth]; };
 #pragma unroll 1
   for (int left = heads; left > 0; --left) {
     Fetched fetched;
     ptx::cp_async_wait<1>();
     __syncwarp();
-    fetched.read(reinterpret_cast<const T*>(own.k.row(lane / kLanes)));
+    fetched.read_slots(reinterpret_cast<const T*>(own.k.row(lane / kLanes)));
     __syncwarp();
     k.from += params.k_head * static_cast<int>(sizeof(T));
     if (left > 1)
@@ -135,18 +146,15 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     else
       ptx::cp_async_commit();
     float most, least, v_most, v_least;
-    // Angles are read for each head: registers are for the row.
-    const unsigned angle = ptx::opaque(first_angle);
-    const float* const cos = static_cast<const float*>(params.cos) + angle;
-    const float* const sin = static_cast<const float*>(params.sin) + angle;
     if (params.cos != nullptr && params.interleaved)
-      fetched.template turn_by<true>(cos, sin);
+      fetched.turn(angles_of, true);
     else if (params.cos != nullptr)
-      fetched.template turn_by<false>(cos, sin);
+      fetched.turn(angles_of, false);
     Key key;
     if (codes.k_rotated) {
 #pragma unroll
       for (int part = 0; part < 4; ++part) fetched.change_signs(part, signs[part][lane % kLanes]);
+      fetched.exchange();
       key.unpack(fetched);
       key.transform(most, least);
     } else {
@@ -187,14 +195,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     }
     unsigned char* const k_row = own.k_codes.row(lane / kLanes);
     unsigned char* const v_row = own.v_codes.row(lane / kLanes);
-    key.divide(k_inverse, k_minimum, [&](int at, auto words) {
+    key.divide<true>(k_inverse, k_minimum, [&](int at, auto words) {
       *reinterpret_cast<decltype(words)*>(k_row + at) = words;
     });
     __syncwarp();
     k.write(own.k_codes, exist, params.k_page.head);
     Value value;
     value.unpack(fetched);
-    value.divide(v_inverse, v_minimum, [&](int at, auto words) {
+    value.divide<false>(v_inverse, v_minimum, [&](int at, auto words) {
       *reinterpret_cast<decltype(words)*>(v_row + at) = words;
     });
     __syncwarp();

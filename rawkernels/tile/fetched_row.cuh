@@ -17,6 +17,8 @@ struct LaneColumns {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kLanes; }
   __device__ __forceinline__ static int column(int part) { return part * kQuarter + lane() * 8; }
+  // Of a row in slots, the quarter that this lane has in one of them.
+  __device__ __forceinline__ static int quarter_of(int slot) { return slot ^ lane() % 4; }
 };
 
 template <class T, int kLanes>
@@ -42,6 +44,27 @@ struct FetchedRow {
 #pragma unroll
       for (int i = 0; i < 8; i += kEach)
         words[part][i / kEach] = *reinterpret_cast<const uint4*>(row + Columns::column(part) + i);
+  }
+
+  // The same in slots: `words[s]` are the quarter that quarter_of(s) says, so that lanes exchange
+  // quarters without choosing between registers.
+  __device__ __forceinline__ void read_slots(const T* row) {
+    static_assert(sizeof(T) == 2, "a quarter of a lane's is 16 bytes");
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot)
+      words[slot][0] =
+          *reinterpret_cast<const uint4*>(row + Columns::column(Columns::quarter_of(slot)));
+  }
+
+  // Of a row in slots: lane c has quarter p's features from 8 c on, and gets those from 8 p on of
+  // quarter c (of two lanes: of the quarters with that lowest bit), or the other way around.
+  __device__ __forceinline__ void exchange() {
+#pragma unroll
+    for (int slot = 1; slot < 4; ++slot)
+      if (slot % kLanes != 0)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          word(slot, i) = __shfl_xor_sync(~0u, word(slot, i), slot % kLanes);
   }
 
   // RoPE, rounded to T, by the angles that `angles` gives for each fourth.
@@ -172,19 +195,20 @@ struct FetchedRow {
     return {__ldg(reinterpret_cast<const float4*>(rope.cos + pair)),
             __ldg(reinterpret_cast<const float4*>(rope.sin + pair))};
   }
-  // The same of all four, of which the first has its angles at `cos` and `sin`; see first_angle.
-  template <bool kInterleaved>
-  __device__ __forceinline__ void turn_by(const float* cos, const float* sin) {
-    const auto angles = [&](int fourth) -> Angles {
-      const int pair = kInterleaved ? fourth * (Columns::kQuarter / 2)
-                                    : fourth / 2 * Columns::kQuarter + fourth % 2 * 4;
-      return {__ldg(reinterpret_cast<const float4*>(cos + pair)),
-              __ldg(reinterpret_cast<const float4*>(sin + pair))};
-    };
-    turn(angles, kInterleaved);
-  }
-  __device__ __forceinline__ static int first_angle(bool interleaved) {
-    return Columns::lane() * (interleaved ? 4 : 8);
+  // The same of a row in slots, which `turn` turns as it does quarters: where slots have a pair's
+  // second features first, the sine has the other sign. `cos` and `sin` are the row's.
+  __device__ __forceinline__ static Angles slot_angles(const float* cos, const float* sin,
+                                                       int fourth, bool interleaved) {
+    const int pair = interleaved
+                         ? Columns::column(Columns::quarter_of(fourth)) / 2
+                         : Columns::column(Columns::quarter_of(fourth / 2) % 2) + fourth % 2 * 4;
+    Angles at = {__ldg(reinterpret_cast<const float4*>(cos + pair)),
+                 __ldg(reinterpret_cast<const float4*>(sin + pair))};
+    if (!interleaved && Columns::quarter_of(0) >= 2) {
+      at.sin.x = -at.sin.x, at.sin.y = -at.sin.y;
+      at.sin.z = -at.sin.z, at.sin.w = -at.sin.w;
+    }
+    return at;
   }
 
  private:

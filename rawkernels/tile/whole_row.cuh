@@ -45,31 +45,46 @@ struct WholeRow {
   }
 
   // Gives codes of the row to `put`, each eight features' at a time.
-  template <class Put>
+  template <bool kInSlots, class Put>
   __device__ __forceinline__ void divide(float inverse, float minimum, const Put& put) {
 #pragma unroll
     for (int part = 0; part < 4; ++part)
-      put(Columns::column(part) / (kFormat == kInt4 ? 2 : 1),
+      put(Columns::column(kInSlots ? Columns::quarter_of(part) : part) / (kFormat == kInt4 ? 2 : 1),
           eight_codes<kFormat>(x[part], inverse, minimum));
   }
 
-  // The Hadamard transform, as LaneRow has it. The extent is that of sums before the last factor,
-  // times this one: rounding keeps the order of numbers.
+  // The Hadamard transform of a row in slots whose words lanes have exchanged, so that its first
+  // stages need no other lane; what they give is exchanged back for the others. (The stages of
+  // LaneRow: lanes that exchange sums in each of two stages send 64 floats, and here 24, and 12
+  // words before.) The extent is that of sums before the last factor, times this one: rounding
+  // keeps the order of numbers.
   __device__ __forceinline__ void transform(float& most, float& least) {
-    transform_quarters<kLanes>(x);
-    int magnitude = 0;  // bits of a float
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      butterfly(x[0][e], x[1][e]);
-      butterfly(x[2][e], x[3][e]);
-      if (!kHasMinimum) {
+    for (int distance = 1; distance < 8; distance *= 2)
+#pragma unroll
+      for (int slot = 0; slot < 4; ++slot)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          if (!(e & distance)) butterfly(x[slot][e], x[slot][e + distance]);
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) combine_slots(distance);
+#pragma unroll
+    for (int slot = 1; slot < 4; ++slot)
+      if (slot % kLanes != 0)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          x[slot][e] = __shfl_xor_sync(~0u, x[slot][e], slot % kLanes);
+    combine_slots(1);
+    int magnitude = 0;  // bits of a float
+    if (!kHasMinimum) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
         const int low = __float_as_int(ptx::add_magnitudes_rn(x[0][e], x[2][e]));
         const int high = __float_as_int(ptx::add_magnitudes_rn(x[1][e], x[3][e]));
         magnitude = max(max(low, high), magnitude);
       }
-      butterfly(x[0][e], x[2][e]);
-      butterfly(x[1][e], x[3][e]);
     }
+    combine_slots(2);
     const float scale = hadamard_scale(kHeadDim);
     if (kHasMinimum) {
       both_ends(most, least);
@@ -88,6 +103,22 @@ struct WholeRow {
   }
 
  private:
+  // Sums and differences of slots whose quarters are `distance` apart. In some lanes the first of
+  // two slots has the second quarter.
+  __device__ __forceinline__ void combine_slots(int distance) {
+    const float sign = Columns::quarter_of(0) & distance ? -1.0f : 1.0f;
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot)
+      if (!(slot & distance))
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          float &a = x[slot][e], &b = x[slot + distance][e];
+          const float first = ptx::fma_rn(a, sign, b);
+          b = ptx::fma_rn(b, -sign, a);
+          a = first;
+        }
+  }
+
   // The largest and the least number of the row. As integers with a sign bits of floats have their
   // order from 0 on, and without a sign those of negative ones come last, the least one of all:
   // three of them are compared at once, and three floats cannot be.

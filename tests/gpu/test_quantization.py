@@ -213,12 +213,22 @@ def test_the_writer_s_bytes_of_short_rows(rng, way, dtype, rotary):
     assert_writers_agree(rng, way, DTYPES[dtype], rotary, heads=6, dim=64)
 
 
-@pytest.mark.parametrize("rotary", [None, "halves"])
+@pytest.mark.parametrize(
+    ("rotary", "heads", "dim"),
+    [
+        (None, 8, 128),
+        ("halves", 8, 128),
+        ("neighbours", 8, 128),
+        ("halves", 12, 128),
+        ("halves", 8, 64),
+        ("neighbours", 8, 64),
+    ],
+)
 @pytest.mark.parametrize("way", ["int8", "float8_e4m3", "int4", "k8v4"])
-def test_the_writer_s_heads_in_turn(rng, way, rotary, monkeypatch):
-    """A warp has several, as where there are many tokens."""
+def test_the_writer_s_heads_in_turn(rng, way, rotary, heads, dim, monkeypatch):
+    """A warp has several, as where there are many tokens: eight or four."""
     monkeypatch.setattr("cuattn.gpu.dispatch.kvcache.ENOUGH_BLOCKS", 0)
-    assert_writers_agree(rng, way, BFLOAT16, rotary, heads=8, dim=128)
+    assert_writers_agree(rng, way, BFLOAT16, rotary, heads=heads, dim=dim)
 
 
 def assert_writers_agree(rng, way, dtype, rotary, heads, dim):

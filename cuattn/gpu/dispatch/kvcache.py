@@ -34,6 +34,7 @@ def cache_write(dtype: str, itemsize: int, *, aligned: bool, any_cache: bool = F
 
 
 HEADS_IN_TURN = (4, 3, 2, 1)  # of a warp that writes codes, the most that divide all
+MORE_HEADS_IN_TURN = (8, *HEADS_IN_TURN)  # likewise, where heads share more than their slots
 #: Thread blocks that keep a device busy: with fewer, warps have fewer heads in turn.
 ENOUGH_BLOCKS = 384
 
@@ -53,7 +54,7 @@ class QuantizedWriteConfig(Config):
         """Several rows' lanes."""
         return 256 if self.k_format == ANY_FORMAT else 128
 
-    def grid(self, tokens: int, heads: int) -> tuple[int, int]:
+    def grid(self, tokens: int, heads: int, *, rotary: bool) -> tuple[int, int]:
         """Rows and sides, keys or values; or tokens and shares of the heads."""
         rows = self.threads // (self.lanes or 32)
         if self.k_format == ANY_FORMAT:
@@ -67,10 +68,16 @@ class QuantizedWriteConfig(Config):
 class CodesWriteConfig(QuantizedWriteConfig):
     """kvcache/write_codes.cu: formats are known."""
 
-    def grid(self, tokens: int, heads: int) -> tuple[int, int]:
+    def heads_in_turn(self, *, rotary: bool) -> tuple[int, ...]:
+        """How many heads a warp may have: it reads RoPE's angles once for all of them. With 64
+        features, whose thread blocks are half as many, that pays for int4 only."""
+        shares_enough = self.lanes == 4 or self.k_format == FORMATS["int4"].number
+        return MORE_HEADS_IN_TURN if rotary and shares_enough else HEADS_IN_TURN
+
+    def grid(self, tokens: int, heads: int, *, rotary: bool) -> tuple[int, int]:
         """Tokens and shares of the heads."""
         blocks = -(-tokens // (self.threads // self.lanes))
-        shares = [heads // n for n in HEADS_IN_TURN if heads % n == 0]
+        shares = [heads // n for n in self.heads_in_turn(rotary=rotary) if heads % n == 0]
         return blocks, next((n for n in shares if blocks * n >= ENOUGH_BLOCKS), heads)
 
 
