@@ -225,6 +225,18 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
     cache.check(cache.queries(rng, len(lens), seqlen_q, heads), window=window)
 
 
+@pytest.mark.parametrize("length", [0, 1, 300, 2000, 20000])
+@pytest.mark.parametrize("page_size", [8, 64, 128])
+def test_a_single_sequence_in_room_for_more(rng, length, page_size):
+    """Where the first keys are is asked for before the length is known, which may be another one
+    than the pages have room for; also where thread blocks have several pairs of blocks of keys."""
+    cache = Cache(rng, [length], BFLOAT16, page_size)
+    none = rng.integers(-(1 << 31), 1 << 31, (1, 300 * 64 // page_size)).astype(np.int32)
+    cache.table = np.concatenate([cache.table, none], axis=1)
+    for heads, seqlen_q, window in ((128, 1, None), (40, 1, (700, 0)), (16, 3, None)):
+        cache.check(cache.queries(rng, 1, seqlen_q, heads), window=window)
+
+
 @pytest.mark.parametrize(
     ("count", "longest"),
     [
