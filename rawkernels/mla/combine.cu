@@ -16,7 +16,7 @@ constexpr int kRows = Config::rows;
 constexpr int kLatent = Config::latent;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kColumns = Config::columns;
-constexpr int kVecs = kColumns / 128;    // of four columns, of a lane
+constexpr int kVecs = kColumns / 128;  // of four columns, of a lane
 // Partial results on their way to a lane. Where a row is in two pieces, two tiles may have those of
 // 132 thread blocks, so that a warp's share is up to 9.
 constexpr int kOnTheirWay = kVecs == 2 ? 9 : 16 / kVecs;

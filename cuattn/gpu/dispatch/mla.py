@@ -41,8 +41,8 @@ FEW_ROWS, FEW_KEYS = 32, 4096
 #: How many pairs of blocks of keys are one split in mla/decode_sm90.cu where that leaves no thread
 #: block more than a tile: the second pair takes less time than a launch that merges both.
 UNSPLIT_PAIRS = 2
-#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: where warps have whole rows,
-#: of which one has several beyond, and where they or their blocks have pieces of rows.
+#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: where warps have whole rows
+#: (beyond, several each), and where they or their blocks have pieces of rows.
 COMBINE_BLOCKS, COMBINE_PIECES = 3, 2
 
 
