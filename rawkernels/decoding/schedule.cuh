@@ -238,17 +238,6 @@ struct Schedule {
     }
   }
 
-  // The same where a single tile of rows has a sequence of so many keys; the first key, which may
-  // be one that does not exist.
-  __device__ __forceinline__ int start_single(const DecodeParams& params, int keys) {
-    seq = {0, 0, params.seqlen_q, keys};
-    blocks = cut_keys<kRows, kTileKeys>(params, seq, 0);
-    partition(blocks.count);
-    head = row_tile = 0;
-    index = step;
-    return blocks.origin + (step << blocks.shift);
-  }
-
   // The next split; false where there is none.
   __device__ __forceinline__ bool next(const DecodeParams& params, Split& split) {
     if (step == end) return false;

@@ -167,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < ml
       const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
 #pragma unroll
       for (int j = 0; j < kVecs; ++j)
-        put_vec(params, result, blockIdx.z * (kColumns / 4) + lane + 32 * j, whole.o[j]);
+        put_vec(params, result,
+                (kColumns < kLatent ? blockIdx.z * (kColumns / 4) : 0) + lane + 32 * j, whole.o[j]);
     }
   } else {
     __shared__ Smem smem;

@@ -70,9 +70,9 @@ struct Loader {
   const int* row = nullptr;  // of the page table
   int end = 0;
 
-  __device__ __forceinline__ void begin(int sequence, int its_end) {
-    row = table.entry(sequence, 0);
-    end = its_end;
+  __device__ __forceinline__ void begin(const decoding::Split& split) {
+    row = table.entry(split.seq.index, 0);
+    end = split.end;
   }
   __device__ __forceinline__ int page_of_lane(int first) const {
     const int key = first + (lane << box_shift);
@@ -150,14 +150,6 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
   return blocks;
 }
 
-// Where a single tile of rows has a head for each block: what is known of its split at once.
-__device__ __forceinline__ decoding::Split first_split(const DecodeParams& params) {
-  decoding::Split split = {};
-  split.seq.seqlen_q = params.seqlen_q;
-  split.head = blockIdx.x;
-  return split;
-}
-
 // By each of four warps.
 __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
                                         const MlaParams& mla, const Maps& maps) {
@@ -170,41 +162,18 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
   unsigned parity = 0, parity_q = 0;  // of the present use of the buffer, and of Q
   // What several blocks of the grid read at about the same time is kept for the others.
   const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
-  const bool single = params.single_tile;
-  int likely = 0, likely_page = 0;
-  bool exists;
-  if (single) {
-    // What does not depend on the sequence's length is asked for beside it: queries, and where the
-    // first keys are if it has all that its pages hold. With at most one step for each block they
-    // are there whatever the length is. A page that lies beyond it may be any number: those keys
-    // are hidden and cleared.
-    const int keys = decoding::count_keys(params, 0);
-    likely = schedule.start_single(params, params.capacity) + buffer * kBlockKeys;
-    loader.begin(0, params.capacity);
-    likely_page = loader.page_of_lane(likely);
-    ptx::bar_sync(kReady, kReadyThreads);
-    if (warp == 3) ask_queries(smem, params, mla, maps, first_split(params), parity_q);
-    schedule.start_single(params, keys);
-    exists = schedule.step < schedule.end;
-  } else {
-    exists = schedule.start(params);
-    ptx::bar_sync(kReady, kReadyThreads);
-  }
+  bool exists = schedule.start(params);
+  ptx::bar_sync(kReady, kReadyThreads);
   while (true) {
     decoding::Split split;
     exists = exists && schedule.next(params, split);
     const int blocks = put_work(smem, params, mla, schedule, split, exists, queue);
     __syncwarp();
-    if (!exists) {
-      // No copy may still be on its way to this block.
-      if (single && warp == 3 && mla.query_rows > 0) ptx::mbarrier_wait(smem.full_q, 0);
-      return;
-    }
-    loader.begin(split.seq.index, split.end);
+    if (!exists) return;
+    loader.begin(split);
     int first = split.origin + buffer * kBlockKeys;
-    int next_page = likely_page;
-    if (!single || first != likely) next_page = buffer < blocks ? loader.page_of_lane(first) : 0;
-    if (warp == 3 && !single) ask_queries(smem, params, mla, maps, split, parity_q);
+    int next_page = buffer < blocks ? loader.page_of_lane(first) : 0;
+    if (warp == 3) ask_queries(smem, params, mla, maps, split, parity_q);
     parity_q ^= 1;
 #pragma unroll 1
     for (int block = buffer; block < blocks; block += 2, parity ^= 1, first += 2 * kBlockKeys) {

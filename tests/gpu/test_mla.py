@@ -227,9 +227,8 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
 
 @pytest.mark.parametrize("length", [0, 1, 300, 2000, 20000])
 @pytest.mark.parametrize("page_size", [8, 64, 128])
-def test_a_single_sequence_in_room_for_more(rng, length, page_size):
-    """Where the first keys are is asked for before the length is known, which may be another one
-    than the pages have room for; also where thread blocks have several pairs of blocks of keys."""
+def test_pages_beyond_the_length_are_not_looked_at(rng, length, page_size):
+    """Where a table has room for more pages, their numbers may be anything."""
     cache = Cache(rng, [length], BFLOAT16, page_size)
     none = rng.integers(-(1 << 31), 1 << 31, (1, 300 * 64 // page_size)).astype(np.int32)
     cache.table = np.concatenate([cache.table, none], axis=1)

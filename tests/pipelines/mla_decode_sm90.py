@@ -51,7 +51,6 @@ class Protocol:
     values_first: bool  # the even consumer adds the odd values before it asks for its next scores
     merges: bool  # a consumer's thread says whether partial results are merged at once
     asks: bool  # a producing warp asks TMA for queries; else the consumers copy them
-    single: bool  # it does so before it knows whether there is a split
     blocks: tuple[int, ...]  # of keys, that a split may have
 
 
@@ -74,14 +73,12 @@ def protocols() -> set[Protocol]:
             bool(constants["kValuesFirst"]),
             bool(constants["kMerges"]),
             asks=False,
-            single=False,
             blocks=(0, 2, 4, 6) if whole_pairs else (0, 1, 2, 3, 4),
         )
         found.add(protocol)
         if not whole_pairs:
             asking = tuple(sorted(arrivals.items()))
-            for single in {False, not constants.config.gather}:
-                found.add(dataclasses.replace(protocol, arrivals=asking, asks=True, single=single))
+            found.add(dataclasses.replace(protocol, arrivals=asking, asks=True))
     return found
 
 
@@ -94,24 +91,15 @@ class Producer:
     """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
     by half or expands at once. One tells consumers of splits, the last one asks for queries: before
     it loads keys, or, where it has keys of both buffers, behind the first ones of all splits but
-    the first. Where there is a single split at most it asks before it knows of one, and waits for
-    what it has asked for if there is none."""
+    the first."""
 
     def __init__(
-        self,
-        warp: int,
-        producers: int,
-        full: tuple[str, ...],
-        *,
-        tells: bool,
-        asks: bool,
-        single: bool = False,
+        self, warp: int, producers: int, full: tuple[str, ...], *, tells: bool, asks: bool
     ) -> None:
         self.warp = warp
         self.tells = tells
         self.full = full
         self.asks = asks
-        self.single = single
         #: Of a warp with its keys, where it has some: each lane's copies and it.
         self.arrivals = producers // WARPS * 33
         self.halves = (0, 1) if producers else (warp % 2,)
@@ -124,10 +112,6 @@ class Producer:
             yield Arrive("full_work")
             yield Advance("work")
         if blocks == END:
-            if self.asks and self.single and not own.begun:
-                yield from self.ask()
-                yield Advance("q", -1)
-                yield Wait("full_q")
             return
         behind = len(self.buffers) == 2 and own.begun and blocks > 0
         own.begun = True
@@ -352,7 +336,6 @@ def pipeline(p: Protocol) -> Pipeline:
             p.full,
             tells=warp == p.tells,
             asks=p.asks and warp == producers - 1,
-            single=p.single,
         )
         for warp in range(producers)
     }

@@ -439,13 +439,15 @@ def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows:
     they took 9 µs for 12 tiles of 16 rows."""
     eights = -(-tile_rows // 8)
     resident = COMBINE_PIECES * call.multiprocessors
+    all_rows = tiles * tile_rows
+    small = all_rows <= 2 * call.multiprocessors
+    many_parts = 8 * tasks <= call.multiprocessors  # of a tile: more than a warp asks for twice
     # Given numbers of splits may leave many partial results of many tiles.
-    many = call.num_splits is not None and tiles * tile_rows <= 2 * call.multiprocessors
-    if many or 4 * tiles * tile_rows <= resident:
+    if small and (call.num_splits is not None or 4 * all_rows <= resident):
         columns, shared = LATENT // 4, True
-    elif tasks == tiles and 2 * tiles * tile_rows <= resident:
+    elif tasks == tiles and 2 * all_rows <= resident:
         columns, shared = LATENT // 2, True
-    elif 4 * eights * tasks <= resident:
+    elif (small or many_parts) and 4 * eights * tasks <= resident:
         columns, shared = LATENT // 4, False
     else:
         columns, shared = LATENT, False
