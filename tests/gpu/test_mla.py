@@ -362,9 +362,11 @@ def test_sparse_over_a_page_table_of_other_strides(rng, tier, stride):
     cache.check(cache.queries(rng, 2, 1, 16), indices=indices)
 
 
-def test_fixed_splits_do_not_depend_on_the_batch(rng, tier):
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fixed_splits_do_not_depend_on_the_batch(rng, tier, heads):
+    """With 128 heads a row is merged by a block's warps, or in the whole batch by one of them."""
     cache = Cache(rng, [3000, 1100, 5, 2500], BFLOAT16)
-    q = cache.queries(rng, 4, 1, 16)
+    q = cache.queries(rng, 4, 1, heads)
     whole = cache.decode(q, num_splits="fixed")
     for b in range(4):
         alone = Cache.__new__(Cache)
