@@ -441,7 +441,7 @@ def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows:
     resident = COMBINE_PIECES * call.multiprocessors
     all_rows = tiles * tile_rows
     small = all_rows <= 2 * call.multiprocessors
-    many_parts = 8 * tasks <= call.multiprocessors  # of a tile: more than a warp asks for twice
+    many_parts = 8 * tasks <= call.multiprocessors  # of a tile; a warp with whole rows reads four
     # Given numbers of splits may leave many partial results of many tiles.
     if small and (call.num_splits is not None or 4 * all_rows <= resident):
         columns, shared = LATENT // 4, True
