@@ -109,13 +109,56 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert launches.combine.variant.source == "mla/combine.cu"
     tiles = -(-heads // 64)
     assert launches.main.grid == (tiles, 132 // tiles)
-    few = heads < 128
-    assert launches.combine.grid == (3 * tiles, min(heads, 64) if few else 8, 4 if few else 1)
-    assert launches.combine.variant.config.columns == (128 if few else 512)
+    config = launches.combine.variant.config
+    assert (config.columns, config.shared_rows) == (128, heads < 128)
+    rows = min(heads, 64)
+    assert launches.combine.grid == (3 * tiles, rows if config.shared_rows else rows // 8, 4)
     assert launches.task_bytes == 64 * 3 * tiles
     assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
     assert launches.main.tensor_maps["latent"].l2_bytes == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "grid", "columns", "shared"),
+    [
+        ({"batch": 1, "max_pages": 256}, (1, 16, 4), 128, True),
+        ({"batch": 4, "max_pages": 128}, (4, 16, 4), 128, True),
+        ({"batch": 1, "heads": 128}, (2, 64, 2), 256, True),
+        ({"batch": 8, "max_pages": 99}, (8, 16, 2), 256, True),
+        ({"batch": 12, "max_pages": 99}, (12, 2, 4), 128, False),
+        ({"batch": 16, "max_pages": 99}, (16, 2, 4), 128, False),
+        ({"batch": 17}, (17, 2, 1), 512, False),  # eight partial results each, or less
+        ({"batch": 33, "heads": 8}, (33, 1, 4), 128, False),
+        ({"batch": 34, "heads": 8}, (34, 1, 1), 512, False),
+        ({"batch": 4, "heads": 128}, (8, 8, 4), 128, False),
+        ({"batch": 5, "heads": 128}, (10, 8, 1), 512, False),
+        ({"batch": 12, "num_splits": "fixed"}, (12, 16, 4), 128, True),
+        ({"batch": 100, "heads": 1}, (132, 1, 1), 512, False),
+    ],
+)
+def test_what_merges_is_resident_at_a_time(changes, grid, columns, shared):
+    combine = choose_mla(described(**changes)).combine
+    config = combine.variant.config
+    assert (combine.grid, config.columns, config.shared_rows) == (grid, columns, shared)
+    assert combine.variant in set(dispatch.variants("sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "merges"),
+    [
+        ({"batch": 66}, False),
+        ({"batch": 67}, True),
+        ({"batch": 66, "max_pages": 5}, True),
+        ({"batch": 66, "num_splits": "fixed"}, True),
+        ({"batch": 16, "heads": 32, "format": "int8"}, True),
+        ({"batch": 2, "heads": 64, "top_k": 256, "max_pages": 99}, False),
+    ],
+)
+def test_two_pairs_are_not_split_where_each_tile_has_a_block(changes, merges):
+    launches = choose_mla(described(**({"heads": 128, "max_pages": 4} | changes)))
+    assert launches.main.variant.source == "mla/decode_sm90.cu"
+    assert (launches.combine is not None) is merges
 
 
 def test_blocks_leave_tasks_where_there_are_more_tiles():
@@ -146,11 +189,12 @@ def test_rows_that_lie_too_far_apart_are_left_to_others(format):
 @pytest.mark.parametrize(
     ("changes", "clusters", "tiles"),
     [
-        ({"batch": 1}, 15, 1),
-        ({"batch": 1, "heads": 32, "max_pages": 64}, 15, 1),
+        ({"batch": 1}, 1, 1),  # eight blocks of keys
+        ({"batch": 1, "max_pages": 9}, 2, 1),
+        ({"batch": 1, "heads": 32, "max_pages": 64}, 8, 1),
         ({"batch": 1, "heads": 16, "max_pages": 128}, 15, 1),
-        ({"batch": 1, "heads": 3, "window": (9, 0)}, 15, 1),
-        ({"batch": 2, "heads": 8, "seqlen_q": 2}, 7, 1),
+        ({"batch": 1, "heads": 3, "window": (9, 0), "page_size": 256}, 4, 1),
+        ({"batch": 2, "heads": 8, "seqlen_q": 2, "max_pages": 64}, 7, 1),
         ({"batch": 15}, 1, 1),
     ],
 )
@@ -216,11 +260,12 @@ def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, til
     [
         ({}, True),
         ({"max_pages": 2}, False),  # a pair of blocks
-        ({"max_pages": 3}, True),
+        ({"max_pages": 4}, False),  # two, for which each tile has a thread block
+        ({"max_pages": 5}, True),
         ({"num_splits": 1}, False),
         ({"num_splits": 2}, True),
         ({"top_k": 128}, False),
-        ({"top_k": 129}, True),
+        ({"top_k": 257}, True),
         ({"top_k": 65, "num_splits": 2}, True),  # which cuts a pair in two
         ({"max_pages": 2, "num_splits": 3}, True),
         ({"max_pages": 1, "num_splits": 3}, False),

@@ -3,10 +3,10 @@
 //
 //   DecodeParams and MlaParams are those of the launch before; grid: (tasks, pieces of their tiles'
 //   rows, pieces of kColumns columns). In large calls, whose tiles have few partial results, a warp
-//   has a row, or some in turn, as there may be no task for most blocks; in small ones
-//   (Config::shared_rows) a block has a piece of a row, and each warp a share of its many partial
-//   results. With splits that do not depend on the batch both do the same additions in the same
-//   order, all relative to the largest maximum.
+//   has a row or a piece of one, or some in turn, as there may be no task for most blocks; in small
+//   ones (Config::shared_rows) a block has a piece of a row, and each warp a share of its many
+//   partial results. With splits that do not depend on the batch both do the same additions in the
+//   same order, all relative to the largest maximum.
 #include "mla/partial.cuh"
 
 namespace mla {
@@ -16,8 +16,10 @@ constexpr int kRows = Config::rows;
 constexpr int kLatent = Config::latent;
 constexpr int kWarps = Config::threads / 32;
 constexpr int kColumns = Config::columns;
-constexpr int kVecs = kColumns / 128;    // of four columns, of a lane
-constexpr int kOnTheirWay = 16 / kVecs;  // partial results, to a lane
+constexpr int kVecs = kColumns / 128;  // of four columns, of a lane
+// Partial results on their way to a lane. Where a row is in two pieces, two tiles may have those of
+// 132 thread blocks, so that a warp's share is up to 9.
+constexpr int kOnTheirWay = kVecs == 2 ? 9 : 16 / kVecs;
 using Tile = PartialTile<kRows, kLatent>;
 
 struct Smem {
@@ -125,7 +127,7 @@ __device__ __forceinline__ void put_vec(const DecodeParams& params, const Output
 
 }  // namespace mla
 
-extern "C" __global__ void __launch_bounds__(Config::threads, Config::shared_rows ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < mla::kLatent ? 2 : 3)
     mla_combine(const __grid_constant__ DecodeParams params,
                 const __grid_constant__ MlaParams mla_params) {
   using namespace mla;
@@ -164,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, Config::shared_row
       }
       const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
 #pragma unroll
-      for (int j = 0; j < kVecs; ++j) put_vec(params, result, lane + 32 * j, whole.o[j]);
+      for (int j = 0; j < kVecs; ++j)
+        put_vec(params, result,
+                (kColumns < kLatent ? blockIdx.z * (kColumns / 4) : 0) + lane + 32 * j, whole.o[j]);
     }
   } else {
     __shared__ Smem smem;

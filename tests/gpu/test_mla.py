@@ -225,6 +225,17 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
     cache.check(cache.queries(rng, len(lens), seqlen_q, heads), window=window)
 
 
+@pytest.mark.parametrize("length", [0, 1, 300, 2000, 20000])
+@pytest.mark.parametrize("page_size", [8, 64, 128])
+def test_pages_beyond_the_length_are_not_looked_at(rng, length, page_size):
+    """Where a table has room for more pages, their numbers may be anything."""
+    cache = Cache(rng, [length], BFLOAT16, page_size)
+    none = rng.integers(-(1 << 31), 1 << 31, (1, 300 * 64 // page_size)).astype(np.int32)
+    cache.table = np.concatenate([cache.table, none], axis=1)
+    for heads, seqlen_q, window in ((128, 1, None), (40, 1, (700, 0)), (16, 3, None)):
+        cache.check(cache.queries(rng, 1, seqlen_q, heads), window=window)
+
+
 @pytest.mark.parametrize(
     ("count", "longest"),
     [
@@ -351,9 +362,11 @@ def test_sparse_over_a_page_table_of_other_strides(rng, tier, stride):
     cache.check(cache.queries(rng, 2, 1, 16), indices=indices)
 
 
-def test_fixed_splits_do_not_depend_on_the_batch(rng, tier):
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fixed_splits_do_not_depend_on_the_batch(rng, tier, heads):
+    """With 128 heads a row is merged by a block's warps, or in the whole batch by one of them."""
     cache = Cache(rng, [3000, 1100, 5, 2500], BFLOAT16)
-    q = cache.queries(rng, 4, 1, 16)
+    q = cache.queries(rng, 4, 1, heads)
     whole = cache.decode(q, num_splits="fixed")
     for b in range(4):
         alone = Cache.__new__(Cache)

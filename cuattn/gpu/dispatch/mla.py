@@ -38,9 +38,12 @@ FEW_CLUSTERS = 15
 #: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
 #: block take longer than the second launch that is saved.
 FEW_ROWS, FEW_KEYS = 32, 4096
-#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: beyond, a warp has several
-#: rows.
-COMBINE_BLOCKS = 3
+#: How many pairs of blocks of keys are one split in mla/decode_sm90.cu where that leaves no thread
+#: block more than a tile: the second pair takes less time than a launch that merges both.
+UNSPLIT_PAIRS = 2
+#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: where warps have whole rows
+#: (beyond, several each), and where they or their blocks have pieces of rows.
+COMBINE_BLOCKS, COMBINE_PIECES = 3, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +224,8 @@ def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     tiles = head_tiles * -(-rows // variant.config.rows)
     clusters = FEW_CLUSTERS * call.multiprocessors // 132 // (tiles * spec.batch)
+    blocks_of_keys = -(-spec.seqlen_k // (variant.config.tile_keys // 2))
+    clusters = min(clusters, max(-(-blocks_of_keys // FEW_CLUSTER), 1))
     few_keys = 2 * FEW_KEYS if tiles * spec.batch == 1 and rows <= FEW_ROWS // 2 else FEW_KEYS
     if clusters == 0 or rows > FEW_ROWS or spec.seqlen_k > few_keys:
         return None
@@ -391,15 +396,17 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     half of the thread blocks, what a block leaves."""
     spec = call.as_call().spec
     head_tiles = _head_tiles(spec, variant.config.rows)
-    if call.num_splits == 1 or spec.seqlen_k <= _least_keys(call, variant.config):
-        launch = _partitioned(call, variant, head_tiles, query_rows)
-        return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
         tiles = rows // variant.config.rows + spec.batch
     else:
         tiles = spec.batch * -(-rows // variant.config.rows)
     tasks = tiles * head_tiles
+    if _is_unsplit(call, variant.config, tasks):
+        call = dataclasses.replace(call, num_splits=1)
+    if call.num_splits == 1 or spec.seqlen_k <= _least_keys(call, variant.config):
+        launch = _partitioned(call, variant, head_tiles, query_rows)
+        return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     by_block = (
         isinstance(variant.config, Sm90MlaConfig)
         and call.num_splits is None
@@ -408,19 +415,49 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     launch = _partitioned(call, variant, head_tiles, query_rows, tasks_by_block=by_block)
     if by_block:
         tasks = math.prod(launch.grid)
-    tile_rows = min(rows, variant.config.rows)
-    few = tiles * head_tiles * tile_rows <= 2 * call.multiprocessors
-    columns = LATENT // 4 if few else LATENT
-    # As many blocks as are resident, and a row or more for each warp, in equal numbers.
-    eights = -(-tile_rows // 8)
-    rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
-    combine = Launch(
-        combine_variant(spec.dtype.name, variant.config.rows, columns),
-        (tasks, tile_rows if few else -(-eights // rows_each), LATENT // columns),
-        launch.arguments,
-    )
+    combine = _combine(call, variant, tasks, tiles * head_tiles, min(rows, variant.config.rows))
     main = dataclasses.replace(launch, workspace_bytes=0)
+    combine = dataclasses.replace(combine, arguments=launch.arguments)
     return MlaLaunches(main, combine, launch.workspace_bytes, tasks * TASK_BYTES)
+
+
+def _is_unsplit(call: MlaCall, config: Any, tiles: int) -> bool:
+    """Whether every tile has a thread block of its own, and so few keys that it takes longer to
+    split them. Pairs of codes, which are expanded, take longer than pairs of plain keys."""
+    return (
+        isinstance(config, Sm90MlaConfig)
+        and not config.latent_format
+        and call.num_splits is None
+        and call.as_call().spec.seqlen_k <= UNSPLIT_PAIRS * config.tile_keys
+        and tiles <= call.multiprocessors * config.blocks_per_sm
+    )
+
+
+def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows: int) -> Launch:
+    """The launch of mla/combine.cu, without arguments, for tasks of so many rows and as many tiles
+    that have them. All its thread blocks are resident at a time where that is possible: in waves
+    they took 9 µs for 12 tiles of 16 rows."""
+    eights = -(-tile_rows // 8)
+    resident = COMBINE_PIECES * call.multiprocessors
+    all_rows = tiles * tile_rows
+    small = all_rows <= 2 * call.multiprocessors
+    many_parts = 8 * tasks <= call.multiprocessors  # of a tile; a warp with whole rows reads four
+    # Given numbers of splits may leave many partial results of many tiles.
+    if small and (call.num_splits is not None or 4 * all_rows <= resident):
+        columns, shared = LATENT // 4, True
+    elif tasks == tiles and 2 * all_rows <= resident:
+        columns, shared = LATENT // 2, True
+    elif (small or many_parts) and 4 * eights * tasks <= resident:
+        columns, shared = LATENT // 4, False
+    else:
+        columns, shared = LATENT, False
+    # A row or more for each warp, in equal numbers.
+    rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
+    return Launch(
+        combine_variant(call.spec.dtype.name, variant.config.rows, columns, shared_rows=shared),
+        (tasks, tile_rows if shared else -(-eights // rows_each), LATENT // columns),
+        (),
+    )
 
 
 def _least_keys(call: MlaCall, config: Any) -> int:

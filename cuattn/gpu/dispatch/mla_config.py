@@ -240,7 +240,7 @@ class CombineConfig(Config):
     dtype: str
     rows: int  # of a tile
     latent: int
-    columns: int  # of O that a warp or a block merges
+    columns: int  # of a row of O that a warp or a block merges
     shared_rows: bool  # by a block's warps, each of which has a share of the partial results
 
     @property
@@ -249,13 +249,17 @@ class CombineConfig(Config):
         return 256
 
 
-def combine_variant(dtype: str, rows: int, columns: int) -> Variant:
+def combine_variant(dtype: str, rows: int, columns: int, *, shared_rows: bool) -> Variant:
     """Of mla/combine.cu, for tiles of so many rows."""
-    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows=columns < LATENT)
+    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows)
     return Variant("mla/combine.cu", "mla_combine", config)
+
+
+#: Columns and shared_rows of its variants.
+COMBINED = ((LATENT // 4, True), (LATENT // 2, True), (LATENT // 4, False), (LATENT, False))
 
 
 def combine_variants(dtype: str, rows: int) -> Iterator[Variant]:
     """Every variant of it for them."""
-    for columns in (LATENT // 4, LATENT):
-        yield combine_variant(dtype, rows, columns)
+    for columns, shared_rows in COMBINED:
+        yield combine_variant(dtype, rows, columns, shared_rows=shared_rows)
