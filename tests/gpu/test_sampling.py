@@ -262,6 +262,16 @@ def test_top_k_values_and_indices(rng, dtype, vocab, k):
     assert np.array_equal(values.get().astype(float), expected[0].astype(float), equal_nan=True)
 
 
+def test_a_long_top_k_sorts_some_rows_at_a_time(rng, monkeypatch):
+    logits = logits_of(rng, 7, 1000)
+    logits[4, 3] = np.nan
+    expected = sampling.top_k(logits, 300)
+    for at_once in (1, 2000, 3999, 1 << 24):
+        monkeypatch.setattr("cuattn.gpu.sampling._SORTED_AT_ONCE", at_once)
+        for found, wanted in zip(sampling.top_k(cupy.asarray(logits), 300), expected, strict=True):
+            assert np.array_equal(found.get(), wanted, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [2, 129, 128256])
 def test_softmax(rng, dtype, vocab):
