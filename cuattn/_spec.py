@@ -21,6 +21,7 @@ from cuattn._arrays import (
 )
 
 MAX_HEAD_DIM = 512
+FAR_KEYS = 1 << 62  # beyond all keys; sums with positions fit into int64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,7 +504,9 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
                 f"{function}: window is {window!r}; each side must be an integer, or None for no "
                 "limit"
             )
-    left, right = (None if side is None else int(side) for side in window)
+    left, right = (
+        None if side is None else max(-FAR_KEYS, min(int(side), FAR_KEYS)) for side in window
+    )
     return left, right
 
 

@@ -30,7 +30,7 @@ from cuattn._decoding_spec import (
     pages_of_prefix,
     pair_of_prefix,
 )
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._quantized import QuantizedArray, as_stored, codes_of
 from cuattn._repeat import repeated
 from cuattn._spec import (
@@ -97,7 +97,7 @@ def flash_decode(
 
 
 @repeated(k="k_cache", v="v_cache")
-@explain_keywords
+@explain_errors
 def flash_decode(
     q: Any,
     k_cache: Any,
@@ -305,7 +305,7 @@ def paged_attention(
 
 
 @repeated(k="k_pages", v="v_pages")
-@explain_keywords
+@explain_errors
 def paged_attention(
     q: Any,
     k_pages: Any,
@@ -518,7 +518,7 @@ def merge_attention(
 ) -> tuple[Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     """Merge attention results over disjoint sets of keys into the result over all of them.
 
