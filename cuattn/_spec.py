@@ -490,7 +490,9 @@ def _check_dtypes(
         raise TypeError(f"{function}: {names[0]} has dtype {q}, must be one of {allowed}")
     for name, dtype in zip(names[1:], (k, v), strict=True):
         if dtype != q:
-            raise TypeError(f"{function}: {name} has dtype {dtype}, must be {names[0]}'s {q}")
+            codes = dtype.itemsize == 1 and name.endswith(("_cache", "_pages"))
+            hint = "; codes of 8 or 4 bits come in a QuantizedArray" if codes else ""
+            raise TypeError(f"{function}: {name} has dtype {dtype}, must be {names[0]}'s {q}{hint}")
 
 
 def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:

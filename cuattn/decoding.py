@@ -357,8 +357,12 @@ def paged_attention(
         of page_size, promises that the first so many keys of every sequence are in the same pages
         and come before all its queries; the result is what it is without. A pair of arrays
         (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
-        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window` or
-        `alibi_slopes`. With ``num_splits="fixed"`` each sequence reads it by itself.
+        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window`,
+        `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"`` each sequence
+        reads it by itself.
+    bias, mask, key_mask : array, optional
+        As in :func:`flash_decode`: keys are counted from the first of each sequence, whatever pages
+        they lie in; with `cu_seqlens_q` queries likewise.
     causal, window, scale, softcap, alibi_slopes, sinks, num_splits, return_lse, out
         As in :func:`flash_decode`.
 

@@ -351,7 +351,7 @@ def mla_prefill(
     w_uk : array (heads, head_dim, latent)
         Projects latents to the keys of each head.
     w_uv : array (heads, head_dim_v, latent)
-        … and to its values.
+        Projects latents to the values of each head.
     absorbed : bool, optional
         Which way; by default the one of fewer operations.
     chunk : int
