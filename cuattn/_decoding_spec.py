@@ -40,7 +40,10 @@ def check_num_splits(function: str, num_splits: Any) -> int | str | None:
             f"{type(num_splits).__qualname__}"
         )
     if not 1 <= int(num_splits) <= 1024:
-        raise ValueError(f"{function}: num_splits is {num_splits}, must be from 1 to 1024")
+        raise ValueError(
+            f"{function}: num_splits is {num_splits}, must be from 1 to 1024, or None for the "
+            "default"
+        )
     return int(num_splits)
 
 

@@ -21,6 +21,7 @@ from cuattn._arrays import (
 )
 
 MAX_HEAD_DIM = 512
+FAR_KEYS = 1 << 62  # beyond all keys; sums with positions fit into int64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,7 +490,9 @@ def _check_dtypes(
         raise TypeError(f"{function}: {names[0]} has dtype {q}, must be one of {allowed}")
     for name, dtype in zip(names[1:], (k, v), strict=True):
         if dtype != q:
-            raise TypeError(f"{function}: {name} has dtype {dtype}, must be {names[0]}'s {q}")
+            codes = dtype.itemsize == 1 and name.endswith(("_cache", "_pages"))
+            hint = "; codes of 8 or 4 bits come in a QuantizedArray" if codes else ""
+            raise TypeError(f"{function}: {name} has dtype {dtype}, must be {names[0]}'s {q}{hint}")
 
 
 def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
@@ -503,7 +506,9 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
                 f"{function}: window is {window!r}; each side must be an integer, or None for no "
                 "limit"
             )
-    left, right = (None if side is None else int(side) for side in window)
+    left, right = (
+        None if side is None else max(-FAR_KEYS, min(int(side), FAR_KEYS)) for side in window
+    )
     return left, right
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given, check_out
 from cuattn._backend import backend, contiguous, folded_mask, indices, reshaped
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._repeat import repeated
 from cuattn._spec import (
     AttentionSpec,
@@ -75,7 +75,7 @@ def flash_attention(
 
 
 @repeated(seeds=("seed",), seed="seed_value")
-@explain_keywords
+@explain_errors
 def flash_attention(
     q: Any,
     k: Any,
@@ -292,7 +292,7 @@ def flash_attention_varlen(
 
 
 @repeated(seeds=("seed",), seed="seed_value", cu_seqlens_k=("cu_seqlens_k", "cu_seqlens_q"))
-@explain_keywords
+@explain_errors
 def flash_attention_varlen(
     q: Any,
     k: Any,
@@ -454,7 +454,7 @@ def scaled_dot_product_attention(
     bias="attn_mask",
     mask="attn_mask",
 )
-@explain_keywords
+@explain_errors
 def scaled_dot_product_attention(
     query: Any,
     key: Any,

@@ -30,7 +30,7 @@ from cuattn._decoding_spec import (
     pages_of_prefix,
     pair_of_prefix,
 )
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._quantized import QuantizedArray, as_stored, codes_of
 from cuattn._repeat import repeated
 from cuattn._spec import (
@@ -97,7 +97,7 @@ def flash_decode(
 
 
 @repeated(k="k_cache", v="v_cache")
-@explain_keywords
+@explain_errors
 def flash_decode(
     q: Any,
     k_cache: Any,
@@ -305,7 +305,7 @@ def paged_attention(
 
 
 @repeated(k="k_pages", v="v_pages")
-@explain_keywords
+@explain_errors
 def paged_attention(
     q: Any,
     k_pages: Any,
@@ -357,8 +357,12 @@ def paged_attention(
         of page_size, promises that the first so many keys of every sequence are in the same pages
         and come before all its queries; the result is what it is without. A pair of arrays
         (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
-        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window` or
-        `alibi_slopes`. With ``num_splits="fixed"`` each sequence reads it by itself.
+        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window`,
+        `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"`` each sequence
+        reads it by itself.
+    bias, mask, key_mask : array, optional
+        As in :func:`flash_decode`: keys are counted from the first of each sequence, whatever pages
+        they lie in; with `cu_seqlens_q` queries likewise.
     causal, window, scale, softcap, alibi_slopes, sinks, num_splits, return_lse, out
         As in :func:`flash_decode`.
 
@@ -518,7 +522,7 @@ def merge_attention(
 ) -> tuple[Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     """Merge attention results over disjoint sets of keys into the result over all of them.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
 from cuattn._backend import backend, contiguous_last_axis, folded_mask, indices
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._spec import (
     AttentionSpec,
     check_seed,
@@ -54,7 +54,7 @@ class AttentionGrads(NamedTuple):
     dalibi: Any = None
 
 
-@explain_keywords
+@explain_errors
 def flash_attention_backward(
     dout: Any,
     q: Any,
@@ -195,7 +195,7 @@ def flash_attention_backward(
     return AttentionGrads(dq, dk, dv, dbias, dsinks, dalibi)
 
 
-@explain_keywords
+@explain_errors
 def flash_attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -315,7 +315,7 @@ def flash_attention_varlen_backward(
     )
 
 
-@explain_keywords
+@explain_errors
 def flash_attention_vjp(
     q: Any,
     k: Any,
@@ -388,7 +388,7 @@ def flash_attention_vjp(
     return ((result, lse) if return_lse else result), pullback
 
 
-@explain_keywords
+@explain_errors
 def flash_attention_jvp(
     q: Any,
     k: Any,

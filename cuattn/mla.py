@@ -24,7 +24,7 @@ from cuattn._decoding_spec import (
     check_seq_lens,
     check_used_pages,
 )
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._mla_spec import (
     PAGES,
     check_indices,
@@ -116,7 +116,7 @@ def mla_decode(
 ) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 def mla_decode(
     q_latent: Any,
     q_rope: Any,
@@ -313,7 +313,7 @@ def mla_decode(
     return (result, lse) if return_lse else result
 
 
-@explain_keywords
+@explain_errors
 def mla_prefill(
     q_nope: Any,
     q_rope: Any,
@@ -351,7 +351,7 @@ def mla_prefill(
     w_uk : array (heads, head_dim, latent)
         Projects latents to the keys of each head.
     w_uv : array (heads, head_dim_v, latent)
-        … and to its values.
+        Projects latents to the values of each head.
     absorbed : bool, optional
         Which way; by default the one of fewer operations.
     chunk : int

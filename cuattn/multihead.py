@@ -17,7 +17,7 @@ from cuattn._arrays import (
     check_out,
 )
 from cuattn._backend import backend, contiguous_last_axis, on_their_gpu, reshaped, temporaries
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._typing import Array, MultiHeadOptions, NumPyArray
 from cuattn.attention import attend_for
 from cuattn.positions import rope as rotate
@@ -73,7 +73,7 @@ def multi_head_attention(
 ) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def multi_head_attention(
     x: Any,

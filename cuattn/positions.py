@@ -21,7 +21,7 @@ from cuattn._arrays import (
     is_contiguous_last_axis,
 )
 from cuattn._backend import backend, contiguous_last_axis, reshaped
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._typing import Array, NumPyArray, RopeScaling
 
 __all__ = ["rope"]
@@ -56,7 +56,7 @@ def rope(
 ) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 def rope(
     x: Any,
     positions: Any,

@@ -16,7 +16,7 @@ from cuattn._arrays import (
     check_integer,
 )
 from cuattn._backend import backend
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._quantized import (
     BFLOAT16,
     FLOAT32,
@@ -30,7 +30,7 @@ __all__ = ["QuantizedArray", "dequantize", "quantize"]
 GRANULARITIES = ("tensor", "head", "token", "channel", "group")
 
 
-@explain_keywords
+@explain_errors
 def quantize(
     x: Any,
     dtype: str,
@@ -187,7 +187,7 @@ def quantize(
     )
 
 
-@explain_keywords
+@explain_errors
 def dequantize(qx: QuantizedArray, dtype: Any = None) -> Any:
     """The values of codes.
 

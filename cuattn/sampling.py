@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cuattn import _sampling_spec as spec
 from cuattn._arrays import check_given, check_out
 from cuattn._backend import backend, on_their_gpu, temporaries
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._repeat import repeated
 from cuattn._typing import (
     Array,
@@ -58,7 +58,7 @@ def softmax(logits: NDArray[Any], *, temperature: Numbers = 1.0) -> NDArray[np.f
 def softmax(logits: Array, *, temperature: Numbers = 1.0) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def softmax(logits: Any, *, temperature: Any = 1.0) -> Any:
     """Probabilities of the tokens.
@@ -100,7 +100,7 @@ def greedy(logits: NDArray[Any]) -> NDArray[np.int32]: ...
 def greedy(logits: Array) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def greedy(logits: Any) -> Any:
     """The likeliest token of each row, the first of equals.
@@ -138,7 +138,7 @@ def top_k(logits: NumPyArray, k: int) -> tuple[NumPyArray, NDArray[np.int32]]: .
 def top_k(logits: Array, k: int) -> tuple[Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def top_k(logits: Any, k: int) -> tuple[Any, Any]:
     """The k largest logits of each row, in descending order, equals by index.
@@ -185,7 +185,7 @@ def filter_logits(
 def filter_logits(logits: Array, **options: Unpack[FilterOptions]) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def filter_logits(
     logits: Any,
@@ -256,7 +256,7 @@ def sample(logits: Array, **options: Unpack[SampleOptions]) -> Any: ...
 
 
 @repeated(seeds=("seed", "offset"), fresh="seed", tokens=())
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def sample(
     logits: Any,
@@ -354,7 +354,7 @@ def apply_penalties(
 ) -> Any: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def apply_penalties(
     logits: Any,
@@ -446,7 +446,7 @@ def speculative_sample(
 ) -> tuple[Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def speculative_sample(
     draft_tokens: Any, draft_probs: Any, target_probs: Any, *, seed: Any = None, offset: Any = 0
@@ -519,7 +519,7 @@ def speculative_sample_tree(
 ) -> tuple[Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def speculative_sample_tree(
     draft_tokens: Any,
@@ -587,7 +587,7 @@ def logprobs(
 ) -> tuple[Any, Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def logprobs(logits: Any, tokens: Any = None, *, top_n: int = 0) -> tuple[Any, Any, Any]:
     """Log-probabilities of chosen tokens and of the likeliest ones.
@@ -652,7 +652,7 @@ def beam_step(
 def beam_step(logits: Array, scores: Array) -> tuple[Any, Any, Any]: ...
 
 
-@explain_keywords
+@explain_errors
 @on_their_gpu
 def beam_step(logits: Any, scores: Any) -> tuple[Any, Any, Any]:
     """One step of beam search: the best continuations of each row's beams.

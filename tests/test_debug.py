@@ -88,7 +88,7 @@ def test_failed_launches_name_the_call(launched):
     kernel, _, variant = launched
     public = {"__name__": "cuattn.attention", "kernel": kernel}
     exec("def flash_attention(): kernel((1,), (32,), 'bad')", public)
-    wrapping = {"__name__": "cuattn._keywords", "function": public["flash_attention"]}
+    wrapping = {"__name__": "cuattn._errors", "function": public["flash_attention"]}
     exec("def call(): function()", wrapping)
     with pytest.raises(RuntimeError, match=r"flash_attention: .*no such thing") as failure:
         wrapping["call"]()

@@ -296,6 +296,17 @@ DECODE_CASES = [
     ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
     ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
     ({"num_splits": True}, TypeError, 'num_splits must be an integer or "fixed", got bool'),
+    (
+        {"num_splits": 0},
+        ValueError,
+        "num_splits is 0, must be from 1 to 1024, or None for the default",
+    ),
+    (
+        {"k_cache": zeros(2, 7, 4, 16, dtype=np.int8)},
+        TypeError,
+        "k_cache has dtype int8, must be q's float32; codes of 8 or 4 bits come in a "
+        "QuantizedArray",
+    ),
 ]
 
 PAGED = {

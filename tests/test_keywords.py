@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn import _keywords
+from cuattn import _errors
 
 Q = np.ones((1, 2, 2, 4), np.float32)
 LENGTHS = np.array([2], np.int32)
@@ -95,6 +95,6 @@ def test_every_counterpart_exists():
         if inspect.isfunction(function)
         for name in inspect.signature(function).parameters
     } | set(inspect.signature(cuattn.PagedKVCache.write).parameters)
-    for keyword, counterpart in _keywords.COUNTERPARTS.items():
+    for keyword, counterpart in _errors.COUNTERPARTS.items():
         assert parameters.issuperset(counterpart.ours), keyword
         assert counterpart.ours or counterpart.note, keyword

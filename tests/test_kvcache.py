@@ -126,6 +126,11 @@ def test_a_step_is_taken_back():
             ValueError,
             "write: k has shape",
         ),
+        (
+            lambda c, a: c.write(0, [], *np.zeros((2, 1, HEADS, DIM), np.float32)),
+            ValueError,
+            "must hold the 0 new tokens of 0 sequences: .*; extend makes room",
+        ),
         (lambda c, a: c.pages(1), IndexError, "layer is 1"),
         (lambda c, a: new_cache(page_size=3), ValueError, "page_size is 3"),
         (lambda c, a: new_cache(dtype=np.int8), TypeError, "dtype is int8"),

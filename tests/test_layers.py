@@ -15,7 +15,7 @@ MODULES = {
 #: Beginnings of the names of each layer's modules, lowest first; what is left is public.
 LAYERS = (
     ("cuattn._dlpack",),
-    ("cuattn._arrays", "cuattn._keywords", "cuattn._philox", "cuattn._typing"),
+    ("cuattn._arrays", "cuattn._errors", "cuattn._philox", "cuattn._typing"),
     ("cuattn._quantized",),
     ("cuattn._spec", "cuattn._sampling_types"),
     ("cuattn._decoding_spec",),

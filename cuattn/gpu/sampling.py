@@ -30,6 +30,9 @@ from cuattn.gpu.structs import Arguments
 
 _NO_PENALTIES = Arguments(PENALTY_PARAMS, bytes(PENALTY_PARAMS.size), ())
 
+#: Logits that a long top-k sorts at a time, so that its temporaries, some 40 bytes a logit, do not
+#: grow with the batch.
+_SORTED_AT_ONCE = 1 << 24
 _KINDS = ("float32", "float16", "bfloat16")  # as SampleParams counts them
 _NO_FILTERS = Filters(1.0, 1 << 30, 1.0, 0.0, 1.0)
 _GREEDY = _NO_FILTERS._replace(temperature=0.0)
@@ -222,13 +225,22 @@ def _top_k(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) ->
     k = indices.shape[1]
     if k <= dispatch.MAX_TOP_K:
         return _launch_sampler("filtered", logits, _NO_FILTERS, top=(values, indices))
-    with temporaries():  # whole rows are sorted
-        wide = logits.astype(np.float32)
-        order = cupy.argsort(-wide, axis=1, kind="stable")[:, :k]
-        bad = ~(wide < np.inf).all(axis=1, keepdims=True)
-        largest = cupy.take_along_axis(wide, order, axis=1)
-        values[...] = cupy.where(bad, cupy.float32(np.nan), largest)
-        indices[...] = cupy.where(bad, -1, order)
+    step = max(1, _SORTED_AT_ONCE // logits.shape[1])
+    with temporaries():
+        for begin in range(0, len(logits), step):
+            rows = slice(begin, begin + step)
+            _sort_rows(logits[rows], values[rows], indices[rows])
+
+
+def _sort_rows(logits: cupy.ndarray, values: cupy.ndarray, indices: cupy.ndarray) -> None:
+    """Write the first of each row's sorted logits, as many as there is room for, and where they
+    are."""
+    wide = logits.astype(np.float32)
+    order = cupy.argsort(-wide, axis=1, kind="stable")[:, : indices.shape[1]]
+    bad = ~(wide < np.inf).all(axis=1, keepdims=True)
+    largest = cupy.take_along_axis(wide, order, axis=1)
+    values[...] = cupy.where(bad, cupy.float32(np.nan), largest)
+    indices[...] = cupy.where(bad, -1, order)
 
 
 def _softmax(

@@ -18,13 +18,13 @@ from cuattn._arrays import (
 )
 from cuattn._backend import backend, contiguous, contiguous_last_axis, indices, reshaped
 from cuattn._decoding_spec import check_page_table, check_pages, check_seq_lens
-from cuattn._keywords import explain_keywords
+from cuattn._errors import explain_errors
 from cuattn._quantized import QuantizedArray, codes_of
 from cuattn._spec import check_cu_seqlens, check_rising
 from cuattn._typing import Array
 
 
-@explain_keywords
+@explain_errors
 def append_kv(
     k_cache: Array | QuantizedArray,
     v_cache: Array | QuantizedArray,

@@ -132,7 +132,7 @@ class PagedKVCache:
         A row is then read in one piece. With `quantization`, which is then a format, or a
         KVQuantization with ``k=None``, values are codes and keys stay as they are.
     xp : module
-        ``numpy`` (the default) or ``cupy``: where the pages are. CuPy's current device.
+        ``numpy`` (the default) or ``cupy``, on its current device: where the pages are.
 
     Attributes
     ----------
@@ -350,6 +350,12 @@ class PagedKVCache:
         interleaved : bool
             The pairs are neighbours (2i, 2i + 1) and not (i, i + rotary_dim // 2).
 
+        Raises
+        ------
+        TypeError, ValueError, IndexError, KeyError
+            An argument does not fit, or the cache has no such layer or sequence; nothing has been
+            written.
+
         References
         ----------
         .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
@@ -499,6 +505,8 @@ class PagedKVCache:
 
         Raises
         ------
+        TypeError, ValueError
+            It is no swapped sequence, or that of a cache of another layout; nothing has changed.
         MemoryError
             Not enough pages are free or kept for reuse; nothing has changed.
         """
@@ -776,6 +784,7 @@ class PagedKVCache:
                 raise ValueError(
                     f"{name}: {label} has shape {shape}, must hold the {total} new tokens of "
                     f"{len(rows)} sequences: {(total, *token)}"
+                    + ("" if total else "; extend makes room for new tokens first")
                 )
             if array.dtype != self.dtype:
                 raise TypeError(f"{name}: {label} has dtype {array.dtype}, must be {self.dtype}")

@@ -10,12 +10,11 @@
 // hide the elementwise phases of the other. A consumer's part of dq is 96 columns by one product, a
 // panel of K and half of the last one: two products would read dS twice, and shared memory is what
 // bounds this kernel.
+#include "gradients/consume_sm90.cuh"
 #include "gradients/produce_sm90.cuh"
 #include "gradients/products_sm90.cuh"
 #include "gradients/write_sm90.cuh"
-#include "ptx/math.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
 static_assert(kDim == 192 && kDimV == 128 && kConsumers == 2, "what registers suffice for");
@@ -145,14 +144,7 @@ struct Consumer {
 
   // From S to P.
   __device__ __forceinline__ void exponentiate(float (&s)[kQueries / 2], int first_query) {
-    ptx::wgmma_keep(s);
-    if (!see_all_keys.contains(first_query, kQueries)) {
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-      hide(s, tile(), first_key + 16 * warp + tile::lane_row(lane),
-           first_query + tile::lane_column(lane));
-    }
-#pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) s[i] = ptx::ex2(s[i] * sm90.scale_log2);
+    ::exponentiate(s, tile(), see_all_keys, first_key, first_query, sm90.scale_log2);
   }
 
   // From dP^T to dS^T, with P^T.
@@ -168,15 +160,7 @@ struct Consumer {
   // dS^T, turned into this consumer's panel of dS.
   __device__ __forceinline__ void store_ds(const unsigned (&ds)[kQueries / 4], int parity) {
     ptx::mbarrier_wait(smem.empty_ds[0], parity ^ 1);
-    // Matrices 2i and 2i + 1 are of queries 8i to 8i + 7, and of the warp's first and second 8
-    // keys.
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-    const unsigned address =
-        ptx::shared_address(smem.ds[0][consumer]) + row * kRowBytes + (chunk ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < kQueries / 16; ++i)
-      ptx::stmatrix_x4_trans(address + i * 16 * kRowBytes, ds + 4 * i);
+    store_transposed(smem.ds[0][consumer], ds, threadIdx.x % 32);
     ptx::fence_proxy_async();
     tile::arrive_warp(smem.full_ds[0]);
   }
@@ -184,10 +168,7 @@ struct Consumer {
   // Hands this consumer's part of dq to the warp that adds it to the sums.
   __device__ __forceinline__ void send_dq(const float (&dq)[kColumnsDq / 2], int parity) {
     ptx::mbarrier_wait(smem.empty_dq[consumer][0], parity ^ 1);
-    float4* const out = reinterpret_cast<float4*>(smem.dq[consumer][0]) + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < kColumnsDq / 8; ++i)
-      out[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    store_part(smem.dq[consumer][0], dq);
     ptx::fence_proxy_async();
     tile::arrive_warp(smem.full_dq[consumer][0]);
   }

@@ -21,14 +21,13 @@
 // Each elementwise phase runs beside a product of the same consumer, and all of one consumer's
 // beside the other's products: what a consumer waits for of the other, its dS, has two stages, so
 // they may be a block apart.
+#include "gradients/consume_sm90.cuh"
 #include "gradients/dropout_sm90.cuh"
 #include "gradients/in_order_sm90.cuh"
 #include "gradients/produce_sm90.cuh"
 #include "gradients/products_sm90.cuh"
 #include "gradients/results_sm90.cuh"
-#include "ptx/math.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
 // X (64 queries × 64 columns) = dS K over all keys of the thread block.
@@ -213,14 +212,7 @@ struct Consumer {
 
   // From S to P.
   __device__ __forceinline__ void exponentiate(float (&s)[kQueries / 2], int first_query) {
-    ptx::wgmma_keep(s);
-    if (!see_all_keys.contains(first_query, kQueries)) {
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-      hide(s, tile(), first_key + 16 * warp + tile::lane_row(lane),
-           first_query + tile::lane_column(lane));
-    }
-#pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) s[i] = ptx::ex2(s[i] * sm90.scale_log2);
+    ::exponentiate(s, tile(), see_all_keys, first_key, first_query, sm90.scale_log2);
   }
 
   // What is kept of a block of queries.
@@ -283,18 +275,10 @@ struct Consumer {
   __device__ __forceinline__ void store_ds() {
     const int now = ds_stage.index;
     ptx::mbarrier_wait(smem.empty_ds[now], ds_stage.parity ^ 1);
-    // Matrices 2i and 2i + 1 are of queries 8i to 8i + 7, and of the warp's first and second 8
-    // keys.
     int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32 % 4;
-    // Its address is computed anew for each block: masks leave no register for it.
+    // The address is computed anew for each block: masks leave no register for it.
     if constexpr (Config::dropout) lane = ptx::opaque(lane);
-    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-    const unsigned address =
-        ptx::shared_address(smem.ds[now][consumer]) + row * kRowBytes + (chunk ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < kQueries / 16; ++i)
-      ptx::stmatrix_x4_trans(address + i * 16 * kRowBytes, ds + 4 * i);
+    store_transposed(smem.ds[now][consumer], ds, lane);
     ptx::fence_proxy_async();
     tile::arrive_warp(smem.full_ds[now]);
     ds_stage.advance();
@@ -305,10 +289,7 @@ struct Consumer {
     const int now = dq_stage.index;
     const int ring = kOneRing ? 0 : consumer;
     ptx::mbarrier_wait(smem.empty_dq[ring][now], dq_stage.parity ^ 1);
-    float4* const out = reinterpret_cast<float4*>(smem.dq[ring][now]) + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      out[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    store_part(smem.dq[ring][now], dq);
     ptx::fence_proxy_async();
     tile::arrive_warp(smem.full_dq[ring][now]);
     if constexpr (!kOneRing) dq_stage.advance();

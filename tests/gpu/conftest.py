@@ -61,3 +61,33 @@ def decode_tier(request):
     below = TIERS[TIERS.index(request.param) :]
     with dispatch.use_tiers(*(f"decode_{name}" for name in below)):
         yield request.param
+
+
+@pytest.fixture(params=TIERS)
+def backward_tier(request):
+    """Each tier of the backward pass: calls reach it, and what it leaves goes to those below it."""
+    below = TIERS[TIERS.index(request.param) :]
+    with dispatch.use_tiers(*(f"backward_{name}" for name in below)):
+        yield request.param
+
+
+@pytest.fixture(params=TIERS[1:])
+def jvp_tier(request):
+    """Each tier of the derivative in a direction, and those below it."""
+    with dispatch.use_tiers(*(f"jvp_{name}" for name in TIERS[TIERS.index(request.param) :])):
+        yield request.param
+
+
+@pytest.fixture
+def poisoned_workspaces(monkeypatch):
+    """What kernels write for each other begins as NaN."""
+    from cuattn.gpu import gradients
+
+    allocate = gradients.scratch_array
+
+    def poisoned(shape, dtype):
+        array = allocate(shape, dtype)
+        array[...] = np.nan
+        return array
+
+    monkeypatch.setattr(gradients, "scratch_array", poisoned)

@@ -9,6 +9,8 @@ import pytest
 
 import cuattn
 from tests.gpu.calls import Call
+from tests.gpu.gradient_calls import judge as judge_gradients
+from tests.gpu.gradient_calls import judge_varlen
 from tests.gpu.random_arrays import (
     draw_arrays,
     given_ints,
@@ -28,8 +30,6 @@ from tests.gpu.random_calls import (
     numbers,
     results_of,
 )
-from tests.gpu.test_gradients import judge as judge_gradients
-from tests.gpu.test_gradients import judge_varlen
 
 cupy = pytest.importorskip("cupy")
 

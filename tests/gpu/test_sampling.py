@@ -290,6 +290,16 @@ def test_top_k_values_and_indices(rng, dtype, vocab, k):
     assert np.array_equal(values.get().astype(float), expected[0].astype(float), equal_nan=True)
 
 
+def test_a_long_top_k_sorts_some_rows_at_a_time(rng, monkeypatch):
+    logits = logits_of(rng, 7, 1000)
+    logits[4, 3] = np.nan
+    expected = sampling.top_k(logits, 300)
+    for at_once in (1, 2000, 3999, 1 << 24):
+        monkeypatch.setattr("cuattn.gpu.sampling._SORTED_AT_ONCE", at_once)
+        for found, wanted in zip(sampling.top_k(cupy.asarray(logits), 300), expected, strict=True):
+            assert np.array_equal(found.get(), wanted, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [2, 129, 128256])
 def test_softmax(rng, dtype, vocab):
@@ -531,20 +541,34 @@ def test_speculation_is_that_of_numpy(rng, vocab, parents):
     assert expected[1].max() > 0 and expected[1].min() == 0
 
 
+def rounding_of_log_probabilities(logits, scores=0.0):
+    """How much float32 may change a logit, less the largest of its row, less the logarithm of the
+    sum of exponentials, plus a score.
+
+    The terms may cancel, so the bound is absolute: each addition rounds by at most eps / 2 of its
+    terms, and the sum of exponentials has a relative error of a few eps, which its logarithm turns
+    into an absolute one.
+    """
+    terms = np.ptp(logits[np.isfinite(logits)]), np.log(logits.shape[-1]), np.max(np.abs(scores))
+    return float(np.finfo(np.float32).eps) * (8 + sum(terms))
+
+
 def test_logprobs_and_beams_are_those_of_numpy(rng):
     logits = logits_of(rng, 12, 3000)
+    bound = rounding_of_log_probabilities(logits)
     logits[11] = -np.inf
     tokens = rng.integers(0, 3000, (12, 3))
     expected = sampling.logprobs(logits, tokens, top_n=7)
     found = sampling.logprobs(cupy.asarray(logits), cupy.asarray(tokens), top_n=7)
     assert np.array_equal(found[2].get(), expected[2])
     for a, b in zip(found[:2], expected[:2], strict=True):
-        assert np.allclose(a.get(), b, rtol=1e-5, atol=1e-5)
+        assert np.allclose(a.get(), b, rtol=0, atol=bound)
     beams, scores = logits.reshape(3, 4, 3000), rng.standard_normal((3, 4)).astype(np.float32)
+    bound = rounding_of_log_probabilities(beams, scores)
     scores[0, 1:] = -np.inf
     expected = sampling.beam_step(beams, scores)
     found = sampling.beam_step(cupy.asarray(beams), cupy.asarray(scores))
-    assert np.allclose(found[0].get(), expected[0], rtol=1e-5)
+    assert np.allclose(found[0].get(), expected[0], rtol=0, atol=bound)
     assert np.array_equal(found[1].get(), expected[1]) and np.array_equal(
         found[2].get(), expected[2]
     )

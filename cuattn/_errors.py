@@ -1,11 +1,16 @@
-"""Keywords of other libraries, which users try first: an error says what they are called here."""
+"""Errors that say more than Python's own: what another library's keyword is called here, and which
+argument is too large for a GPU's kernels."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+LONGEST_AXIS = (1 << 31) - 1  # kernels count in int
+LARGEST_NUMBER = (2 - 2**-23) * 2.0**127  # a finite float32
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,9 +106,10 @@ COUNTERPARTS = {
 _functions: list[Callable[..., Any]] = []
 
 
-def explain_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a public function that is given a keyword of another library say what to use in its
-    place. Calls that are right only pass through."""
+def explain_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a public function say what to use in place of another library's keyword, and which of
+    its arguments does not fit into the arguments of a kernel. Calls that are right only pass
+    through."""
     _functions.append(function)
 
     @functools.wraps(function)
@@ -114,8 +120,49 @@ def explain_keywords(function: Callable[P, R]) -> Callable[P, R]:
             if (message := _explanation(function, kwargs)) is None:
                 raise
             raise TypeError(message) from None
+        except struct.error as error:  # of a kernel's arguments
+            raise ValueError(_too_long(function, args, kwargs)) from error
+        except OverflowError as error:
+            if (message := _too_large(function, args, kwargs)) is None:
+                raise
+            raise ValueError(message) from error
 
     return call
+
+
+def _too_long(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """What to say where a length, or a product of lengths, does not fit into 32 bits."""
+    shapes = dict(_shapes(inspect.signature(function).bind(*args, **kwargs).arguments))
+    for name, shape in shapes.items():
+        if max(shape, default=0) > LONGEST_AXIS:
+            return (
+                f"{_name(function)}: {name} has shape {shape}, of which no axis may be longer than "
+                f"{LONGEST_AXIS} on a GPU"
+            )
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return (
+        f"{_name(function)}: arrays of these shapes have more rows, tokens or pages than the "
+        f"{LONGEST_AXIS} that a GPU's kernels count to: {listed}"
+    )
+
+
+def _too_large(function: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """What to say about the first number that does not fit into float32."""
+    for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
+        if isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
+            return f"{_name(function)}: {name} is {value}, must fit into float32 on a GPU"
+    return None
+
+
+def _shapes(arguments: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shapes of a call's arrays, and of those in lists, by name."""
+    for name, value in arguments.items():
+        if isinstance(value, list | tuple):
+            yield from _shapes({f"{name}[{i}]": item for i, item in enumerate(value)})
+        elif isinstance(value, dict):
+            yield from _shapes(value)
+        elif isinstance(shape := getattr(value, "shape", None), tuple):
+            yield name, tuple(map(int, shape))
 
 
 def _explanation(function: Callable[..., Any], keywords: Iterable[str]) -> str | None:
