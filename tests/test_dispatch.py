@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import MAX_HEAD_DIM, attention_spec
 from cuattn.gpu import dispatch
-from cuattn.gpu.dispatch import Call
+from cuattn.gpu.dispatch import Call, sampling
 
 #: Every architecture of CUDA 12 and 13 wheels, and the shared memory a block of it may have.
 SMEM_LIMITS = {
@@ -300,3 +300,11 @@ def test_hopper_takes_varlen_tiles_of_several_heads_at_a_time():
     assert 1 < section(32768, 10, causal=True) < 16
     assert section(1 << 20, 2, causal=True) == 1
     assert section(1 << 20, 2, window=(1023, 0)) > 1
+
+
+def test_penalties_of_any_number_of_rows():
+    """The second axis of a grid has 65535 blocks at most."""
+    launch, _ = sampling.penalize("float32", 1 << 20, 4096, 30, 0)
+    assert launch.grid[0] == 1 << 20
+    launch, *_ = sampling.penalty_table("float32", 1 << 20, 4096, 30, 0)
+    assert launch.grid == (1 << 20,)

@@ -1,9 +1,9 @@
 // Penalized logits: logits (rows, vocab) -> out (rows, vocab) of the same type, after penalties for
 // earlier tokens, biases, and the mask of allowed tokens. A block takes a segment of one row, a
-// multiple of 2048 tokens; grid (ceil(vocab / segment), rows).
+// multiple of 2048 tokens; grid (rows, ceil(vocab / segment)).
 //
 // Or, where only few tokens can change, a hash table of their penalized logits for each row, which
-// sample_filtered.cu looks up while it reads the logits as they are; grid (1, rows).
+// sample_filtered.cu looks up while it reads the logits as they are; grid (rows).
 #include "sampling/penalties.cuh"
 #include "sampling/vector_access.cuh"
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void make_table(const PenaltyParams& params, int row,
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     penalize(const PenalizeParams params, const PenaltyParams penalty_params) {
-  const int row = blockIdx.y;
+  const int row = blockIdx.x;
   const auto* logits = static_cast<const Config::dtype*>(params.logits) + row * params.row_stride;
   if (params.penalty_table) {
     PenalizedLogit* const out =
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 4)
     make_table(penalty_params, row, logits, params.vocab, penalty_smem, out, params.table_bits);
     return;
   }
-  const int begin = blockIdx.x * params.segment;
+  const int begin = blockIdx.y * params.segment;
   const Segment segment = {begin, min(begin + params.segment, params.vocab)};
   auto* out = static_cast<Config::dtype*>(params.out) + static_cast<long long>(row) * params.vocab;
   const Penalties penalties(penalty_params, row, segment, logits);

@@ -496,7 +496,10 @@ def judge_attention(
             runs.append(formulas.attention(*arrays, precision=dtype, **s.options))
         for n in range(3):
             other = s.others[n] if n < len(s.others) else (s.q, s.k, s.v)
-            runs.append(formulas.attention(*(a[None] for a in other), precision=dtype, **s.options))
+            other = [a[None] for a in other]
+            runs.append(formulas.attention(*other, precision=dtype, **s.options))
+            if s.others:  # what was rounded alone: the formula's roundings may make up for it
+                runs.append(formulas.attention(*other, precision=wide, **s.options))
         outs.append([a.ravel() for a in (out, *(run[0] for run in runs))])
         lses.append([a.ravel() for a in (lse, *(run[1] for run in runs))])
         score = max(score, largest_score(s))

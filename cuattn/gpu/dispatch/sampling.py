@@ -213,7 +213,7 @@ def penalize(dtype: str, rows: int, vocab: int, length: int, triples: int) -> tu
     many = rows * vocab >= 1 << 22  # then fewer blocks need to look for the earlier tokens
     if many and penalty_bytes(8 * size, length, triples) <= penalty_bytes(size, size, 1):
         size *= 8
-    return Launch(variant, (-(-vocab // size), rows)), size
+    return Launch(variant, (rows, -(-vocab // size))), size
 
 
 def penalty_table(
@@ -227,7 +227,7 @@ def penalty_table(
     nbytes = (8 + 8 * bool(triples)) << bits
     if rows * vocab < MIN_TABLE_LOGITS or nbytes > variant.config.smem_bytes:
         return None
-    return Launch(variant, (1, rows)), bits, nbytes
+    return Launch(variant, (rows,)), bits, nbytes
 
 
 def sampling_variants(arch: str) -> Iterator[Variant]:
