@@ -28,6 +28,7 @@ VOCABS = (
     *(1, 2, 3, 31, 255, 256, 257, 511, 513, 1000, 2047, 2049, 3000),
     *(4096, 4097, 8191, 32000, 50257, 81921, 128256, 163841, 262144),
 )
+MOST_LOGITS = 10_000_000  # of a call
 MOST_KEYS = 1_000_000  # of draws, that a judge computes
 COUNTS = (1, 2, 30, 255, 256, 257, 264, 511, 512, 513, 1023, 2047, 2048, 2049, 2300)
 
@@ -53,6 +54,8 @@ def draw_shape(kind_rng: Generator, rng: Generator, most: int) -> Shape:
     emulated = most <= FEW_TOKENS
     if emulated and wanted > 1:
         vocab = min(vocab, 257 if wanted > 25 else 513)
+    if wanted * vocab > MOST_LOGITS:
+        vocab = int(pick(rng, [v for v in VOCABS if wanted * v <= MOST_LOGITS]))
     copies = -(-wanted // rows)
     return Shape(rows, copies, vocab, DTYPES[int(kind_rng.integers(3))])
 
@@ -274,16 +277,17 @@ class Judge:
     def seeds(self, rng: Generator, count: int, offset: int) -> np.ndarray:
         """Seeds, preferably those by which tokens win that are the last within the limits, or would
         if they were not just outside."""
-        if self.nothing or count > MOST_KEYS // len(self.x):
-            return np.full(count, rng.integers(2**62))
-        seeds = rng.integers(0, 2**62, max(count, min(64, MOST_KEYS // len(self.x))))
+        most = max(MOST_KEYS // len(self.x), 1)
+        seeds = rng.integers(0, 2**62, min(max(count, 64), most))
+        if self.nothing:
+            return np.resize(seeds, count)
         order = np.argsort(-self.x, kind="stable")
         ends = np.flatnonzero(np.diff(self.perhaps[order], prepend=False, append=False))
         near = np.unique(np.clip(ends[:, None] + np.arange(-2, 2), 0, len(order) - 1))
         edge = np.zeros(len(order), bool)
         edge[order[near]] = True
         winner = np.where(self.perhaps | edge, self.keys(seeds, offset), -np.inf).argmax(axis=1)
-        return seeds[np.argsort(~edge[winner], kind="stable")][:count]
+        return np.resize(seeds[np.argsort(~edge[winner], kind="stable")][:count], count)
 
     def check(self, tokens: np.ndarray, seeds: np.ndarray, offset: int) -> None:
         """That tokens are those to draw, or such as rounding may have kept or left out."""
@@ -381,15 +385,16 @@ def hard_filter_logits(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
             sure, perhaps = limits(logits[row], of_row[row])
             if wide.max() == -np.inf:
                 sure[:] = perhaps[:] = False
-            kept = found > -np.inf
+            want = wide.astype(np.float64) / (of_row[row]["temperature"] or 1.0)
+            with np.errstate(over="ignore"):
+                want = want.astype(np.float32)
+            kept, sure = found > -np.inf, sure & (want > -np.inf)
             few = np.flatnonzero(sure & ~kept), np.flatnonzero(kept & ~perhaps)
             assert not len(few[0]) and not len(few[1]), (
                 f"row {row}, {of_row[row]}: {len(few[0])} left out, {len(few[1])} kept: "
                 f"{few[0][:3]}, {few[1][:3]}"
             )
-            want = wide.astype(np.float64) / (of_row[row]["temperature"] or 1.0)
-            with np.errstate(over="ignore"):
-                assert np.array_equal(found[kept], want.astype(np.float32)[kept]), f"row {row}"
+            assert np.array_equal(found[kept], want[kept]), f"row {row}: other logits"
 
     return on_device(rng, sampling.filter_logits, shape, logits, filters, judge)
 
