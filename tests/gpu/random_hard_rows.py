@@ -65,7 +65,7 @@ def draw_shape(kind_rng: Generator, rng: Generator, most: int) -> Shape:
 
 def some_places(rng: Generator, vocab: int, count: int) -> np.ndarray:
     """So many places: neighbours, evenly spread, any, or outside of a pilot sample's groups."""
-    count = min(count, vocab)
+    count = min(max(count, 1), vocab)
     way = rng.random()
     if way < 0.45:
         begin = pick(rng, [0, vocab - count, int(rng.integers(vocab - count + 1)), 256])
@@ -73,6 +73,11 @@ def some_places(rng: Generator, vocab: int, count: int) -> np.ndarray:
     if way < 0.6:
         return np.arange(count) * vocab // count
     return rng.permutation(vocab)[:count]
+
+
+def draw_count(rng: Generator, vocab: int) -> int:
+    """Of tokens alike: some few, or a share of all."""
+    return int(pick(rng, COUNTS if rng.random() < 0.7 else [vocab // 20, vocab // 8, vocab // 3]))
 
 
 def draw_row(rng: Generator, vocab: int) -> np.ndarray:
@@ -91,24 +96,24 @@ def draw_row(rng: Generator, vocab: int) -> np.ndarray:
         level = base
         for _ in range(int(rng.integers(1, 3))):
             level += pick(rng, [scale, -scale, 3.0, 8.0, 30.0])
-            row[some_places(rng, vocab, int(pick(rng, COUNTS)))] = level
+            row[some_places(rng, vocab, draw_count(rng, vocab))] = level
     elif way == 4:  # a geometric tail, in any order or in one
         rate = pick(rng, [1e-4, 1e-3, 0.01, 0.1, 0.7, 5.0])
         row = (base - rate * np.arange(vocab)).astype(np.float32)
         row = row[:: pick(rng, [1, -1])] if rng.random() < 0.5 else row[rng.permutation(vocab)]
     elif way == 5:  # few that are not -inf
         row = np.full(vocab, -np.inf, np.float32)
-        places = some_places(rng, vocab, int(pick(rng, COUNTS)))
+        places = some_places(rng, vocab, draw_count(rng, vocab))
         row[places] = base + scale * noise[places]
     elif way == 6:  # neighbours far above all others
         row = noise * 0.1
-        places = some_places(rng, vocab, int(pick(rng, COUNTS)))
+        places = some_places(rng, vocab, draw_count(rng, vocab))
         row[places] = 30 + scale * noise[places] * pick(rng, [0, 0.01, 1])
     elif way == 7:
         row = np.round(scale * noise) + np.float32(base)
     elif way == 8:  # very far apart
         row = scale * noise
-        row[some_places(rng, vocab, int(pick(rng, COUNTS)))] -= pick(rng, [1e4, 1e30, 3e38])
+        row[some_places(rng, vocab, draw_count(rng, vocab))] -= pick(rng, [1e4, 1e30, 3e38])
     else:
         row = base + scale * noise
     if rng.random() < 0.15:
@@ -480,8 +485,13 @@ def hard_speculation(kind_rng: Generator, rng: Generator, most: int) -> Drawn:
     options = {"seed": rng.integers(0, 2**62, rows), "offset": int(rng.integers(2**62))}
     function, between = sampling.speculative_sample, ()
     if tree:
-        parents = np.array([rng.integers(-1, n, rows) for n in range(drafts)]).T.astype(np.int32)
-        parents[rng.random((rows, drafts)) < 0.4] = -1
+        # Two children at most: sums of a third one's residual round, and nothing may be left of it.
+        parents = np.full((rows, drafts), -1, np.int32)
+        for row in parents:
+            places = rng.permutation(np.repeat(np.arange(-1, drafts), 2))
+            for n in range(drafts):
+                at = int(np.flatnonzero(places < n)[0])
+                row[n], places = places[at], np.delete(places, at)
         function, between = sampling.speculative_sample_tree, (parents,)
     want = function(drafted, *between, draft, target, **options)
 
