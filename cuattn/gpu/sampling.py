@@ -81,9 +81,9 @@ def sample(
     all_tokens = isinstance(top_k, int) and top_k >= vocab
     if all_tokens and _is_number(top_p, 1) and _is_number(min_p, 0) and _is_number(typical_p, 1):
         return _sample_unfiltered(logits, filters, seed, offset, penalties)
+    short = isinstance(top_k, int) and top_k <= dispatch.MAX_TOP_K
     table = None
     if penalties is not None:
-        short = isinstance(top_k, int) and top_k <= dispatch.MAX_TOP_K
         if short and _is_number(typical_p, 1):
             table = _penalty_table(logits, penalties)
         if table is None:
@@ -91,13 +91,13 @@ def sample(
                 logits = apply_penalties(logits, penalties)
     # Typical-p and a long top-k need several passes, unless they are all that ranks the tokens.
     # Whether values on the device ask for them, sample_filtered.cu finds out, and leaves such rows
-    # to filter.cu.
+    # to filter.cu. It also serves rows of very many tokens.
     long = isinstance(top_k, int) and dispatch.MAX_TOP_K < top_k < vocab
     typical = isinstance(typical_p, float) and typical_p < 1
     known = isinstance(top_k, int) and isinstance(typical_p, float)
-    several = long or typical
+    several = long or typical or (vocab > dispatch.MAX_NUCLEUS and not short)
     tokens = cupy.empty(len(logits), np.int32)
-    alone = _is_number(top_p, 1) and long != typical and vocab <= dispatch.MAX_RANKED
+    alone = _is_number(top_p, 1) and long != typical and vocab <= dispatch.MAX_NUCLEUS
     if alone and (_is_number(typical_p, 1) or (all_tokens and _is_number(min_p, 0))):
         _launch_sampler("ranked", logits, filters, seed, offset, tokens=tokens)
         return tokens

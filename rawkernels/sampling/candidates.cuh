@@ -70,22 +70,23 @@ __device__ __forceinline__ void add_candidate(Key key, CandidateSmem& smem) {
   if (place < kCandidatesPerBlock) smem.keys[place * Config::cluster + rank] = key;
 }
 
-// Adds the tokens that reach `threshold` only with their penalized logits.
+// Adds the tokens that reach `threshold` with their penalized logits, and whose own logits are
+// below its logit: the others are met where the row is read, equal ones of a higher index among
+// them.
 __device__ __forceinline__ void add_penalized(const Row& logits, const PenalizedRow& penalized,
                                               Key threshold, CandidateSmem& smem) {
   if (!penalized.slots) return;
   const auto load = [&](int slot) { return penalized.slots[slot]; };
-  for_each_ahead<4>(
-      rank_in_cluster() * Config::threads + threadIdx.x, 1 << penalized.bits,
-      Config::cluster * Config::threads, load, [&](int, PenalizedLogit entry) {
-        if (entry.token < 0) return;
-        const float value = entry.logit + 0.0f;
-        if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
-        const Key key = rank_key(value, entry.token);
-        if (key >= threshold && rank_key(logits(entry.token) + 0.0f, entry.token) < threshold) {
-          add_candidate(key, smem);
-        }
-      });
+  for_each_ahead<4>(rank_in_cluster() * Config::threads + threadIdx.x, 1 << penalized.bits,
+                    Config::cluster * Config::threads, load, [&](int, PenalizedLogit entry) {
+                      if (entry.token < 0) return;
+                      const float value = entry.logit + 0.0f;
+                      if (!(value < kInfinity)) smem.bad[rank_in_cluster()] = 1;
+                      const Key key = rank_key(value, entry.token);
+                      if (key >= threshold && logits(entry.token) < key_score(threshold)) {
+                        add_candidate(key, smem);
+                      }
+                    });
 }
 
 // Gives each block the candidates of all blocks.

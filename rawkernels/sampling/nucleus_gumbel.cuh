@@ -196,7 +196,8 @@ __device__ __forceinline__ Key best_candidate(const Row& logits, const Candidate
     if (may_win) near = approximate(token);
   }
   if (may_win) {
-    const float others = -ptx::lg2(state.candidate_scale);  // above the keys of all other tokens
+    // Above the keys of all other tokens; finite, since there are none if the scale is infinite.
+    const float others = fmaxf(-ptx::lg2(state.candidate_scale), -kMaxFloat);
     if (near - approx_error(near) > others + approx_error(others)) smem.best = token;
   }
   __syncthreads();
@@ -278,6 +279,7 @@ __device__ __forceinline__ int sample_nucleus(const Row& logits, int vocab, floa
       const auto probability = [](float log2_p) { return ptx::ex2(log2_p); };
       const Key bound = max(smem.state.rejected, least);
       const float left = weight_above(logits, vocab, bound, probability, smem).x;
+      if (!(left > 0.0f)) return -1;  // only where the mean logit is past float32
       if (threadIdx.x == 0) smem.state.candidate_scale = wanted / left;
     }
     tiles.load_ahead(ahead);

@@ -22,13 +22,13 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
-from tests.gpu import random_families, random_others  # noqa: E402
+from tests.gpu import random_families, random_hard_rows, random_others  # noqa: E402
 from tests.gpu.conftest import poison_results  # noqa: E402
 from tests.gpu.random_calls import check, poison_scratch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = random_families.FAMILIES | random_others.FAMILIES
+FAMILIES = random_families.FAMILIES | random_others.FAMILIES | random_hard_rows.FAMILIES
 CALLS_OF_A_KIND = 6
 MOST_SCORES = 200_000  # that a call computes: its formula does so on the host
 DEVICE_LOST = 3

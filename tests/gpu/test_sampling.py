@@ -11,6 +11,7 @@ import pytest
 
 from cuattn import sampling
 from cuattn._philox import row_seeds, uniform
+from cuattn.gpu.dispatch import sampling as dispatch_sampling
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -263,6 +264,48 @@ def test_tokens_just_below_min_p(gap, parameters):
         expected = sampling.sample(logits, seed=5, **filters)
         tokens = sampling.sample(cupy.asarray(logits), seed=5, **filters)
         assert np.array_equal(tokens.get(), expected), filters
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_raised_token_among_equals_counts_once(monkeypatch, dtype):
+    """The threshold of the largest 200 lies among equal logits, by index. A token behind it that a
+    penalty raised was listed twice, and the last of the 200 was not drawn."""
+    monkeypatch.setattr(dispatch_sampling, "MIN_TABLE_LOGITS", 1)  # penalties come in a table
+    logits, tokens = np.zeros((1, 4096), DTYPES[dtype]), np.array([[4000, 4001, 4050]])
+    filters = {"top_k": 200, "tokens": tokens, "presence": -1.0}
+    seeds = np.arange(4000)
+    drawn = sampling.sample(
+        np.tile(logits, (4000, 1)), seed=seeds, **(filters | {"tokens": np.tile(tokens, (4000, 1))})
+    )
+    last = [int(seeds[drawn == token][0]) for token in (194, 195, 196)]  # of 0 to 196
+    for seed in (*last, 0, 1):
+        expected = sampling.sample(logits, seed=[seed], **filters)
+        there = filters | {"tokens": cupy.asarray(tokens)}
+        found = sampling.sample(cupy.asarray(logits), seed=[seed], **there)
+        assert np.array_equal(found.get(), expected)
+
+
+@pytest.mark.parametrize("temperature", [1e33, 1e36, 1e37, 3e38])
+def test_temperatures_past_what_float32_averages_end(rng, temperature):
+    """Of such rows the mean logit may be infinite, and no token was typical, for ever."""
+    logits = logits_of(rng, 4, 4097)
+    logits[1, 5::2] = -np.inf
+    logits[2] *= np.float32(1e33)
+    logits[3, 7:] = -3e38
+    for filters in ({"typical_p": 0.9}, {"typical_p": 1e-6}, {"top_p": 0.5}, {"min_p": 0.5}):
+        tokens = sampling.sample(cupy.asarray(logits), seed=1, temperature=temperature, **filters)
+        assert (tokens.get() >= -1).all() and (tokens.get() < 4097).all()
+
+
+@pytest.mark.not_emulated("a row of 134 million tokens takes hours")
+def test_more_tokens_than_candidates_can_be_told_apart_of():
+    """One in 2^16 tokens passes as a candidate whatever its logit: of 2^27 there were more than
+    places, in each reading."""
+    logits = cupy.zeros((1, 1 << 27), np.float16)
+    logits[0, 1 << 26 :] = -1
+    for filters in ({"top_p": 0.5}, {"min_p": 0.5}, {"top_p": 0.5, "top_k": cupy.asarray([300])}):
+        token = int(sampling.sample(logits, seed=1, **filters)[0])
+        assert 0 <= token < 1 << 26, filters
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e6, 1e37])

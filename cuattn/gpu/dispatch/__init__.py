@@ -73,7 +73,7 @@ from cuattn.gpu.dispatch.routing import (
     queries_for_decoding,
 )
 from cuattn.gpu.dispatch.sampling import (
-    MAX_RANKED,
+    MAX_NUCLEUS,
     MAX_TOP_K,
     filter_rows,
     filter_topk,
@@ -96,7 +96,7 @@ __all__ = [
     "BACKWARD",
     "JVP",
     "MAX_DIM",
-    "MAX_RANKED",
+    "MAX_NUCLEUS",
     "MAX_TOP_K",
     "MLA",
     "SHARED_KIB",

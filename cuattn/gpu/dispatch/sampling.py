@@ -20,7 +20,9 @@ MIN_TABLE_LOGITS = 1 << 22  # from so many on, a table of penalized logits is fa
 MAX_TABLE_BYTES = 64 * 1024  # of shared memory, at most, for making the table of a row
 PENALIZE_SEGMENT = 2048  # tokens of a row that a block of penalize.cu takes, at least
 MAX_TOP_K = 256  # of sampling/sample_filtered.cu: kMaxTopK of topk.cuh
-MAX_RANKED = 1 << 24  # tokens of a row, at most, that a draw counts in float32
+# Tokens of a row, at most, of sampling/nucleus_gumbel.cuh: it counts them in float32, and has
+# places for the 2^-16 of them that pass as candidates by the upper half of their number alone.
+MAX_NUCLEUS = 1 << 24
 FILTER_THREADS = 448  # 512 would spill
 FILTERED_SEGMENT = 4096  # tokens of a row that a block of filter_topk.cu takes: kSegment
 
