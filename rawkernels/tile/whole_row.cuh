@@ -72,8 +72,7 @@ struct WholeRow {
     for (int slot = 1; slot < 4; ++slot)
       if (slot % kLanes != 0)
 #pragma unroll
-        for (int e = 0; e < 8; ++e)
-          x[slot][e] = __shfl_xor_sync(~0u, x[slot][e], slot % kLanes);
+        for (int e = 0; e < 8; ++e) x[slot][e] = __shfl_xor_sync(~0u, x[slot][e], slot % kLanes);
     combine_slots(1);
     int magnitude = 0;  // bits of a float
     if (!kHasMinimum) {
