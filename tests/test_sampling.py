@@ -395,7 +395,8 @@ def test_every_choice_of_a_kernel_is_a_listed_variant(arch, rows, vocab, length)
             part = dispatch.segment(vocab, launch.variant.config.cluster)
             assert part * launch.variant.config.cluster >= vocab and part % 128 == 0
         launch, part = dispatch.penalize(dtype, rows, vocab, length, 3)
-        assert launch.variant in listed and launch.grid[0] * part >= vocab
+        assert launch.variant in listed
+        assert launch.grid[0] == rows and launch.grid[1] * part >= vocab
         assert dispatch.penalty_bytes(part, length, 3) <= launch.variant.config.smem_bytes
 
 
