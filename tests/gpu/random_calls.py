@@ -146,7 +146,12 @@ def moved(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(moved, value))
     if isinstance(value, cuattn.QuantizedArray):
-        return value.of(moved(value.data), moved(value.scale), moved(value.minimum))
+        scale, minimum = moved(value.scale), moved(value.minimum)
+        if minimum is not None and value.minimum.data.mem is value.scale.data.mem:  # in one array
+            distance = value.minimum.data.ptr - value.scale.data.ptr
+            place = scale.data + distance
+            minimum = cupy.ndarray(minimum.shape, minimum.dtype, place, minimum.strides)
+        return value.of(moved(value.data), scale, minimum)
     if not isinstance(value, cupy.ndarray) or not value.size:
         return value
     base = value if value.base is None else value.base
