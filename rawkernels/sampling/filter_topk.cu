@@ -6,6 +6,7 @@
 // finds its row's, a thread for each of the largest, by the arithmetic of sample_filtered.cu, and
 // compares kSegment tokens with it. Grid (rows * ceil(vocab / kSegment)).
 #include "ptx/math.cuh"
+#include "sampling/min_p.cuh"
 #include "sampling/params.cuh"
 #include "sampling/row.cuh"
 
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     }
     keeps &= double(before) < double(top_p) * double(sum) || rank == 0;
   }
-  if (min_p > 0.0f) keeps &= (double(x) - double(high)) / double(temperature) >= log(double(min_p));
+  if (min_p > 0.0f) keeps &= reaches_min_p(x, high, temperature, min_p);
   const int kept = __syncthreads_count(keeps);
 
   const float last = kept > 0 ? to_float(values[kept - 1]) : kInfinity;

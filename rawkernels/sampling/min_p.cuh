@@ -1,11 +1,15 @@
-// Where min-p ends.
+// What min-p keeps, as float64 decides it.
 #pragma once
 
 #include "sampling/row.cuh"
 
-// The least logit whose probability is at least min_p, which is above 0, times that of `high`, as
-// float64 decides it. Found by bisection of what float64's rounding leaves open: two or three
-// numbers, but very many where the least logit is near 0.
+// Whether the probability of a logit is at least min_p, which is above 0, times that of `high`.
+__device__ __forceinline__ bool reaches_min_p(float x, float high, float temperature, float min_p) {
+  return (double(x) - double(high)) / double(temperature) >= log(double(min_p));
+}
+
+// The least logit that reaches min_p. Found by bisection of what float64's rounding leaves open:
+// two or three numbers, but very many where the least logit is near 0.
 __device__ __forceinline__ float min_p_logit(float high, float temperature, float min_p) {
   const double bound = log(double(min_p)), reach = bound * double(temperature);
   const double guess = double(high) + reach, error = 4e-15 * (fabs(double(high)) - reach);

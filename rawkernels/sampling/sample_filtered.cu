@@ -7,6 +7,7 @@
 // top-p, min-p and Gumbel-max. Without, nucleus_gumbel.cuh draws from the whole row. A cluster of
 // Config::cluster blocks shares a row; grid (rows * cluster).
 #include "sampling/gumbel_max.cuh"
+#include "sampling/min_p.cuh"
 #include "sampling/nucleus_gumbel.cuh"
 #include "sampling/params.cuh"
 #include "sampling/topk.cuh"
@@ -102,7 +103,7 @@ ROW_KERNEL sample_filtered(const SampleParams params) {
     }
     keeps &= double(before) < double(top_p) * double(sum) || threadIdx.x == 0;
   }
-  if (min_p > 0.0f) keeps &= (double(x) - double(high)) / double(temperature) >= log(double(min_p));
+  if (min_p > 0.0f) keeps &= reaches_min_p(x, high, temperature, min_p);
   const float u = philox_uniform(philox, kTokenStream, max(i, 0));
   const float log2_p = (x - high) * log2_per_logit(temperature);
   bool may_win;
