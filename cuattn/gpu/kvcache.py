@@ -13,7 +13,7 @@ import numpy as np
 from cuattn._quantized import QuantizedArray, codes_of
 from cuattn.gpu import compiler, dispatch
 from cuattn.gpu.arguments import Scales, cache_write_arguments, quantized_write_arguments
-from cuattn.gpu.memory import capturing, overlaps, pointer, temporaries, use_device
+from cuattn.gpu.memory import apart, capturing, pointer, temporaries, use_device
 from cuattn.gpu.plan import Filled, Plan
 from cuattn.gpu.quantization import format_of, operand, scale_addresses
 
@@ -237,7 +237,7 @@ def append(
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
     caches = codes_of(k_cache), codes_of(v_cache)
     # Tokens that are moved within a cache: all are read before one is written.
-    k, v = (_apart(new, *caches) for new in (k, v))
+    k, v = (apart(new, *caches) for new in (k, v))
     num_pages, page_slots = k_cache.shape[:2]
     table_shape = (batch, 1) if page_table is None else page_table.shape
     uniform = len(k) // batch if cu_seqlens is None and batch else 0
@@ -463,14 +463,6 @@ def _quantized_plan(
     codes = quantized_write_arguments(formats, (k_dim, v_dim), scales, is_static, heads)
     grid = variant.config.grid(total, heads, rotary=pairs > 0)
     return Plan(dispatch.Launch(variant, grid, (arguments, codes)), device)
-
-
-def _apart(new: cupy.ndarray, *caches: cupy.ndarray) -> cupy.ndarray:
-    """New tokens that are not in a cache which they are written to."""
-    if not overlaps(new, *caches):
-        return new
-    with use_device(new), temporaries():
-        return new.copy()
 
 
 def _aligned(table: cupy.ndarray) -> cupy.ndarray:

@@ -131,6 +131,14 @@ def overlaps(out: cupy.ndarray, *arrays: cupy.ndarray | None) -> bool:
     return False
 
 
+def apart(array: cupy.ndarray, *others: cupy.ndarray | None) -> cupy.ndarray:
+    """An array, or a copy of it where it may have a byte of another one."""
+    if not overlaps(array, *others):
+        return array
+    with use_device(array), temporaries():
+        return array.copy()
+
+
 def target(
     out: cupy.ndarray | None,
     shape: tuple[int, ...],
@@ -142,10 +150,7 @@ def target(
     overlaps one of the inputs, which some thread blocks read after others have written."""
     if out is None:
         return cupy.empty(shape, dtype)
-    if overlaps(out, *inputs):
-        with use_device(out), temporaries():
-            return out.copy()
-    return contiguous_last_axis(out)
+    return contiguous_last_axis(apart(out, *inputs))
 
 
 def copy_to_out(target: cupy.ndarray, out: cupy.ndarray | None) -> cupy.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu import dispatch
 from cuattn.gpu.arguments import rope_arguments
-from cuattn.gpu.memory import overlaps, temporaries, use_device
+from cuattn.gpu.memory import apart, use_device
 from cuattn.gpu.plan import Plan
 
 __all__ = ["rope"]
@@ -29,9 +29,8 @@ def rope(
     with use_device(x):
         if out is None:
             out = cupy.empty(x.shape, x.dtype)
-        elif (out.data.ptr, out.strides) != (x.data.ptr, x.strides) and overlaps(out, x):
-            with temporaries():
-                x = x.copy()
+        elif (out.data.ptr, out.strides) != (x.data.ptr, x.strides):
+            x = apart(x, out)
         if out.size:
             plan = _plan(
                 x.device.id,
