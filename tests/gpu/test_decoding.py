@@ -542,16 +542,18 @@ def test_merge(rng, dtype, parts):
     dtype = DTYPES[dtype]
     acc = np.float64 if dtype == np.float64 else np.float32
     for dim in (64, 7):
-        outs = rng.standard_normal((parts, 3, 5, 4, dim)).astype(dtype)
-        lses = (3 * rng.standard_normal((parts, 3, 4, 5))).astype(acc)
+        outs = rng.standard_normal((parts, 3, 15, 4, dim)).astype(dtype)
+        lses = (3 * rng.standard_normal((parts, 3, 4, 15))).astype(acc)
         lses[rng.random(lses.shape) < 0.2] = -np.inf
         lses[:, 0, 0] = -np.inf
         outs[np.isneginf(lses.transpose(0, 1, 3, 2))] = np.nan
         out, lse = merge_attention(cupy.asarray(outs), cupy.asarray(lses))
         exact, exact_lse = merge_attention(outs.astype(np.float64), lses.astype(np.float64))
+        # Sums in two orders: one alone may be right by luck.
         plain, plain_lse = merge_attention(outs, lses)
-        formulas.assert_accurate(out.get(), exact, plain)
-        formulas.assert_accurate(lse.get(), exact_lse, plain_lse)
+        backwards, backwards_lse = merge_attention(outs[::-1], lses[::-1])
+        formulas.assert_accurate(out.get(), exact, plain, backwards)
+        formulas.assert_accurate(lse.get(), exact_lse, plain_lse, backwards_lse)
         listed, _ = merge_attention(
             [cupy.asarray(o) for o in outs], [cupy.asarray(x) for x in lses]
         )
