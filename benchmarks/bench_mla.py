@@ -21,7 +21,7 @@ import cuattn
 
 cupy = pytest.importorskip("cupy")
 
-from benchmarks import peers, timing  # noqa: E402
+from benchmarks import checks, peers, timing  # noqa: E402
 from benchmarks.bench_decoding import draw, show_left_out  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
@@ -181,3 +181,32 @@ def bench_mla_prefill(benchmark, ceilings):
     )
     flops = heads * tokens * tokens * (192 + 128)
     report(benchmark, run, ceilings, calls=1, nbytes=pages.nbytes, flops=flops)
+
+
+def bench_prefill_attention(benchmark, ceilings):
+    """The attention of such a prompt alone, heads of 192 and 128. FlashAttention-3 has one head_dim
+    and takes values that are padded to 192; its rate counts what is asked for."""
+    heads, tokens = 16, 8192
+    sets = [
+        (*(draw(1, tokens, heads, 192) for _ in "qk"), draw(1, tokens, heads, 128))
+        for _ in range(2)
+    ]
+    padded = [(q, k, cupy.pad(v, [(0, 0)] * 3 + [(0, 64)])) for q, k, v in sets]
+    run = timing.captured(
+        "cuattn", [lambda s=s: cuattn.flash_attention(*s, causal=True) for s in sets]
+    )
+    out, left_out = run.run(1), {}
+    rows = checks.rows_of_batch(np.random.default_rng(0), *sets[-1], causal=True)
+    assert checks.largest_difference(out, rows) < checks.TOLERANCE
+    as_they_are = peers.attention_forward_graphs(sets, causal=True, fa3=False, left_out=left_out)
+    as_padded = peers.attention_forward_graphs(padded, causal=True, fa3=True, left_out={})
+    others = [*as_they_are, *(peer for peer in as_padded if peer.name == "FA-3")]
+
+    def unpadded(theirs: Any) -> Any:
+        return peers.to_cupy(theirs)[..., : out.shape[-1]]
+
+    agreeing = checks.agreeing(out.astype(np.float32), others, unpadded, left_out)
+    nbytes = sum(array.nbytes for array in (*sets[0], out))
+    flops = heads * tokens * tokens * (192 + 128)
+    report(benchmark, run, ceilings, calls=len(sets), nbytes=nbytes, flops=flops, others=agreeing)
+    show_left_out(benchmark, left_out)

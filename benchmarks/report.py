@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks import plots
+from benchmarks.peers import DISTRIBUTIONS
 from benchmarks.plots import COLOURS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,6 +48,7 @@ def load(files: Iterable[pathlib.Path], group: str) -> list[dict[str, Any]]:
             latest[benchmark["fullname"]] = {
                 **(benchmark["params"] or {}),
                 **benchmark["extra_info"],
+                "name": benchmark["fullname"].partition("::")[2],
                 "group": group,
                 "machine": run["machine_info"],
                 "commit": run["commit_info"]["id"],
@@ -237,6 +239,80 @@ def quantized(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def latents(records: list[dict[str, Any]]) -> str:
+    """Latent attention as Markdown: a row for each call, two columns for each contestant."""
+    names = list(dict.fromkeys(name for r in records for name in r["microseconds"]))
+    heading = [f"{name}, {unit}" for name in names for unit in ("µs", "TFLOP/s")]
+    lines = ["| call | " + " | ".join(heading) + " |", "|" + " --- |" * (1 + len(heading))]
+    for r in records:
+        cells = []
+        for name in names:
+            if name not in r["microseconds"]:
+                cells += ["", ""]
+                continue
+            of_copy = "" if "prefill" in r["name"] else f" ({r['of_copy'][name]:.0%})"
+            cells.append(f"{r['microseconds'][name]:.1f}{of_copy}")
+            cells.append(f"{r['tflops'][name]:.0f}")
+        lines.append(f"| {_latent_call(r)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _latent_call(record: dict[str, Any]) -> str:
+    """What a benchmark of bench_mla.py calls."""
+    kind = record["name"].partition("[")[0]
+    if kind == "bench_mla_decode":
+        heads, batch, length, tokens = record["shape"]
+        several = f", {tokens} tokens each" if tokens > 1 else ""
+        return f"{heads} heads, {batch} × {length}{several}, pages of {record['page_size']}"
+    if kind == "bench_mla_codes":
+        rows = {"joined": "float8_e4m3", "flashmla": "FlashMLA's rows of 656 bytes"}
+        return f"{record['heads']} heads, 64 × 16384, {rows[record['layout']]}"
+    if kind == "bench_mla_sparse":
+        return f"{record['heads']} heads, 2048 chosen tokens of 65536 in 64 sequences"
+    return {
+        "bench_mla_prefill": "`mla_prefill` of 8192 tokens, 16 heads",
+        "bench_prefill_attention": "… its attention alone, heads of 192 and 128, causal",
+    }[kind]
+
+
+def prompts(records: list[dict[str, Any]]) -> str:
+    """Chunks of prompts over caches as Markdown: per cent of `flash_attention`'s speed on the same
+    keys end to end; then batches that mix them with decoding, and short queries over long keys."""
+    chunks = [r for r in records if "of_contiguous" in r and "chunk" in r]
+    names = [name for name in chunks[0]["of_contiguous"] if name != "flash_attention"]
+    lines = [
+        "| tokens over keys | heads | " + " | ".join(names) + " |",
+        "|" + " --- |" * (2 + len(names)),
+    ]
+    for r in chunks:
+        (tokens, keys, batch), (heads_q, heads_kv, dim) = r["chunk"], r["heads"]
+        cells = [f"{r['of_contiguous'][name]:.0%}" for name in names]
+        lines.append(
+            f"| {batch} × {tokens} over {keys} | {heads_q}/{heads_kv} of {dim} | "
+            + " | ".join(cells)
+            + " |"
+        )
+    lines.append("")
+    for r in records:
+        if "of_contiguous" in r and "chunk" not in r:
+            share = r["of_contiguous"]["pages of 64"]
+            lines.append(
+                "- 16 sequences of 64 to 4096 tokens in one call, pages of 64: "
+                f"{share:.0%} of `flash_attention_varlen` on the same keys end to end."
+            )
+    for r in records:
+        if r["group"] == "mixed batches":
+            few, few_keys, batch, tokens, keys = r["batch"]
+            share = r["microseconds"]["cuattn"] / r["microseconds"]["in two calls"]
+            lines.append(
+                f"- {few} × 1 token over {few_keys} keys and {batch} × {tokens} over {keys} in one "
+                f"call, pages of {r['page_size']}: {share:.2f} of the time of two calls."
+            )
+    short = [r for r in records if r["group"] == "short queries" and "FA-3" in r["tflops"]]
+    what = "Of 64 to 512 queries over 8192 to 32768 keys, `flash_attention`"
+    return "\n".join([*lines, *comparison(short, what)])
+
+
 def gradients(records: list[dict[str, Any]]) -> str:
     """Backward attention: the table of forward attention, and the comparison."""
     return "\n".join([table(records), "", *comparison(records)])
@@ -247,9 +323,7 @@ def provenance(records: list[dict[str, Any]], what: str) -> str:
     runs = {}
     for r in records:
         m = r["machine"]
-        peers = "".join(
-            f", {name} {m[name]}" for name in ("torch", "jax", "dew-flash-attn-cu13") if name in m
-        )
+        peers = "".join(f", {name} {m[name]}" for name in DISTRIBUTIONS if name in m)
         ceilings = [
             f"cuBLAS reached {r['matmul_tflops']:.0f} TFLOP/s (8192³)"
             if "matmul_tflops" in r
@@ -306,6 +380,7 @@ def gradient_options(records: list[dict[str, Any]]) -> str:
     return _by_option(dict(zip(columns, heading, strict=True)), cells)
 
 
+PROMPTS = ("prompts over pages", "mixed batches", "short queries")
 RANDOM_SHAPES = {"forward": "forward attention", "decoding": "decoding", "latent": "latents"}
 
 
@@ -467,6 +542,24 @@ def main(argv: list[str] | None = None) -> None:
                 [r for r in load(files, "quantized") if r.get("page_size") in (0, 16)],
                 "scales by token and head",
                 "quantized_caches.png",
+            ),
+            *section(
+                "Prompts over caches",
+                "Per cent of `flash_attention`'s speed on the same keys laid end to end: "
+                "`paged_attention` over pages in random order, and `flash_decode` over a cache in "
+                "one piece, causal.",
+                prompts,
+                [r for group in PROMPTS for r in load(files, group)],
+                "bfloat16",
+            ),
+            *section(
+                "Latent attention",
+                "µs (per cent of a copy's rate, counting the cache once) and TFLOP/s of the "
+                "absorbed form, one token a sequence unless said, in pages of 64 unless said. "
+                "FlashAttention-3 takes values padded to 192 features; its rate counts 128.",
+                latents,
+                load(files, "mla"),
+                "bfloat16, latents of 512 + 64 features",
             ),
             *section(
                 "Shapes drawn at random",
