@@ -169,9 +169,10 @@ print(time.perf_counter() - start)
 
 
 def bench_first_call(benchmark, tmp_path):
-    """The first call of a process: with an empty kernel cache, which compiles, and with the cache
-    it leaves behind."""
-    environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
+    """The first call of a process: with empty kernel caches, which compiles, and with the caches
+    that it leaves behind. NVRTC has one of its own since CUDA 12.9, beside CuPy's."""
+    folders = {"CUPY_CACHE_DIR": "cupy", "CUDA_CACHE_PATH": "cuda"}
+    environment = os.environ | {name: str(tmp_path / f) for name, f in folders.items()}
     command = [sys.executable, "-c", FIRST_CALL]
 
     def first_call() -> float:
