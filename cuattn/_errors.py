@@ -1,8 +1,9 @@
-"""Errors that say more than Python's own: what another library's keyword is called here, and which
-argument is too large for a GPU's kernels."""
+"""Errors that say more than Python's own: what a misspelt keyword, or another library's, is called
+here, and which argument is too large for a GPU's kernels."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import struct
@@ -94,22 +95,31 @@ COUNTERPARTS = {
     # Others
     "attn_bias": Counterpart("xFormers", ("bias",)),
     "slot_mapping": Counterpart("vLLM", ("slots",)),
+    "num_blocks": Counterpart("vLLM", ("num_pages",)),
+    "block_size": Counterpart("vLLM", ("page_size",)),
+    "head_size": Counterpart("vLLM", ("head_dim",)),
     "append_indptr": Counterpart("FlashInfer", ("cu_seqlens",)),
     "block_tables": Counterpart("vLLM", ("page_table",)),
     "s_aux": Counterpart("vLLM", ("sinks",)),
     "repetition_penalty": Counterpart("vLLM", ("repetition",)),
     "frequency_penalty": Counterpart("vLLM", ("frequency",)),
     "presence_penalty": Counterpart("vLLM", ("presence",)),
+    "theta": Counterpart("Llama's code", ("base",)),
     "do_sample": Counterpart("transformers", (), "temperature=0 takes the likeliest token"),
+}
+
+#: What to say where an argument is missing whose value is not plain from its name.
+MISSING = {
+    "scale": "that of the heads before absorption, such as 1 / sqrt(192) for DeepSeek-V3",
 }
 
 _functions: list[Callable[..., Any]] = []
 
 
 def explain_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a public function say what to use in place of another library's keyword, and which of
-    its arguments does not fit into the arguments of a kernel. Calls that are right only pass
-    through."""
+    """Let a public function say what to use in place of a keyword that it does not have, which
+    argument is missing, and which does not fit into the arguments of a kernel. Calls that are right
+    only pass through."""
     _functions.append(function)
 
     @functools.wraps(function)
@@ -117,7 +127,7 @@ def explain_errors(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            if (message := _explanation(function, kwargs)) is None:
+            if (message := _explanation(function, args, kwargs)) is None:
                 raise
             raise TypeError(message) from None
         except struct.error as error:  # of a kernel's arguments
@@ -165,25 +175,50 @@ def _shapes(arguments: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
             yield name, tuple(map(int, shape))
 
 
-def _explanation(function: Callable[..., Any], keywords: Iterable[str]) -> str | None:
-    """What to say about the first keyword that is another library's."""
-    parameters = inspect.signature(function).parameters
-    for keyword in keywords:
-        if keyword in parameters or keyword not in COUNTERPARTS:
-            continue
-        library, ours, note = COUNTERPARTS[keyword]
-        here = [name for name in ours if name in parameters]
-        if here:
-            use = f"use {' or '.join(here)}"
-        elif elsewhere := _with_parameters(ours):
-            use = f"{_listed(elsewhere, 'and')} {'has' if len(elsewhere) == 1 else 'have'} " + (
-                _listed(ours, "or")
-            )
-        else:
-            use = ""
-        said = ": ".join(part for part in (use, note) if part)
-        return f"{_name(function)}: {keyword} is a keyword of {library}; {said}"
+def _explanation(function: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """What to say about a call that does not fit the function's parameters; None where it does."""
+    parameters = dict(inspect.signature(function).parameters)
+    if parameters.pop("self", None):
+        args = args[1:]
+    others = [name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD]
+    for name in others:
+        del parameters[name]
+    for keyword in kwargs:
+        if keyword not in parameters and not others:
+            return unknown_keyword(_name(function), keyword, parameters)
+    by_position = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
+    if len(args) > len(by_position):
+        by_name = ", ".join(name for name in parameters if name not in by_position)
+        return (
+            f"{_name(function)}: {len(args)} arguments are given by position, may be "
+            f"{', '.join(by_position) or 'none'}" + (f"; by name: {by_name}" if by_name else "")
+        )
+    given = {*by_position[: len(args)], *kwargs}
+    for name, one in parameters.items():
+        if one.default is one.empty and name not in given:
+            hint = f": {MISSING[name]}" if name in MISSING else ""
+            return f"{_name(function)}: {name} must be given{hint}"
     return None
+
+
+def unknown_keyword(function: str, keyword: str, names: Iterable[str]) -> str:
+    """What to say about a keyword that is none of a function's `names`."""
+    names = list(names)
+    if keyword not in COUNTERPARTS:
+        close = difflib.get_close_matches(keyword, names, n=1, cutoff=0.55)
+        use = f"did you mean {close[0]}?" if close else f"they are {', '.join(names)}"
+        return f"{function}: {keyword} is not one of its keywords; {use}"
+    library, ours, note = COUNTERPARTS[keyword]
+    here = [name for name in ours if name in names]
+    if here:
+        use = f"use {' or '.join(here)}"
+    elif elsewhere := _with_parameters(ours):
+        has = "has" if len(elsewhere) == 1 else "have"
+        use = f"{_listed(elsewhere, 'and')} {has} {_listed(ours, 'or')}"
+    else:
+        use = ""
+    said = ": ".join(part for part in (use, note) if part)
+    return f"{function}: {keyword} is a keyword of {library}; {said}"
 
 
 def _with_parameters(names: tuple[str, ...]) -> list[str]:
@@ -197,7 +232,7 @@ def _with_parameters(names: tuple[str, ...]) -> list[str]:
 
 def _name(function: Callable[..., Any]) -> str:
     prefix = "sampling." if function.__module__ == "cuattn.sampling" else ""
-    return prefix + function.__name__
+    return prefix + function.__qualname__.removesuffix(".__init__")
 
 
 def _listed(names: Iterable[str], word: str) -> str:

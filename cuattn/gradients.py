@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_bool, check_given
 from cuattn._backend import backend, contiguous_last_axis, folded_mask, indices
-from cuattn._errors import explain_errors
+from cuattn._errors import explain_errors, unknown_keyword
 from cuattn._spec import (
     AttentionSpec,
     check_seed,
@@ -575,6 +576,8 @@ def _check_like(
 
 
 def _check_options(function: str, options: dict[str, Any]) -> None:
+    allowed = AttentionOptions.__annotations__.keys() - {"out"}
     for name in options:
-        if name not in AttentionOptions.__annotations__ or name == "out":
-            raise TypeError(f"{function}: got an unexpected argument {name!r}")
+        if name not in allowed:
+            own = inspect.signature(flash_attention_vjp).parameters.keys() - {"options"}
+            raise TypeError(unknown_keyword(function, name, sorted(own | allowed)))

@@ -72,9 +72,76 @@ def test_foreign_keywords_are_translated(function, arguments, options, message):
         function(*arguments, **options)
 
 
+CACHE = cuattn.PagedKVCache(1, 1, 1, 4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: cuattn.flash_attention(Q, Q, Q, casual=True),
+            "flash_attention: casual is not one of its keywords; did you mean causal?",
+        ),
+        (
+            lambda: cuattn.flash_attention(Q, Q, Q, alibi=Q),
+            "flash_attention: alibi is not one of its keywords; did you mean alibi_slopes?",
+        ),
+        (
+            lambda: cuattn.merge_attention([Q], [Q], xyz=1),
+            "merge_attention: xyz is not one of its keywords; they are outs, lses",
+        ),
+        (
+            lambda: cuattn.sampling.sample(LOGITS, topk=3),
+            "sampling.sample: topk is not one of its keywords; did you mean top_k?",
+        ),
+        (
+            lambda: cuattn.flash_attention_vjp(Q, Q, Q, determinstic=True),
+            "flash_attention_vjp: determinstic is not one of its keywords; did you mean "
+            "deterministic?",
+        ),
+        (
+            lambda: cuattn.flash_attention_vjp(Q, Q, Q, softmax_scale=1.0),
+            "flash_attention_vjp: softmax_scale is a keyword of flash-attn; use scale",
+        ),
+        (
+            lambda: cuattn.PagedKVCache(1, 1, 1, 4, dtype=np.float32, n_layers=2),
+            "PagedKVCache: n_layers is not one of its keywords; did you mean num_layers?",
+        ),
+        (
+            lambda: cuattn.PagedKVCache(num_blocks=1),
+            "PagedKVCache: num_blocks is a keyword of vLLM; use num_pages",
+        ),
+        (
+            lambda: CACHE.extend([0], counts=1),
+            "PagedKVCache.extend: counts is not one of its keywords; they are ids, n, tokens",
+        ),
+        (
+            lambda: CACHE.extend([0], 1, [2]),
+            "PagedKVCache.extend: 3 arguments are given by position, may be ids, n; by name: "
+            "tokens",
+        ),
+        (
+            lambda: cuattn.rope(Q, LENGTHS, 1e4),
+            "rope: 3 arguments are given by position, may be x, positions; by name: base, "
+            "rotary_dim, interleaved, scaling, out",
+        ),
+        (lambda: cuattn.flash_decode(Q, Q, Q), "flash_decode: seq_lens must be given"),
+        (lambda: CACHE.fork(), "PagedKVCache.fork: id must be given"),
+        (
+            lambda: cuattn.mla_decode(Q, Q, Q, Q, LENGTHS, LENGTHS),
+            "mla_decode: scale must be given: that of the heads before absorption, such as "
+            "1 / sqrt(192) for DeepSeek-V3",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_parameters_is_explained(call, message):
+    with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
+        call()
+
+
 def test_other_errors_stay_as_they_are():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
-        cuattn.flash_attention(Q, Q, Q, causl=True)
+    with pytest.raises(TypeError, match=r"got multiple values for argument 'q'$"):
+        cuattn.flash_attention(Q, Q, Q, q=Q)
     with pytest.raises(TypeError, match=r"^flash_attention: k has dtype float64, must be q's"):
         cuattn.flash_attention(Q, Q.astype(np.float64), Q, causal=True)
 
@@ -94,7 +161,9 @@ def test_every_counterpart_exists():
         for function in functions
         if inspect.isfunction(function)
         for name in inspect.signature(function).parameters
-    } | set(inspect.signature(cuattn.PagedKVCache.write).parameters)
+    }
+    for method in (cuattn.PagedKVCache, cuattn.PagedKVCache.write):
+        parameters.update(inspect.signature(method).parameters)
     for keyword, counterpart in _errors.COUNTERPARTS.items():
         assert parameters.issuperset(counterpart.ours), keyword
         assert counterpart.ours or counterpart.note, keyword

@@ -29,6 +29,7 @@ from cuattn._arrays import (
 )
 from cuattn._backend import contiguous
 from cuattn._decoding_spec import MAX_PAGE_SIZE
+from cuattn._errors import explain_errors
 from cuattn._spec import MAX_HEAD_DIM
 from cuattn._typing import Array, Integers
 from cuattn.kvcache import files, snapshot
@@ -44,7 +45,8 @@ R = TypeVar("R")
 def _exclusive(
     method: Callable[Concatenate[PagedKVCache, P], R],
 ) -> Callable[Concatenate[PagedKVCache, P], R]:
-    """Let one thread at a time into a cache's methods."""
+    """Let one thread at a time into a cache's methods, and explain their errors."""
+    explained = explain_errors(method)
 
     @functools.wraps(method)
     def call(self: PagedKVCache, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +59,7 @@ def _exclusive(
         with self._lock:
             self._owner = me
             try:
-                return method(self, *args, **kwargs)
+                return explained(self, *args, **kwargs)
             finally:
                 self._owner = None
 
@@ -183,6 +185,7 @@ class PagedKVCache:
     0 of 0 pages)
     """
 
+    @explain_errors
     def __init__(
         self,
         num_pages: int,
