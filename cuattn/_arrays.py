@@ -25,6 +25,12 @@ FLOAT_DTYPES = {
 }
 #: The dtypes that lengths and page tables may have.
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+#: What to do with objects of ours that are no arrays, by the names of their types.
+_OWN = {
+    "QuantizedArray": "; flash_decode and paged_attention take it as keys or values, and "
+    "dequantize makes an array of it",
+    "PagedKVCache": "; its arrays are pages(layer)",
+}
 
 
 def acc_dtype(dtype: np.dtype) -> np.dtype:
@@ -92,7 +98,8 @@ def as_arrays(function: str, **named: Any) -> tuple[ModuleType, list[Any]]:
     }
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"{function}: all arrays must be on one device, got {where}")
+        hint = "; cupy.asarray takes one to the GPU" if "CPU" in devices.values() else ""
+        raise ValueError(f"{function}: all arrays must be on one device, got {where}{hint}")
     xp = np if set(devices.values()) == {"CPU"} else sys.modules["cupy"]
     return xp, list(arrays.values())
 
@@ -131,7 +138,7 @@ def _as_array(function: str, name: str, array: Any) -> Any:
     if isinstance(array, (list, tuple)):
         kind += "; numpy.asarray or cupy.asarray makes an array of it"
     elif type(array).__module__ != "builtins":
-        kind = f"{type(array).__module__}.{kind}"
+        kind = f"{type(array).__module__}.{kind}{_OWN.get(kind, '')}"
     raise TypeError(
         f"{function}: {name} must be a NumPy or CuPy array (or have __cuda_array_interface__ or "
         f"__dlpack__), got {kind}"

@@ -130,8 +130,9 @@ def check_rows(function: str, name: str, q: Any, cu_seqlens_q: Any, batch: int) 
     """Check that q, of that name, has queries of as many sequences as page_table has rows."""
     if cu_seqlens_q is None:
         if q.ndim and q.shape[0] != batch:  # q without axes is for attention_spec
+            hint = "; queries end to end have cu_seqlens_q" if q.ndim == 3 else ""
             raise ValueError(
-                f"{function}: {name} has batch {q.shape[0]}, must be page_table's {batch}"
+                f"{function}: {name} has batch {q.shape[0]}, must be page_table's {batch}{hint}"
             )
         return
     check_cu_seqlens(function, "cu_seqlens_q", cu_seqlens_q)

@@ -356,7 +356,10 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
         inside &= np.isfinite(values)
     if not inside.all():
         bracket = "[" if closed else "("
-        raise ValueError(f"{name}: {parameter} must be in {bracket}{low}, {high}], got {given!r}")
+        hint = "; None keeps all" if parameter == "top_k" else ""
+        raise ValueError(
+            f"{name}: {parameter} must be in {bracket}{low}, {high}], got {given!r}{hint}"
+        )
     if integral:
         return np.minimum(values.astype(np.uint64), np.uint64(vocab)).astype(dtype)
     return np.clip(values.astype(np.float64), -_MAX_FLOAT, _MAX_FLOAT).astype(dtype)

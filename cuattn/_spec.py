@@ -287,16 +287,23 @@ def check_scores(
                     f"{(spec.batch, full[3])}"
                 )
         elif not broadcasts(array.shape, tuple(full)):
+            of_keys = name == "mask" and array.shape == (spec.batch, full[3])
             raise ValueError(
                 f"{function}: {name} has shape {array.shape}, which must broadcast to "
                 f"(batch, heads_q, seqlen_q, seqlen_k) = {tuple(full)}"
+                + ("; key_mask is (batch, seqlen_k)" if of_keys else "")
             )
         if name != "bias" and array.dtype != np.bool_:
+            added = name == "mask" and array.dtype in FLOAT_DTYPES
             raise TypeError(
                 f"{function}: {name} has dtype {array.dtype}, must be bool (True keeps)"
+                + ("; what is added to scores is bias" if added else "")
             )
         if name == "bias" and array.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{function}: bias has dtype {array.dtype}, must be a floating dtype")
+            hint = "; what keeps or removes scores is mask" if array.dtype == np.bool_ else ""
+            raise TypeError(
+                f"{function}: bias has dtype {array.dtype}, must be a floating dtype{hint}"
+            )
 
 
 def _has_axis(name: str, array: Any, axis: int) -> bool:
@@ -426,7 +433,7 @@ def check_rising(function: str, name: str, array: Any, total: int) -> None:
     if array[0] != 0 or array[-1] > total or (array[1:] < array[:-1]).any():
         raise ValueError(
             f"{function}: {name} is {array}, must start at 0, never fall, and end at {total} at "
-            "most"
+            "most" + ("; it is a 0 and numpy.cumsum(lengths)" if array[0] != 0 else "")
         )
 
 
@@ -470,10 +477,12 @@ def _check_shapes(
         raise ValueError(f"{function}: {nk} has head_dim {k[-1]}, must be {nq}'s {q[-1]}")
     if k[-2] < 1 or q[-2] % k[-2]:
         # Whether k, or both, could have their heads before the length, as torch has them.
-        swapped = 0 < k[-3] < k[-2] and 0 in (q[-2] % k[-3], q[-3] % k[-3])
-        hint = "; heads are the last axis but one" if swapped else ""
+        more = k[-3] < k[-2] or q[-2] < k[-2]
+        swapped = 0 < k[-3] and more and 0 in (q[-2] % k[-3], q[-3] % k[-3])
+        hint = "; heads are the last axis but one: swapaxes(-3, -2) exchanges it with the length"
         raise ValueError(
-            f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}{hint}"
+            f"{function}: {nk} has {k[-2]} heads, which must divide {nq}'s {q[-2]}"
+            + (hint if swapped else "")
         )
     for name, shape in ((nq, q), (nv, v)):
         if not 1 <= shape[-1] <= max_head_dim:
@@ -499,7 +508,11 @@ def _check_window(function: str, window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, tuple) or len(window) != 2:
-        raise ValueError(f"{function}: window is {window!r}, must be a tuple (left, right) or None")
+        alone = isinstance(window, numbers.Integral) and not isinstance(window, bool)
+        hint = f"; ({window}, 0) sees the query's own key and {window} before it" if alone else ""
+        raise ValueError(
+            f"{function}: window is {window!r}, must be a tuple (left, right) or None{hint}"
+        )
     for side in window:
         if side is not None and not isinstance(side, numbers.Integral):
             raise ValueError(

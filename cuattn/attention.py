@@ -524,9 +524,11 @@ def scaled_dot_product_attention(
                 f"those of query {query.shape}"
             )
     if query.ndim > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
+        divides = 0 < key.shape[-3] and query.shape[-3] % key.shape[-3] == 0
         raise ValueError(
             f"{name}: key has {key.shape[-3]} heads, must be query's {query.shape[-3]} "
             "(or divide them, with enable_gqa=True)"
+            + ("" if divides else "; heads come before the length, as in torch")
         )
     if attn_mask is not None and is_causal:
         raise ValueError(f"{name}: attn_mask must be None where is_causal=True, got an array")

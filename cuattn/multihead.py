@@ -284,8 +284,10 @@ def _check_weights(
         f"{count_name} * head_dim) for {count} {count_name}" if count_name else "out_features)"
     )
     if weights.ndim != 2 or weights.shape[0] != rows or weights.shape[1] % count:
+        transposed = weights.ndim == 2 and weights.shape[1] == rows
         raise ValueError(
             f"{function}: {name} has shape {weights.shape}, must be ({rows}, {columns}"
+            + (f"; {name}.T where weights are torch's" if transposed else "")
         )
     label = f"b{name[1:]}"
     if added is not None and added.shape != weights.shape[1:]:

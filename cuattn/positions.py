@@ -156,7 +156,7 @@ def rope(
     except ValueError:
         raise ValueError(
             f"{name}: positions has shape {positions.shape}, which must broadcast to "
-            f"(..., seqlen) = {tokens}"
+            f"(..., seqlen) = {tokens}; x is (..., seqlen, heads, head_dim)"
         ) from None
     largest = min(head_dim, MAX_ROTARY_DIM)
     rotary_dim = head_dim if rotary_dim is None else check_integer(name, "rotary_dim", rotary_dim)

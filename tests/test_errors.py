@@ -27,12 +27,19 @@ SCORES = "(batch, heads_q, seqlen_q, seqlen_k) = (2, 8, 5, 7)"
 LAYOUT = "(batch, seqlen, heads, head_dim)"
 DTYPES = "float16, bfloat16, float32, float64"
 ARRAY = "must be a NumPy or CuPy array (or have __cuda_array_interface__ or __dlpack__), got"
+SWAPPED = "heads are the last axis but one: swapaxes(-3, -2) exchanges it with the length"
 MADE = "numpy.asarray or cupy.asarray makes an array of it"
 
 FLASH_ATTENTION_CASES = [
     # Arrays
     ({"q": [[0.0]]}, TypeError, f"q {ARRAY} list; {MADE}"),
     ({"k": None}, TypeError, "k must be a NumPy or CuPy array, got None"),
+    (
+        {"k": cuattn.quantize(np.ones((2, 7, 4, 16)), "int8")},
+        TypeError,
+        f"k {ARRAY} cuattn._quantized.QuantizedArray; flash_decode and paged_attention take it as "
+        "keys or values, and dequantize makes an array of it",
+    ),
     ({"mask": True}, TypeError, f"mask {ARRAY} bool"),
     ({"sinks": 1.0}, TypeError, f"sinks {ARRAY} float"),
     ({"out": "out"}, TypeError, f"out {ARRAY} str"),
@@ -72,7 +79,12 @@ FLASH_ATTENTION_CASES = [
     (
         {"k": zeros(2, 4, 7, 16), "v": zeros(2, 4, 7, 16)},
         ValueError,
-        "k has 7 heads, which must divide q's 8; heads are the last axis but one",
+        f"k has 7 heads, which must divide q's 8; {SWAPPED}",
+    ),
+    (
+        {"q": zeros(2, 8, 1, 16), "k": zeros(2, 8, 7, 16), "v": zeros(2, 8, 7, 16)},
+        ValueError,
+        f"k has 7 heads, which must divide q's 1; {SWAPPED}",
     ),
     (
         {"k": zeros(2, 7, 0, 16), "v": zeros(2, 7, 0, 24)},
@@ -116,7 +128,13 @@ FLASH_ATTENTION_CASES = [
     ({"seed": None}, TypeError, "seed must be an integer, got None"),
     ({"seed": 2**64}, ValueError, "seed is 18446744073709551616, must be from 0 to 2**64 - 1"),
     # Window
-    ({"window": 3}, ValueError, "window is 3, must be a tuple (left, right) or None"),
+    (
+        {"window": 3},
+        ValueError,
+        "window is 3, must be a tuple (left, right) or None; (3, 0) sees the query's own key and 3 "
+        "before it",
+    ),
+    ({"window": "all"}, ValueError, "window is 'all', must be a tuple (left, right) or None"),
     (
         {"window": (1, 2, 3)},
         ValueError,
@@ -150,11 +168,30 @@ FLASH_ATTENTION_CASES = [
         "bias has dtype int64, must be a floating dtype",
     ),
     (
+        {"bias": zeros(5, 7, dtype=bool)},
+        TypeError,
+        "bias has dtype bool, must be a floating dtype; what keeps or removes scores is mask",
+    ),
+    (
         {"mask": zeros(3, 1, 5, 7, dtype=bool)},
         ValueError,
         f"mask has shape (3, 1, 5, 7), which must broadcast to {SCORES}",
     ),
-    ({"mask": zeros(5, 7)}, TypeError, "mask has dtype float32, must be bool (True keeps)"),
+    (
+        {"mask": zeros(2, 7, dtype=bool)},
+        ValueError,
+        f"mask has shape (2, 7), which must broadcast to {SCORES}; key_mask is (batch, seqlen_k)",
+    ),
+    (
+        {"mask": zeros(5, 7)},
+        TypeError,
+        "mask has dtype float32, must be bool (True keeps); what is added to scores is bias",
+    ),
+    (
+        {"mask": zeros(5, 7, dtype=np.int64)},
+        TypeError,
+        "mask has dtype int64, must be bool (True keeps)",
+    ),
     # One number a head
     (
         {"alibi_slopes": zeros(4)},
@@ -197,6 +234,7 @@ VARLEN = {
     "cu_seqlens_q": np.int32([0, 4, 9]),
     "cu_seqlens_k": np.int32([0, 12, 12]),
 }
+CUMULATED = "it is a 0 and numpy.cumsum(lengths)"
 RISE = "must start at 0, never fall, and end at"
 
 VARLEN_CASES = [
@@ -234,7 +272,7 @@ VARLEN_CASES = [
     (
         {"cu_seqlens_q": np.int32([1, 4, 9])},
         ValueError,
-        f"cu_seqlens_q is [1 4 9], {RISE} 9 at most",
+        f"cu_seqlens_q is [1 4 9], {RISE} 9 at most; {CUMULATED}",
     ),
     (
         {"cu_seqlens_q": np.int32([0, 4, 10])},
@@ -321,7 +359,22 @@ PAGED = {
 PAGED_CASES = [
     *(
         ({"cu_seqlens_q": cu}, ValueError, f"cu_seqlens_q is {cu}, {RISE} 5 at most")
-        for cu in np.int32([[0, 3, 6], [0, 4, 3], [1, 3, 5]])
+        for cu in np.int32([[0, 3, 6], [0, 4, 3]])
+    ),
+    (
+        {"cu_seqlens_q": np.int32([2, 3, 5])},
+        ValueError,
+        f"cu_seqlens_q is [2 3 5], {RISE} 5 at most; {CUMULATED}",
+    ),
+    (
+        {"cu_seqlens_q": None},
+        ValueError,
+        "q has batch 5, must be page_table's 2; queries end to end have cu_seqlens_q",
+    ),
+    (
+        {"k_pages": cuattn.PagedKVCache(1, 4, 4, 16, dtype=np.float32)},
+        TypeError,
+        f"k_pages {ARRAY} cuattn.kvcache.cache.PagedKVCache; its arrays are pages(layer)",
     ),
     (
         {"cu_seqlens_q": np.int64([0, 3, 2**32 + 5])},
@@ -398,6 +451,12 @@ SDPA_CASES = [
         {"key": zeros(2, 3, 7, 16), "value": zeros(2, 3, 7, 24), "enable_gqa": True},
         ValueError,
         "key has 3 heads, which must divide query's 8",
+    ),
+    (
+        {"query": zeros(2, 5, 8, 16), "key": zeros(2, 7, 8, 16), "value": zeros(2, 7, 8, 16)},
+        ValueError,
+        "key has 7 heads, must be query's 5 (or divide them, with enable_gqa=True); heads come "
+        "before the length, as in torch",
     ),
     ({"key": zeros(2, 8, 7, 8)}, ValueError, "key has head_dim 8, must be query's 16"),
     ({"value": zeros(2, 8, 6, 24)}, ValueError, "value has length 6, must be key's 7"),

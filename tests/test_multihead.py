@@ -164,6 +164,12 @@ ERRORS = [
         "wq has shape (5, 8), must be (6, heads * head_dim) for 4 heads",
     ),
     (
+        {"wq": zeros(8, 6)},
+        ValueError,
+        "wq has shape (8, 6), must be (6, heads * head_dim) for 4 heads; wq.T where weights are "
+        "torch's",
+    ),
+    (
         {"wq": zeros(6, 9)},
         ValueError,
         "wq has shape (6, 9), must be (6, heads * head_dim) for 4 heads",

@@ -174,7 +174,8 @@ ERRORS = [
     (
         {"positions": np.arange(4)},
         ValueError,
-        "positions has shape (4,), which must broadcast to (..., seqlen) = (2, 5)",
+        "positions has shape (4,), which must broadcast to (..., seqlen) = (2, 5); x is "
+        "(..., seqlen, heads, head_dim)",
     ),
     ({"base": 0}, ValueError, "base is 0.0, must be positive and finite"),
     ({"base": "10000"}, TypeError, "base must be a number, got '10000'"),

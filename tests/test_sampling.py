@@ -520,6 +520,7 @@ def test_integers_of_any_size_are_clamped_where_they_count():
         (lambda x: sampling.sample(x, tokens=np.zeros((3, 1), int)), "tokens"),
         (lambda x: sampling.sample(x, allowed=np.ones(7, bool)), "allowed"),
         (lambda x: sampling.top_k(x, 9), "k must be from 1 to 8"),
+        (lambda x: sampling.sample(x, top_k=0), "top_k must be in .*, got 0; None keeps all"),
         (
             lambda x: sampling.apply_penalties(x, np.zeros((2, 1), int), repetition=0.0),
             "repetition",
