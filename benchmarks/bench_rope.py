@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import cuattn
-from benchmarks import ceilings, timing
+from benchmarks import timing
 
 cupy = pytest.importorskip("cupy")
+
+from benchmarks import ceilings  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 

@@ -109,6 +109,7 @@ def test_the_host_has_a_line_for_each_benchmark():
     records = [
         {"sampler_microseconds": {"joint": 15.6, "greedy": 8.2}, **when},
         {"compiling_ms": 900.0, "cached_ms": 30.0, **when},
+        {"compiling_ms": 30.0, "cached_ms": 31.0, **when},
     ]
     samplers, first = report.host(records)
     assert samplers.endswith("in µs: joint 16, greedy 8 (2026-01-01, commit 0123456789).")
@@ -134,10 +135,10 @@ def test_quantized_caches_have_a_column_for_each_format():
         "of_copy": {"bfloat16": 1.0, "int8": 0.97},
     }
     assert report.quantized([record, record | {"page_size": 0}]).splitlines() == [
-        "| heads, head_dim | sequences × keys | keys lie | bfloat16 | int8 |",
+        "| heads, head_dim | sequences × keys | cache | bfloat16 | int8 |",
         "| --- | --- | --- | --- | --- |",
         "| 32/8, 128 | 1×64 | pages of 16 | 4.0 (100%) | 2.0 (97%) |",
-        "| 32/8, 128 | 1×64 | in a piece | 4.0 (100%) | 2.0 (97%) |",
+        "| 32/8, 128 | 1×64 | contiguous | 4.0 (100%) | 2.0 (97%) |",
     ]
 
 
