@@ -117,7 +117,7 @@ def flash_decode(
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
-    """Attention of each sequence's newest tokens over its cache, as fast as the cache can be read.
+    """Attention of each sequence's newest tokens over its cache.
 
     The result is that of :func:`cuattn.flash_attention` on each sequence's first ``seq_lens[b]``
     keys. On a GPU the keys of a sequence are shared out to as many multiprocessors as it takes to
