@@ -140,7 +140,8 @@ def flash_attention(
         weights.
     seed : int
         From 0 to 2**64 - 1. Together with head, query and key it decides what is dropped: the same
-        in NumPy and on every GPU, and in :func:`flash_attention_backward`.
+        in NumPy and on every GPU, and in :func:`flash_attention_backward`. Calls that are given
+        none drop the same weights: give each step and each layer one of its own.
     return_lse : bool
         Also return the natural-log sum of exponentials of each row, sinks included.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
