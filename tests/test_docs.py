@@ -3,7 +3,9 @@ pages name everything that is public."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import io
 import itertools
 import pathlib
@@ -63,6 +65,21 @@ def run(page: pathlib.Path, notes: set[str | None], xp: str = "numpy") -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_snippets_run_and_print_what_the_page_says(page):
     run(page, {None})
+
+
+def test_calls_beside_other_libraries_fit_ours():
+    """They have no arrays to run on: each must have arguments that its function takes."""
+    calls = 0
+    for code, _, note, _ in snippets((DOCS / "guides" / "coming_from.md").read_text("utf-8")):
+        assert note == "other libraries"
+        for call in ast.walk(ast.parse(code)):
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func).startswith("cuattn.")):
+                continue
+            function = getattr(cuattn, ast.unparse(call.func).removeprefix("cuattn."))
+            keywords = {str(given.arg): given.value for given in call.keywords}
+            inspect.signature(function).bind(*call.args, **keywords)
+            calls += 1
+    assert calls >= 7
 
 
 @pytest.mark.gpu
