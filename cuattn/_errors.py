@@ -42,6 +42,8 @@ COUNTERPARTS = {
     "return_softmax_lse": Counterpart("flash-attn", ("return_lse",)),
     "cache_seqlens": Counterpart("flash-attn", ("seq_lens",), "with the new tokens counted"),
     "block_table": Counterpart("flash-attn", ("page_table",)),
+    "k": Counterpart("flash-attn", ("k_cache", "k_pages"), "append_kv writes new tokens first"),
+    "v": Counterpart("flash-attn", ("v_cache", "v_pages"), "append_kv writes new tokens first"),
     "cache_leftpad": Counterpart("flash-attn", ("left_padding",), "and key_mask in the attention"),
     "cu_seqlens": Counterpart("flash-attn", ("cu_seqlens_q",)),
     "max_seqlen": Counterpart("flash-attn", (), _LENGTHS_ON_DEVICE),

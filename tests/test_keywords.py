@@ -49,6 +49,12 @@ CASES = [
         "flash-attn; leave it out",
     ),
     (cuattn.flash_decode, (Q, Q, Q), {"cache_seqlens": LENGTHS}, "flash-attn; use seq_lens: with"),
+    (
+        cuattn.flash_decode,
+        (Q, Q, Q, LENGTHS),
+        {"k": Q, "v": Q},
+        "flash-attn; use k_cache: append_kv writes new tokens first",
+    ),
     (cuattn.flash_decode, (Q, Q, Q, LENGTHS), {"sm_scale": 1.0}, "FlashInfer; use scale"),
     (
         cuattn.flash_decode,
