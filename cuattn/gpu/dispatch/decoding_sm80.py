@@ -67,6 +67,11 @@ HEAD_PAIRS: dict[int, dict[str, Any]] = {
     16: {"warps_q": 2, "warps_k": 4, "query_buffers": 1, "heads": 2},
 }
 
+#: How many columns of a head are computed, of rows that are shorter than a tile's, by head_dim of
+#: the tile: of shorter ones the next of these, of others all.
+COLUMNS = {128: (80, 96, 112), 256: (192,)}
+MOST_ROWS_OF_COLUMNS = 16
+
 #: Rows of a tile over codes, by head_dim.
 CODE_ROWS = {64: (8, 16), 128: (8, 16), 256: (8,)}
 
@@ -91,6 +96,7 @@ class Sm80DecodeConfig(Config):
     v_groups: int = 1
     whole_lines: bool = True  # as of Stage in decoding/ring.cuh
     heads: int = 1  # neighbouring key heads of a tile, of which each has as many rows
+    columns: int = 0  # of a head that are computed; 0: head_dim
     mask: bool = False  # there may be a mask
     bias: bool = False  # and a bias
 
@@ -200,6 +206,8 @@ class Sm80Decode:
             config = dataclasses.replace(config, **HEAD_PAIRS[tile_rows], whole_lines=whole_lines)
         elif tile_rows == 8 and _has_split_lines(call):
             config = dataclasses.replace(config, whole_lines=False)
+        if columns := _columns(call, config):
+            config = dataclasses.replace(config, columns=columns)
         variant = Variant("decoding/decode_sm80.cu", "decode_sm80", config)
         return partitioned(call, variant, config.heads, evenly=tile_rows <= 16)
 
@@ -209,18 +217,25 @@ class Sm80Decode:
             return
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128, 256)):
             for rows in DECODE_ROWS[head_dim]:
-                usual = _sm80_variant(dtype, head_dim, rows, arch)
-                yield usual
-                changes: list[dict[str, Any]] = []
+                usual = _sm80_config(dtype, head_dim, rows, arch)
+                configs = [usual]
                 if capability(arch) == 90:
                     short = SHORT_RINGS.get((head_dim, rows), ())
-                    changes += [{**rings._asdict(), "table": 0} for _, rings in short]
+                    changes: list[dict[str, Any]] = [
+                        {**rings._asdict(), "table": 0} for _, rings in short
+                    ]
                     changes += [{"whole_lines": False}] if rows == 8 else []
                     if head_dim == 128 and (pairs := HEAD_PAIRS.get(rows)) is not None:
                         changes += [pairs | {"whole_lines": whole} for whole in (True, False)]
-                for change in changes:
-                    config = dataclasses.replace(usual.config, **change)
-                    yield dataclasses.replace(usual, config=config)
+                    configs += [dataclasses.replace(usual, **change) for change in changes]
+                    configs += [
+                        dataclasses.replace(config, columns=columns)
+                        for config in configs
+                        if _has_columns(config)
+                        for columns in COLUMNS[head_dim]
+                    ]
+                for config in configs:
+                    yield Variant("decoding/decode_sm80.cu", "decode_sm80", config)
             for rows, bias in itertools.product(SCORED_ROWS[head_dim], (False, True)):
                 yield _scored_variant(dtype, head_dim, rows, arch, bias=bias)
             for formats in CODE_FORMATS if head_dim in CODE_ROWS else ():
@@ -338,6 +353,20 @@ def _pairs_heads(call: Call, config: Sm80DecodeConfig) -> bool:
         and rows_of_sequence(spec) <= config.rows
         and call.num_splits is None
     )
+
+
+def _has_columns(config: Sm80DecodeConfig) -> bool:
+    """Whether there are variants of a config that compute fewer columns than head_dim."""
+    pairs = config.heads == 2 or config.head_dim == 256
+    return pairs and config.rows // config.heads <= MOST_ROWS_OF_COLUMNS
+
+
+def _columns(call: Call, config: Sm80DecodeConfig) -> int:
+    """How many columns of a head are computed; 0 where it is all."""
+    longest = max(call.spec.head_dim, call.spec.head_dim_v)
+    if capability(call.arch) != 90 or not _has_columns(config):
+        return 0
+    return next((n for n in COLUMNS[config.head_dim] if longest <= n), 0)
 
 
 def _scored_variant(dtype: str, head_dim: int, rows: int, arch: str, *, bias: bool) -> Variant:
