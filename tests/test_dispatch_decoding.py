@@ -238,7 +238,14 @@ def test_few_sequences_have_clusters(change, clusters):
         ({"batch": 98, "capacity": 1536, "dim": 64, "tokens": 4}, 4),  # fewer than three each
         ({"batch": 300, "capacity": 2049, "dim": 64, "tokens": 4}, None),
         ({"batch": 300, "capacity": 1536, "dim": 64}, 2),
-        ({"batch": 17, "capacity": 2049}, None),  # decode_sm80.cu reads them faster
+        ({"batch": 17, "capacity": 2049}, 1),  # long, but all run at a time
+        ({"batch": 90, "capacity": 1300}, 3),
+        ({"batch": 98, "capacity": 1300}, 3),
+        ({"batch": 99, "capacity": 1300}, None),  # decode_sm80.cu's blocks have whole sequences
+        ({"batch": 100, "capacity": 1300}, None),  # they do not
+        ({"batch": 118, "capacity": 2983, "dim": 64, "tokens": 4}, 4),
+        ({"batch": 32, "capacity": 16384}, None),  # decode_sm80.cu reads them faster
+        ({"batch": 90, "capacity": 1300, "dim": 192}, None),
         ({"batch": 400, "capacity": 400}, 3),
         ({"batch": 400, "capacity": 1024}, 3),
         ({"batch": 400, "capacity": 1025}, None),
