@@ -451,6 +451,30 @@ def test_rows_that_split_lines_are_read_two_heads_at_a_time(heads, dim, together
     assert lanes * groups > 120 or change
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "columns", "change"),
+    [
+        ((256, 16), 80, 80, {}),
+        ((32, 4), 72, 80, {}),
+        ((32, 8), 96, 96, {}),
+        ((20, 4), 104, 112, {}),
+        ((20, 4), 120, 0, {}),
+        ((24, 3), 80, 0, {}),  # one head at a time
+        ((64, 4), 128, 0, {}),
+        ((256, 16), 192, 192, {}),
+        ((64, 8), 136, 192, {}),
+        ((64, 8), 224, 0, {}),
+        ((32, 4), 96, 0, {"arch": "sm_80"}),
+    ],
+)
+def test_rows_that_are_shorter_than_a_tile_are_computed_as_far_as_they_go(
+    heads, dim, columns, change
+):
+    spec = cached(71, heads, 2530, dim)
+    splits = tuple(tier for tier in TIERS if tier.name == "decode_sm80")
+    assert choose(spec, tiers=splits, **change).variant.config.columns == columns
+
+
 def layout(shape, dtype, strides=None):
     """Of a bias or mask; contiguous, and broadcast along axes of length 1, if nothing is said."""
     dtype = np.dtype(dtype)

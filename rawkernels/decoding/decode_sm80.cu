@@ -13,8 +13,9 @@
 //   kStages stages of K and V, so nothing in the main loop waits for the block; kWarpsQ warps share
 //   a slice and have kWarpRows rows each, or with Config::heads of 2 the rows of one of two
 //   neighbouring key heads, which are copied together: rows that split lines of 128 bytes are read
-//   faster so. The rings run ahead over the ends of splits
-//   (schedule.cuh): the next split's keys arrive during the epilogue of the one before.
+//   faster so. Of rows that are shorter than kHeadDim the first Config::columns columns are copied
+//   and multiplied. The rings run ahead over the ends of splits (schedule.cuh): the next split's
+//   keys arrive during the epilogue of the one before.
 #include "decoding/combine.cuh"
 #include "decoding/ring.cuh"
 #include "decoding/slice.cuh"
