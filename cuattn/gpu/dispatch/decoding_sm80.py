@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cuattn._quantized import format_number
+from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import score_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
@@ -67,10 +68,10 @@ HEAD_PAIRS: dict[int, dict[str, Any]] = {
     16: {"warps_q": 2, "warps_k": 4, "query_buffers": 1, "heads": 2},
 }
 
-#: How many columns of a head are computed, of rows that are shorter than a tile's, by head_dim of
-#: the tile: of shorter ones the next of these, of others all.
-COLUMNS = {128: (80, 96, 112), 256: (192,)}
-MOST_ROWS_OF_COLUMNS = 16
+#: How many columns are computed where the rows of two heads are shorter than a tile's: of shorter
+#: ones the next of these, of others all. Two stages are faster then than three.
+COLUMNS = (80, 96, 112)
+STAGES_OF_COLUMNS = 2
 
 #: Rows of a tile over codes, by head_dim.
 CODE_ROWS = {64: (8, 16), 128: (8, 16), 256: (8,)}
@@ -204,10 +205,10 @@ class Sm80Decode:
             # As measured on an H200: what else of a line is read is soon needed, by another block.
             whole_lines = spec.head_dim <= 96 or spec.heads_kv <= 4
             config = dataclasses.replace(config, **HEAD_PAIRS[tile_rows], whole_lines=whole_lines)
+            if columns := _columns(spec):
+                config = dataclasses.replace(config, columns=columns, stages=STAGES_OF_COLUMNS)
         elif tile_rows == 8 and _has_split_lines(call):
             config = dataclasses.replace(config, whole_lines=False)
-        if columns := _columns(call, config):
-            config = dataclasses.replace(config, columns=columns)
         variant = Variant("decoding/decode_sm80.cu", "decode_sm80", config)
         return partitioned(call, variant, config.heads, evenly=tile_rows <= 16)
 
@@ -226,14 +227,13 @@ class Sm80Decode:
                     ]
                     changes += [{"whole_lines": False}] if rows == 8 else []
                     if head_dim == 128 and (pairs := HEAD_PAIRS.get(rows)) is not None:
-                        changes += [pairs | {"whole_lines": whole} for whole in (True, False)]
+                        whole = [pairs | {"whole_lines": whole} for whole in (True, False)]
+                        changes += whole
+                        changes += [
+                            change | {"columns": columns, "stages": STAGES_OF_COLUMNS}
+                            for change, columns in itertools.product(whole, COLUMNS)
+                        ]
                     configs += [dataclasses.replace(usual, **change) for change in changes]
-                    configs += [
-                        dataclasses.replace(config, columns=columns)
-                        for config in configs
-                        if _has_columns(config)
-                        for columns in COLUMNS[head_dim]
-                    ]
                 for config in configs:
                     yield Variant("decoding/decode_sm80.cu", "decode_sm80", config)
             for rows, bias in itertools.product(SCORED_ROWS[head_dim], (False, True)):
@@ -355,18 +355,10 @@ def _pairs_heads(call: Call, config: Sm80DecodeConfig) -> bool:
     )
 
 
-def _has_columns(config: Sm80DecodeConfig) -> bool:
-    """Whether there are variants of a config that compute fewer columns than head_dim."""
-    pairs = config.heads == 2 or config.head_dim == 256
-    return pairs and config.rows // config.heads <= MOST_ROWS_OF_COLUMNS
-
-
-def _columns(call: Call, config: Sm80DecodeConfig) -> int:
+def _columns(spec: AttentionSpec) -> int:
     """How many columns of a head are computed; 0 where it is all."""
-    longest = max(call.spec.head_dim, call.spec.head_dim_v)
-    if capability(call.arch) != 90 or not _has_columns(config):
-        return 0
-    return next((n for n in COLUMNS[config.head_dim] if longest <= n), 0)
+    longest = max(spec.head_dim, spec.head_dim_v)
+    return next((n for n in COLUMNS if longest <= n), 0)
 
 
 def _scored_variant(dtype: str, head_dim: int, rows: int, arch: str, *, bias: bool) -> Variant:
