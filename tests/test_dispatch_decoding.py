@@ -238,7 +238,14 @@ def test_few_sequences_have_clusters(change, clusters):
         ({"batch": 98, "capacity": 1536, "dim": 64, "tokens": 4}, 4),  # fewer than three each
         ({"batch": 300, "capacity": 2049, "dim": 64, "tokens": 4}, None),
         ({"batch": 300, "capacity": 1536, "dim": 64}, 2),
-        ({"batch": 17, "capacity": 2049}, None),  # decode_sm80.cu reads them faster
+        ({"batch": 17, "capacity": 2049}, 1),  # long, but all run at a time
+        ({"batch": 90, "capacity": 1300}, 3),
+        ({"batch": 98, "capacity": 1300}, 3),
+        ({"batch": 99, "capacity": 1300}, None),  # decode_sm80.cu's blocks have whole sequences
+        ({"batch": 100, "capacity": 1300}, None),  # they do not
+        ({"batch": 118, "capacity": 2983, "dim": 64, "tokens": 4}, 4),
+        ({"batch": 32, "capacity": 16384}, None),  # decode_sm80.cu reads them faster
+        ({"batch": 90, "capacity": 1300, "dim": 192}, None),
         ({"batch": 400, "capacity": 400}, 3),
         ({"batch": 400, "capacity": 1024}, 3),
         ({"batch": 400, "capacity": 1025}, None),
@@ -442,6 +449,28 @@ def test_rows_that_split_lines_are_read_two_heads_at_a_time(heads, dim, together
     lanes, groups = launch.grid
     assert heads[1] // together % lanes == 0
     assert lanes * groups > 120 or change
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "columns", "change"),
+    [
+        ((256, 16), 80, 80, {}),
+        ((32, 4), 72, 80, {}),
+        ((32, 8), 96, 96, {}),
+        ((20, 4), 104, 112, {}),
+        ((20, 4), 120, 0, {}),
+        ((24, 3), 80, 0, {}),  # one head at a time
+        ((64, 4), 128, 0, {}),
+        ((256, 16), 192, 0, {}),
+        ((32, 4), 96, 0, {"arch": "sm_80"}),
+    ],
+)
+def test_rows_that_are_shorter_than_a_tile_are_computed_as_far_as_they_go(
+    heads, dim, columns, change
+):
+    spec = cached(71, heads, 2530, dim)
+    splits = tuple(tier for tier in TIERS if tier.name == "decode_sm80")
+    assert choose(spec, tiers=splits, **change).variant.config.columns == columns
 
 
 def layout(shape, dtype, strides=None):

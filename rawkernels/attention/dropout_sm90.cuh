@@ -1,65 +1,69 @@
-// Dropout of attention/forward_sm90.cu: which of a consumer's probabilities are kept. Computed
-// between its products, which are 16 to 64 cycles each, and applied to P as pairs of 16 bits.
+// Dropout of attention/forward_sm90.cu: which of a consumer's probabilities are kept.
+//
+// The masks of Config::mask_blocks blocks of keys are computed together, before a consumer's turn
+// to issue products: a product of Philox takes some 11 cycles of its scheduler while wgmma is in
+// flight, and 2 to 4 else; and while so many masks are computed, the other consumers' products come
+// to an end. Masks lie in shared memory, a bit a score, where a lane reads what it has written
+// itself, so that nobody waits for them.
 #pragma once
 
 #include "attention/layout_sm90.cuh"
 #include "ptx/registers.cuh"
 #include "tile/fragment.cuh"
 
-// Whether masks are computed when P is there: where registers do not suffice before.
-constexpr bool kMasksLate = kWarpgroups == 3 || kHeadDimV == 256;
+// Words that are computed side by side, of two counters of Philox each: as registers suffice for.
+constexpr int kMasksAtOnce = kHeadDimV == 256 || (kHeadDimV == 128 && kWarpgroups == 3) ? 1 : 2;
 
-// Of a lane's P in a block of keys; 16 or 32 keys each.
-constexpr int kKeptSteps = kTileN / (kTileN % 32 == 0 ? 32 : 16);
-template <int>
-struct KeptSignsOf {
-  using Type = uint2;
-};
-template <>
-struct KeptSignsOf<32> {
-  using Type = uint4;
-};
-using KeptSigns = KeptSignsOf<kTileN / kKeptSteps>::Type;
-
-// Has the compiler compute a mask here, and not where it is used.
-__device__ __forceinline__ uint2 computed_here(uint2 signs) {
-  return {ptx::opaque(signs.x), ptx::opaque(signs.y)};
-}
-__device__ __forceinline__ uint4 computed_here(uint4 signs) {
-  return {ptx::opaque(signs.x), ptx::opaque(signs.y), ptx::opaque(signs.z), ptx::opaque(signs.w)};
-}
-
-// Of a warp's rows and a block of keys.
-template <class Signs>
-__device__ __forceinline__ void compute_kept(Signs (&kept)[kKeptSteps],
-                                             const tile::DropoutRow& of_row,
-                                             const DropoutParams& dropout, int block) {
-  if constexpr (sizeof(Signs) == sizeof(uint4)) {
-    of_row.kept_signs(kept, dropout, block * kKeptSteps);
-  } else {
-    // Half of a counter's bits are the next block's or were the last one's.
-    const int first = block * kKeptSteps / 2;
-    const bool odd = block * kKeptSteps % 2 != 0;
-    uint4 signs[kKeptSteps / 2 + 1];
-    of_row.kept_signs(signs, dropout, first);
+// Bit 7 - i of byte j: the lane keeps score j of its four in the i-th eight keys.
+__device__ __forceinline__ unsigned mask_of(const uint4& first, const uint4& second) {
+  const unsigned signs[8] = {first.x,  first.y,  first.z,  first.w,
+                             second.x, second.y, second.z, second.w};
+  unsigned mask = signs[0] & 0x80808080u;
 #pragma unroll
-    for (int step = 0; step < kKeptSteps; ++step) {
-      const uint4 of_even = signs[step / 2], of_odd = signs[(step + 1) / 2];
-      const uint2 even = step % 2 == 0 ? uint2{of_even.x, of_even.y} : uint2{of_even.z, of_even.w};
-      const uint2 next = step % 2 == 0 ? uint2{of_odd.z, of_odd.w} : uint2{of_odd.x, of_odd.y};
-      kept[step] = odd ? next : even;
-    }
+  for (int i = 1; i < 8; ++i) mask |= (signs[i] & 0x80808080u) >> i;
+  return mask;
+}
+
+// The masks of a warp's rows, of `last` and the blocks before it, from the first of
+// Config::mask_blocks or from `first` on.
+__device__ __forceinline__ void compute_masks(DropoutMasks& masks, const tile::DropoutRow& of_row,
+                                              const DropoutParams& dropout, int first, int last,
+                                              int thread) {
+  const int begin = last / Config::mask_blocks * Config::mask_blocks;  // its masks lie in words[0]
+  int word = max(first - begin, 0) * kTileN / kKeysOfMask / kMasksAtOnce * kMasksAtOnce;
+#pragma unroll 1
+  for (; word * kKeysOfMask < (last + 1 - begin) * kTileN; word += kMasksAtOnce) {
+    uint4 signs[2 * kMasksAtOnce];
+    of_row.kept_signs(signs, dropout, begin * kTileN / 32 + 2 * word);
+#pragma unroll
+    for (int i = 0; i < kMasksAtOnce; ++i)
+      masks.words[word + i][thread] = mask_of(signs[2 * i], signs[2 * i + 1]);
   }
-#pragma unroll
-  for (Signs& signs : kept) signs = computed_here(signs);
 }
 
-// Clears what is dropped in P; the sums of exponentials have it.
-__device__ __forceinline__ void clear_dropped(unsigned (&p)[kTileN / 4],
-                                              const KeptSigns (&kept)[kKeptSteps]) {
-  if constexpr (Config::dropout) {
+// Clears in P of a block what is dropped; the sums of exponentials have it.
+__device__ __forceinline__ void clear_dropped(unsigned (&p)[kTileN / 4], const DropoutMasks& masks,
+                                              int block) {
+  constexpr int kGroups = kTileN / 8;  // of eight keys; a word has eight groups
+  constexpr int kWords = (kGroups + 7) / 8;
+  static_assert(!Config::dropout || kGroups % 8 <= 4,
+                "a block's masks lie in as many words wherever it begins");
+  const int first = block % Config::mask_blocks * kGroups;
+  unsigned words[kWords];
 #pragma unroll
-    for (int step = 0; step < kKeptSteps; ++step)
-      tile::clear_dropped(p + kTileN / 4 / kKeptSteps * step, kept[step]);
+  for (int i = 0; i < kWords; ++i) words[i] = masks.words[first / 8 + i][threadIdx.x - 128];
+  // Where blocks begin within words, bits are moved within each byte.
+  const int shift = first % 8;
+  const unsigned own = (0xffu << shift & 0xffu) * 0x01010101u;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    unsigned kept = words[i];
+    if (kGroups % 8 != 0) {
+      const unsigned next = i + 1 < kWords ? words[i + 1] : 0;
+      kept = (kept << shift & own) | (next >> (8 - shift) & ~own);
+    }
+#pragma unroll
+    for (int group = 8 * i; group < min(8 * i + 8, kGroups); ++group)
+      tile::clear_dropped(p[2 * group], p[2 * group + 1], kept << group % 8);
   }
 }

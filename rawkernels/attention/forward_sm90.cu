@@ -130,6 +130,7 @@ struct Consumer {
     skip_keys();
     skip_values();
     --block;
+    prepare_masks();
     ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
     ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
     if (kFirstTurn) wait_turn();
@@ -137,15 +138,12 @@ struct Consumer {
     ptx::wgmma_fence();
     multiply_keys(s, smem.q[0][consumer], smem.k[stage_k.index]);
     if (kFirstTurn) pass_turn();
-    KeptSigns kept[kKeptSteps];
-    if (!kMasksLate) compute_mask(kept);
     ptx::wgmma_wait_group<0>();
     receive_scores(true);
     float correction[2];
     softcap_alibi.update(softmax, s, sm90.scale_log2, correction);
     tile::pack_fragment<T>(p, s);
-    if (kMasksLate) compute_mask(kept);
-    clear_dropped(p, kept);
+    drop();
     clear_output();
   }
 
@@ -153,6 +151,7 @@ struct Consumer {
   // first: the values are the last of the tile that is then `finished`.
   __device__ __forceinline__ void step(bool fresh, const Tile& finished) {
     --block;
+    if (!fresh && (block + 1) % Config::mask_blocks == 0) prepare_masks();
     ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
     wait_values();
     wait_turn();
@@ -162,8 +161,6 @@ struct Consumer {
     multiply_keys(s, smem.q[stage_q.index][consumer], smem.k[stage_k.index]);
     multiply_values(o, p, smem.v[stage_v.index]);
     if (!kKeepsTurn) pass_turn();
-    KeptSigns kept[kKeptSteps];
-    if (!kMasksLate) compute_mask(kept);
     // A tile's first block is computed as a block's very first is: who comes before changes no bit.
     softcap_alibi.expect(tile.row + 64 * consumer + tile.diagonal() - block * kTileN,
                          fresh || hidden.has(block), slope[0]);
@@ -191,14 +188,14 @@ struct Consumer {
     if (fresh) {
       skip_values();
       finish_tile(before, finished, replaced);
+      prepare_masks();  // while O takes no registers
       clear_output();
     } else if (rescales) {
       tile::scale_rows(o, correction);
     }
     if (!kExponentiatesFirst) exponentiate();
     tile::pack_fragment<T>(p, s);
-    if (kMasksLate) compute_mask(kept);
-    clear_dropped(p, kept);
+    drop();
   }
 
   __device__ __forceinline__ void exponentiate() {
@@ -278,15 +275,19 @@ struct Consumer {
     }
   }
 
-  // What is kept of the next probabilities, while products run.
-  __device__ __forceinline__ void compute_mask(KeptSigns (&kept)[kKeptSteps]) const {
+  // Dropout: computes the masks of the block and of those after it, where it is a tile's first or
+  // the first of Config::mask_blocks blocks.
+  __device__ __forceinline__ void prepare_masks() const {
     if constexpr (Config::dropout) {
       const DropoutParams dropout = tile::dropout_of(params);
-      const int row = tile.row + 64 * consumer + threadIdx.x % 128 / 32 * 16;
-      const tile::DropoutRow of_row(dropout.seed, row / 16, threadIdx.x % 32,
+      const int thread = ptx::thread_index() - 128;  // read anew: registers are for the products
+      const tile::DropoutRow of_row(dropout.seed, tile.row / 16 + thread / 32, thread % 32,
                                     tile.batch * params.heads_q + tile.head);
-      compute_kept(kept, of_row, dropout, block);
+      compute_masks(dropout_masks(smem), of_row, dropout, last_block, block, thread);
     }
+  }
+  __device__ __forceinline__ void drop() {
+    if constexpr (Config::dropout) clear_dropped(p, dropout_masks(smem), block);
   }
 
   __device__ __forceinline__ void clear_output() {

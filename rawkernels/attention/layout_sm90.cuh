@@ -130,7 +130,18 @@ static_assert(!Config::elementwise || kTileN % 32 == 16,
               "rows of the mask are to lie in different banks as well");
 constexpr int kScoreRows = Config::elementwise ? kWarpgroups : 0;  // they follow Smem
 
-static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) <= Config::smem_bytes,
+// Masks of dropout (attention/dropout_sm90.cuh): words of a lane's two rows and 64 keys each.
+constexpr int kKeysOfMask = 64;
+struct DropoutMasks {
+  unsigned words[(Config::mask_blocks * kTileN + 63) / kKeysOfMask][128 * kWarpgroups];
+};
+static_assert(!Config::dropout ||
+                  (Config::mask_blocks * kTileN % (2 * kKeysOfMask) == 0 && kScoreRows == 0),
+              "masks are computed by two words, and follow Smem, as rows of bias would");
+
+static_assert(sizeof(Smem) + kScoreRows * sizeof(ScoreRows) +
+                      (Config::dropout ? sizeof(DropoutMasks) : 0) <=
+                  Config::smem_bytes,
               "Config::smem_bytes must hold Smem and what follows it");
 static_assert(Config::threads == 128 * (kWarpgroups + 1) + 32 * kExpandWarps,
               "one warpgroup produces, the others consume, or expand codes");
@@ -156,6 +167,9 @@ struct CodeWarps {
                                  int key, int column);
 };
 
+__device__ __forceinline__ DropoutMasks& dropout_masks(Smem& smem) {
+  return *reinterpret_cast<DropoutMasks*>(&smem + 1);
+}
 __device__ __forceinline__ ScoreRows& score_rows(Smem& smem, int consumer) {
   return reinterpret_cast<ScoreRows*>(&smem + 1)[consumer];
 }

@@ -13,8 +13,9 @@
 //   kStages stages of K and V, so nothing in the main loop waits for the block; kWarpsQ warps share
 //   a slice and have kWarpRows rows each, or with Config::heads of 2 the rows of one of two
 //   neighbouring key heads, which are copied together: rows that split lines of 128 bytes are read
-//   faster so. The rings run ahead over the ends of splits
-//   (schedule.cuh): the next split's keys arrive during the epilogue of the one before.
+//   faster so. Of rows that are shorter than kHeadDim the first Config::columns columns are copied
+//   and multiplied. The rings run ahead over the ends of splits (schedule.cuh): the next split's
+//   keys arrive during the epilogue of the one before.
 #include "decoding/combine.cuh"
 #include "decoding/ring.cuh"
 #include "decoding/slice.cuh"
@@ -28,6 +29,7 @@ constexpr int kWarpKeys = Config::warp_keys;
 constexpr int kWarpsQ = Config::warps_q;
 constexpr int kWarpsK = Config::warps_k;
 constexpr int kStages = Config::stages;
+constexpr int kColumns = Config::columns == 0 ? kHeadDim : Config::columns;
 
 constexpr int kRows = kWarpRows * kWarpsQ;
 constexpr int kTileKeys = kWarpKeys * kWarpsK;
@@ -35,6 +37,7 @@ constexpr int kSliceThreads = 32 * kWarpsQ;
 constexpr int kRowBlocks = kWarpRows / 8;
 constexpr bool kCodes = Config::k_format != tile::kPlain;
 static_assert(kCodes == (Config::v_format != tile::kPlain), "both are codes, or neither is");
+static_assert(!kCodes || kColumns == kHeadDim, "all columns of codes are expanded");
 
 // That registers hold.
 constexpr int kMergeBatch = kHeadDim < 256 && kRows / Config::heads == 8 ? 4
@@ -54,11 +57,10 @@ static_assert(kHeads == 1 || (kHeads == 2 && kWarpsQ == 2 && !kElementwise && !k
 using Params = DecodeParamsOf<kElementwise>::Type;
 using Tile = decoding::SwizzledRows<kHeads * kHeadDim>;
 using ScoreTile = decoding::ScoreTile<kRows, kWarpKeys, Config::bias>;
-using Storage =
-    decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim, Config::whole_lines, kHeads>,
-                      decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys>, Config::k_format,
-                      Config::v_format, kHeadDim, kRows, kWarpRows, kWarpKeys, Config::k_groups,
-                      Config::v_groups>;
+using Storage = decoding::Storage<
+    decoding::Stage<T, kWarpKeys, kHeadDim, Config::whole_lines, kHeads, kColumns>,
+    decoding::Slice<T, Tile, kHeadDim, kWarpRows, kWarpKeys, kColumns>, Config::k_format,
+    Config::v_format, kHeadDim, kRows, kWarpRows, kWarpKeys, Config::k_groups, Config::v_groups>;
 using Stage = decoding::StageOf<Storage::Stage, ScoreTile, kElementwise>::Type;
 using Slice = Storage::Slice;
 using Schedule = decoding::Schedule<HeadRows::kEach, kTileKeys, kHeads>;

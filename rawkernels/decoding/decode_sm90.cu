@@ -43,8 +43,8 @@ using QTile = decoding::SwizzledRows<kHeadDim>;
 using Tile = tile::Swizzled<8, kWarpKeys * 128>;  // as TMA writes them
 using Storage =
     decoding::Storage<decoding::Stage<T, kWarpKeys, kHeadDim>,
-                      decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys, 2>, Config::k_format,
-                      Config::v_format, kHeadDim, kRows, kRows, kWarpKeys, 1, 1>;
+                      decoding::Slice<T, Tile, kHeadDim, kRows, kWarpKeys, kHeadDim, 2>,
+                      Config::k_format, Config::v_format, kHeadDim, kRows, kRows, kWarpKeys, 1, 1>;
 using Stage = Storage::Tiles;
 using Slice = Storage::Slice;
 constexpr bool kCodes = Config::k_format != tile::kPlain;

@@ -17,8 +17,10 @@ using SwizzledRows = tile::Swizzled<kHeadDim / 8>;
 
 // With kWholeLines, L2 reads 128 bytes for each 16 that are asked for, of which the next copies of
 // the thread block are a part as a rule. Where rows of several heads lie side by side, and are no
-// multiple of that, the rest would be another thread block's.
-template <class T, int kKeys, int kHeadDim, bool kWholeLines = true, int kHeads = 1>
+// multiple of that, the rest would be another thread block's. Of a head's kHeadDim columns the
+// first kColumns are copied.
+template <class T, int kKeys, int kHeadDim, bool kWholeLines = true, int kHeads = 1,
+          int kColumns = kHeadDim>
 struct Stage {
   T k[kKeys * kHeads * kHeadDim];
   T v[kKeys * kHeads * kHeadDim];
@@ -65,10 +67,11 @@ struct CopiedChunk<T, kHeadDim, 2> {
 // A key's rows of kHeads neighbouring heads are copied side by side. What is read once need not
 // push other data out of L2.
 template <int kThreads, bool kPolicy, class T, int kHeadDim, int kWarpKeys, bool kWholeLines,
-          int kHeads>
+          int kHeads, int kColumns>
 __device__ __forceinline__ void copy_tile(
-    const DecodeParams& params, const Stage<T, kWarpKeys, kHeadDim, kWholeLines, kHeads>& stage,
-    int key, int begin, int end, int head, int page, bool read_once) {
+    const DecodeParams& params,
+    const Stage<T, kWarpKeys, kHeadDim, kWholeLines, kHeads, kColumns>& stage, int key, int begin,
+    int end, int head, int page, bool read_once) {
   static_assert(kPolicy || kWholeLines, "without a policy there is one kind of copy");
   using Tile = SwizzledRows<kHeads * kHeadDim>;
   constexpr int kChunks = kHeads * kHeadDim / 8;
@@ -93,7 +96,9 @@ __device__ __forceinline__ void copy_tile(
   const int mask = (1 << params.page_shift) - 1;
   const unsigned long long policy =
       read_once ? ptx::createpolicy_evict_first() : ptx::createpolicy_evict_normal();
+  const bool is_used = kColumns == kHeadDim || column < kColumns;
   const auto copy = [&](unsigned target, const T* source, bool exists) {
+    if (!is_used) return;
     if (kPolicy)
       ptx::cp_async_16<kWholeLines>(target, source, exists, policy);
     else

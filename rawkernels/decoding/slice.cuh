@@ -78,16 +78,18 @@ __device__ __forceinline__ void clear_values(void* v, int key, int begin, int en
 // A slice's share of a split, for this warp's rows; Tile is how K and V lie in shared memory.
 // With g = lane / 4, t = lane % 4, scores s[j][r] are of keys 16 j + g (and + 8 in the last two)
 // and rows 8 r + 2 t (and + 1 in every second). Sᵀ is summed up in kChains chains of dependent
-// products: with one chain each product would wait for the one before.
-template <class T, class Tile, int kHeadDim, int kWarpRows, int kWarpKeys,
+// products: with one chain each product would wait for the one before. Of a tile's kHeadDim columns
+// the first kColumns are multiplied: others are zeros.
+template <class T, class Tile, int kHeadDim, int kWarpRows, int kWarpKeys, int kColumns = kHeadDim,
           int kChains = kWarpRows == 8 && kWarpKeys == 16 ? 2 : 1>
 struct Slice {
   static constexpr int kRowBlocks = kWarpRows / 8;
   static constexpr int kKeyBlocks = kWarpKeys / 16;
-  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kSteps = kColumns / 16;
   static_assert(kWarpRows % 8 == 0 && kWarpKeys % 16 == 0 && kWarpKeys <= 32,
                 "a warp's rows and keys must be whole mma tiles, and each key must have a lane");
   static_assert(kRowBlocks * kSteps * 4 <= 128, "O must fit in registers");
+  static_assert(kColumns % 16 == 0 && kColumns <= kHeadDim, "columns must be whole mma tiles");
 
   using QTile = SwizzledRows<kHeadDim>;
   using Scores = float[kKeyBlocks][kRowBlocks][4];

@@ -105,6 +105,15 @@ def test_common_calls_with_dropout(tier, dtype, options, head_dim, rng):
     check(DropoutCall(q, k, v, {**options, "dropout": 0.3, "seed": draw_seed(rng)}, rng))
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3000, 20)}], ids=str)
+def test_dropout_of_many_keys(options, head_dim, rng):
+    """More keys than those whose masks forward_sm90 computes together."""
+    q = normal(rng, (1, 200, 2, head_dim), DTYPES["bfloat16"])
+    k, v = (normal(rng, (1, 4500, 1, head_dim), DTYPES["bfloat16"]) for _ in "kv")
+    check(DropoutCall(q, k, v, {**options, "dropout": 0.3, "seed": draw_seed(rng)}, rng))
+
+
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_contract_with_dropout(tier, dtype, number, rng):

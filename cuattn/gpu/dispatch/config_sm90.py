@@ -30,6 +30,7 @@ class Sm90ForwardConfig(Config):
     split_kv: bool = False  # the keys of a tile are cut into parts, with a result each
     out_dtype: str = ""  # of what is written: dtype where not said, or float32
     dropout: bool = False
+    mask_blocks: int = 1  # of keys whose masks of dropout are computed together
     rope_panel: bool = False  # the last panels of q and k are arrays of their own; k's has no heads
     stages: int = 2
     key_groups: bool = False  # of pages: one copy brings all columns of some keys
@@ -73,14 +74,15 @@ class Sm90ForwardConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Panels of 64 columns, a KiB of barriers, and rows of bias and mask."""
+        """Panels of 64 columns, a KiB of barriers, rows of bias and mask, and masks of dropout."""
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
         sorts_by_place = self.bound_right and not self.bound_left and not self.split_kv
         table = 2048 if sorts_by_place and (self.varlen or self.seq_lens) else 0  # TilesByPlace
-        return queries + keys + 1024 + rows + table
+        masks = self.tile_m * self.mask_blocks * self.tile_n // 8 if self.dropout else 0  # bits
+        return queries + keys + 1024 + rows + table + masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Sm90Tile:
     warpgroups: int
     q_stages: int = 2  # of queries: with two, one tile's products run into the next's
     speed: float = 1.0
+    mask_blocks: int = 1  # of keys, whose masks of dropout are computed together
 
 
 SHORT_KEYS = 64  # of a block that is for sequences of no more
@@ -160,15 +163,15 @@ SM90_ELEMENTWISE_TILES = {
     (192, 192): Sm90Tile(80, 2, q_stages=1),
     (256, 256): Sm90Tile(48, 2, q_stages=1),
 }
-#: The tile of calls with dropout, whose masks take registers.
+#: The tile of calls with dropout, whose masks take registers, and shared memory a block of keys.
 SM90_DROPOUT_TILES = {
-    (64, 64): Sm90Tile(112, 3),
-    (96, 96): Sm90Tile(96, 3),
-    (128, 128): Sm90Tile(128, 2),
-    (64, 256): Sm90Tile(64, 2),
-    (192, 128): Sm90Tile(128, 2, q_stages=1),
-    (192, 192): Sm90Tile(112, 2, q_stages=1),
-    (256, 256): Sm90Tile(64, 2, q_stages=1),
+    (64, 64): Sm90Tile(128, 3, mask_blocks=32),
+    (96, 96): Sm90Tile(96, 3, mask_blocks=12),
+    (128, 128): Sm90Tile(128, 2, mask_blocks=16),
+    (64, 256): Sm90Tile(64, 2, mask_blocks=32),
+    (192, 128): Sm90Tile(128, 2, q_stages=1, mask_blocks=8),
+    (192, 192): Sm90Tile(96, 2, q_stages=1, mask_blocks=20),
+    (256, 256): Sm90Tile(64, 2, q_stages=1, mask_blocks=32),
 }
 #: The (head_dim, head_dim_v) at which a copy that brings all columns of keys in pages is faster.
 KEY_GROUP_DIMS = (128, 128)
@@ -221,6 +224,7 @@ def configs_of(
                 paged_kv=cached,
                 seq_lens=cached,
                 dropout=dropout,
+                mask_blocks=tile.mask_blocks,
                 key_groups=key_groups,
             )
 

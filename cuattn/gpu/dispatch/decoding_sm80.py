@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cuattn._quantized import format_number
+from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import score_arguments
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.decoding import (
@@ -67,6 +68,11 @@ HEAD_PAIRS: dict[int, dict[str, Any]] = {
     16: {"warps_q": 2, "warps_k": 4, "query_buffers": 1, "heads": 2},
 }
 
+#: How many columns are computed where the rows of two heads are shorter than a tile's: of shorter
+#: ones the next of these, of others all. Two stages are faster then than three.
+COLUMNS = (80, 96, 112)
+STAGES_OF_COLUMNS = 2
+
 #: Rows of a tile over codes, by head_dim.
 CODE_ROWS = {64: (8, 16), 128: (8, 16), 256: (8,)}
 
@@ -91,6 +97,7 @@ class Sm80DecodeConfig(Config):
     v_groups: int = 1
     whole_lines: bool = True  # as of Stage in decoding/ring.cuh
     heads: int = 1  # neighbouring key heads of a tile, of which each has as many rows
+    columns: int = 0  # of a head that are computed; 0: head_dim
     mask: bool = False  # there may be a mask
     bias: bool = False  # and a bias
 
@@ -198,6 +205,8 @@ class Sm80Decode:
             # As measured on an H200: what else of a line is read is soon needed, by another block.
             whole_lines = spec.head_dim <= 96 or spec.heads_kv <= 4
             config = dataclasses.replace(config, **HEAD_PAIRS[tile_rows], whole_lines=whole_lines)
+            if columns := _columns(spec):
+                config = dataclasses.replace(config, columns=columns, stages=STAGES_OF_COLUMNS)
         elif tile_rows == 8 and _has_split_lines(call):
             config = dataclasses.replace(config, whole_lines=False)
         variant = Variant("decoding/decode_sm80.cu", "decode_sm80", config)
@@ -209,18 +218,24 @@ class Sm80Decode:
             return
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128, 256)):
             for rows in DECODE_ROWS[head_dim]:
-                usual = _sm80_variant(dtype, head_dim, rows, arch)
-                yield usual
-                changes: list[dict[str, Any]] = []
+                usual = _sm80_config(dtype, head_dim, rows, arch)
+                configs = [usual]
                 if capability(arch) == 90:
                     short = SHORT_RINGS.get((head_dim, rows), ())
-                    changes += [{**rings._asdict(), "table": 0} for _, rings in short]
+                    changes: list[dict[str, Any]] = [
+                        {**rings._asdict(), "table": 0} for _, rings in short
+                    ]
                     changes += [{"whole_lines": False}] if rows == 8 else []
                     if head_dim == 128 and (pairs := HEAD_PAIRS.get(rows)) is not None:
-                        changes += [pairs | {"whole_lines": whole} for whole in (True, False)]
-                for change in changes:
-                    config = dataclasses.replace(usual.config, **change)
-                    yield dataclasses.replace(usual, config=config)
+                        whole = [pairs | {"whole_lines": whole} for whole in (True, False)]
+                        changes += whole
+                        changes += [
+                            change | {"columns": columns, "stages": STAGES_OF_COLUMNS}
+                            for change, columns in itertools.product(whole, COLUMNS)
+                        ]
+                    configs += [dataclasses.replace(usual, **change) for change in changes]
+                for config in configs:
+                    yield Variant("decoding/decode_sm80.cu", "decode_sm80", config)
             for rows, bias in itertools.product(SCORED_ROWS[head_dim], (False, True)):
                 yield _scored_variant(dtype, head_dim, rows, arch, bias=bias)
             for formats in CODE_FORMATS if head_dim in CODE_ROWS else ():
@@ -338,6 +353,12 @@ def _pairs_heads(call: Call, config: Sm80DecodeConfig) -> bool:
         and rows_of_sequence(spec) <= config.rows
         and call.num_splits is None
     )
+
+
+def _columns(spec: AttentionSpec) -> int:
+    """How many columns of a head are computed; 0 where it is all."""
+    longest = max(spec.head_dim, spec.head_dim_v)
+    return next((n for n in COLUMNS if longest <= n), 0)
 
 
 def _scored_variant(dtype: str, head_dim: int, rows: int, arch: str, *, bias: bool) -> Variant:

@@ -4,7 +4,7 @@ Three ways are compared: clusters of thread blocks for each pair of a sequence a
 (decoding/decode_sm90.cu), keys that all multiprocessors share evenly (decoding/decode_sm80.cu), and
 attention/forward_sm90.cu's tiles of all rows of a group, packed, whose keys are cut into parts.
 Each is the fastest of them somewhere. Short sequences have one thread block for each pair, by
-bounds: `lone_blocks`.
+bounds, and longer ones where all pairs run at a time, by an estimate: `lone_blocks`.
 
 The constants are fitted to some 1200 times that one H200 took for 429 calls at random and at the
 bounds of earlier rules. Half of the estimates are within 3.1% of the time, and the way with the
@@ -196,7 +196,8 @@ def key_scale(head_dim: int) -> int:
 
 def lone_blocks(spec: AttentionSpec, multiprocessors: int) -> Blocks | None:
     """The thread blocks, one for each pair, where keys are so few that beginning and end are what
-    takes time."""
+    takes time, or where all pairs run at a time and even splits take longer: these merge partial
+    results at the very end, when nothing is read any more."""
     tiles, head_dim = row_tiles(spec), decode_head_dim(spec)
     pairs = spec.batch * spec.heads_kv * tiles
     size = largest_that_fits(clusters_that_fit(pairs, multiprocessors, halves=tiles == 1))
@@ -212,7 +213,15 @@ def lone_blocks(spec: AttentionSpec, multiprocessors: int) -> Blocks | None:
         blocks = BESIDE_OF_MANY_KEYS.get(head_dim, blocks)
     few = pairs * nbytes <= FEW_BYTES
     whole_rows = spec.head_dim == spec.head_dim_v == head_dim
-    return blocks if nbytes <= LONE_BYTES[whole_rows] * (1 + few) else None
+    if nbytes <= LONE_BYTES[whole_rows] * (1 + few):
+        return blocks
+    at_a_time = (ALONE if few_pairs else BESIDE)[head_dim]
+    if tiles > 1 or not whole_rows or head_dim > 128:
+        return None
+    if pairs > at_a_time.blocks_per_sm * multiprocessors:
+        return None
+    faster = _lone_us(spec, multiprocessors, at_a_time) < splits_us(spec, multiprocessors)
+    return at_a_time if faster else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -266,6 +275,16 @@ def _clusters_us(spec: AttentionSpec, multiprocessors: int, clusters: Clusters) 
     if clusters.size == 4 and pairs * clusters.count > whole_pairs(multiprocessors):
         us *= HALF
     return us + clusters.size * rows * head_dim * 4 / INBOX_BYTES
+
+
+def _lone_us(spec: AttentionSpec, multiprocessors: int, blocks: Blocks) -> float:
+    """What decode_sm90.cu takes with one thread block for each pair, of whole rows, where all run
+    at a time."""
+    head_dim = decode_head_dim(spec)
+    block_us = KEY_US[head_dim] * spec.seqlen_k * ALONE[head_dim].warps / blocks.warps
+    block_us *= 1 if rows_of_sequence(spec) <= 8 else MANY_ROWS
+    memory_us = bytes_of_keys(spec) / BLOCK_BYTES / multiprocessors
+    return CLUSTERS_START_US + _overlapped(CLUSTERS_POWER, block_us, memory_us)
 
 
 def splits_us(spec: AttentionSpec, multiprocessors: int) -> float:
