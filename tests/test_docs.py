@@ -94,6 +94,27 @@ def test_pages_run_on_a_gpu_as_they_say(page):
     run(ROOT / page, {None}, "cupy")
 
 
+def test_the_readme_has_the_figures_of_the_benchmarks_page():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    over_fa3, over_cudnn = (
+        re.findall(rf"^- cuattn's speed over {peer}'s: ([\d.]+)× ", page, re.M)
+        for peer in ("FA-3", "cuDNN")
+    )
+    (forward, backward), (forward_cudnn, backward_cudnn) = over_fa3, over_cudnn
+    assert (
+        f"{forward} times FlashAttention-3's speed and {forward_cudnn} times cuDNN's forward, "
+        f"{backward} and {backward_cudnn} times backward"
+    ) in readme
+    drawn = re.findall(r"seed \d+: ([\d.]+)× in the geometric mean.*?, ([\d.]+)× at least", page)
+    (attention, least), (decoding, least_decoding), (latents, least_latents) = drawn
+    assert (
+        f"Forward attention is {attention} times as fast as the fastest in the geometric mean "
+        f"({least} at least), decoding {decoding} times ({least_decoding}), latent attention "
+        f"{latents} times ({least_latents})"
+    ) in readme
+
+
 def test_there_are_snippets():
     assert sum(len(snippets(page.read_text(encoding="utf-8"))) for page in PAGES) > 20
 
