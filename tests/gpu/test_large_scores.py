@@ -1,4 +1,5 @@
-"""Scores as large as floats are: results are NumPy's. A bias of -1e9 or of the lowest float is how many a program says that a key is masked, also
+"""Scores as large as floats are, and scales so small that float32 flushes them to 0: results are
+NumPy's. A bias of -1e9 or of the lowest float is how many a program says that a key is masked, also
 of rows that then keep none: such a row is the mean of what all its keys are."""
 
 from __future__ import annotations
@@ -133,3 +134,33 @@ def test_steep_alibi_slopes_leave_the_nearest_key(tier, lengths, slopes, window,
     dtype = DTYPES[rng.integers(3)]
     q, k, v = arrays(rng, dtype, *lengths)
     check(dtype, q, k, v, alibi_slopes=np.array(slopes, np.float32), window=window)
+
+
+TINY = pytest.mark.parametrize("scale", [1e-37, 1e-40, 1e-60])
+
+
+@TINY
+@pytest.mark.parametrize("option", ["", "softcap", "alibi_slopes", "bias"])
+def test_tiny_scales(tier, option, scale, rng):
+    dtype = DTYPES[rng.integers(3)]
+    q, k, v = arrays(rng, dtype)
+    options = {
+        "": {},
+        "softcap": {"softcap": 2.0},
+        "alibi_slopes": {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+        "bias": {"bias": normal(rng, (150,), np.dtype(np.float32))},
+    }[option]
+    check(dtype, q, k, v, scale=scale, causal=True, **options)
+
+
+@TINY
+def test_gradients_of_tiny_scales(backward_tier, scale, rng):
+    dtype = DTYPES[rng.integers(3)]
+    q, k, v = arrays(rng, dtype)
+    out, lse = cuattn.flash_attention(q, k, v, scale=scale, return_lse=True)
+    dout = normal(rng, out.shape, dtype)
+    host = dout, q, k, v, out, lse
+    wanted = cuattn.flash_attention_backward(*host, scale=scale)
+    grads = cuattn.flash_attention_backward(*map(cupy.asarray, host), scale=scale)
+    for name in ("dq", "dk", "dv"):
+        assert_close(getattr(grads, name), getattr(wanted, name), dtype)
