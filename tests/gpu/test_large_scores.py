@@ -1,6 +1,9 @@
 """Scores as large as floats are, and scales so small that float32 flushes them to 0: results are
-NumPy's. A bias of -1e9 or of the lowest float is how many a program says that a key is masked, also
-of rows that then keep none: such a row is the mean of what all its keys are."""
+NumPy's.
+
+A bias of -1e9 or of the lowest float is how many programs say that a key is masked, also of rows
+that then keep none. Such a row gets the mean of all values.
+"""
 
 from __future__ import annotations
 
