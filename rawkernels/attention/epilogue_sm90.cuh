@@ -54,15 +54,18 @@ __device__ __forceinline__ void recompute_row(const Params& params, const Sm90Pa
 // Divides O by the sums of exponentials and writes it and lse. Lanes 2i and 2i + 1 exchange halves,
 // so that each writes four columns side by side and a row's writes fill whole 32-byte sectors.
 __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
-                                             const tile::OnlineSoftmax& softmax,
-                                             const Params& params, const Sm90Params& sm90,
-                                             const Tile& tile, int row) {
+                                             const Softmax& softmax, const Params& params,
+                                             const Sm90Params& sm90, const Tile& tile, int row) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane % 2;
+  // What exponents are relative to is in units of 1 / kUnit: natural ones where scores may be of
+  // any size, as the largest float has no other.
+  constexpr float kUnit = Config::score ? tile::kLog2e : 1.0f, kNatural = tile::kLog2e / kUnit;
+  const float scale = Config::score ? sm90.scale_log2 * tile::kLn2 : sm90.scale_log2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = tile::quad_sum(softmax.row_sum[i]);
-    float max = tile::OnlineSoftmax::offset(softmax.row_max[i], sm90.scale_log2);
+    float max = Softmax::offset(softmax.row_max[i], scale);
     const float offset_of_keys = max;
     if (kSoftcapAlibi && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
     float rescale = 1.0f;
@@ -71,11 +74,11 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
     const float* sinks = static_cast<const float*>(params.sinks);
     if constexpr (Config::split_kv) sinks = tile.split() == 0 ? sinks : nullptr;
     if (sinks != nullptr) {
-      const float sink = sinks[head] * tile::kLog2e;
+      const float sink = sinks[head] * kNatural;
       if (sum == 0.0f) max = fmaxf(sink, -3.402823466e38f);  // no keys: it weighs nothing
       const float larger = fmaxf(max, sink);
-      rescale = ptx::ex2(max - larger);
-      sum = sum * rescale + ptx::ex2(sink - larger);
+      rescale = ptx::ex2((max - larger) * kUnit);
+      sum = sum * rescale + ptx::ex2((sink - larger) * kUnit);
       max = larger;
     }
     float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);
@@ -105,7 +108,7 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
     }
     if (exists && params.lse != nullptr && lane % 4 == 0)
       static_cast<float*>(params.lse)[tile.lse_offset(params, row + 8 * i)] =
-          (max + ptx::lg2(sum)) * tile::kLn2;
+          Config::score ? fmaf(ptx::lg2(sum), tile::kLn2, max) : (max + ptx::lg2(sum)) * tile::kLn2;
     if constexpr (Config::dropout) {
       float zeros = 0.0f;  // NaN after an infinity or NaN
 #pragma unroll

@@ -62,6 +62,8 @@ static_assert(!Config::cached || !Config::dropout, "a cache is for calls without
 
 extern __shared__ __align__(128) unsigned char smem[];
 
+// Where scores are more than scaled products they may be of any size.
+using Softmax = tile::OnlineSoftmaxOf<Config::general>;
 using Scores = float[kBlocks][kTileN / 2];
 using Weights = unsigned[kBlocks][kTileN / 4];  // P, in pairs
 using Output = float[kBlocks][kDimV / 2];
@@ -192,8 +194,8 @@ __device__ __forceinline__ void drop(Weights& p, const DropoutParams& dropout,
 // Divides by the sums, writes lse, and writes O in whole chunks by way of the shared memory of the
 // warp's Q. The last passes change what the finite one left.
 __device__ __forceinline__ void finish(const Params& params, const Problem& p, Output& o,
-                                       const tile::OnlineSoftmax (&softmax)[kBlocks],
-                                       unsigned char* staged, int pass) {
+                                       const Softmax (&softmax)[kBlocks], unsigned char* staged,
+                                       int pass) {
   const int lane = threadIdx.x % 32;
   const int warp_row = p.tile * kTileM + threadIdx.x / 32 * kRows;
 #pragma unroll
@@ -307,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     load_q.load(smem_q, first_row, 0, p.seqlen_q);
     if (first_key <= last_key) load_k.load(smem_k, last_key, key_begin, key_end);
     Output o = {};
-    tile::OnlineSoftmax softmax[kBlocks];
+    Softmax softmax[kBlocks];
 
 #pragma unroll 1
     for (int key = last_key; key >= first_key; key -= kTileN) {

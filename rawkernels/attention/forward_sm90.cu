@@ -78,7 +78,7 @@ struct Consumer {
 
   float s[kTileN / 2], o[kHeadDimV / 2];  // scores, later P, and the output
   unsigned p[kTileN / 4];                 // P as 16-bit pairs
-  tile::OnlineSoftmax softmax;
+  Softmax softmax;
   SoftcapAlibi<kSoftcapAlibi> softcap_alibi{params, sm90};
 
   // Consumers take turns in issuing products, so that one's exponentials run beside another's
@@ -167,9 +167,9 @@ struct Consumer {
     ptx::wgmma_wait_group<1>();
     if (kKeepsTurn) pass_turn();
     receive_scores(fresh);
-    const tile::OnlineSoftmax before = softmax;
+    const Softmax before = softmax;
     if (fresh) {
-      softmax = tile::OnlineSoftmax();
+      softmax = Softmax();
       softcap_alibi.start(softmax);
     }
     float block_max[2], correction[2];
@@ -295,7 +295,7 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
   }
 
-  __device__ __forceinline__ void finish_tile(const tile::OnlineSoftmax& softmax, const Tile& tile,
+  __device__ __forceinline__ void finish_tile(const Softmax& softmax, const Tile& tile,
                                               bool replaced) {
     write_output(o, softmax, params, sm90, tile, tile.row + first_row);
     if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);

@@ -11,6 +11,9 @@
 #include "tile/fragment.cuh"
 #include "tile/softmax.cuh"
 
+// Products alone are never so large that their maxima need care: bias and ALiBi may make them so.
+using Softmax = tile::OnlineSoftmaxOf<Config::score>;
+
 constexpr bool kSoftcapAlibi = Config::score && !Config::elementwise && kContractScores;
 
 // The first of a lane's two rows among its consumer's 64, and the first of its columns.
@@ -101,10 +104,12 @@ struct SoftcapAlibi {
   // -1.5 to 0.5 times this, are in range: of float, which bfloat16 shares.
   static constexpr float kBoundLog2 = 75.0f;
   static constexpr float kBoundMax = 0.5f;
+  // Of ALiBi, over score_scale. Slopes as in the paper are up to 17 at head_dim 256.
+  static constexpr float kLargestSlope = 64.0f;
   // The same range lets maxima lag behind further: under ALiBi they grow block by block up to the
   // diagonal.
   static constexpr float kRescaleThreshold =
-      has_range_of_float(static_cast<T*>(nullptr)) ? 40.0f : tile::OnlineSoftmax::kRescaleThreshold;
+      has_range_of_float(static_cast<T*>(nullptr)) ? 40.0f : Softmax::kRescaleThreshold;
 
   // A block needs the general path, a softcap alone, or ALiBi alone with all of its keys on one
   // side of all queries.
@@ -122,13 +127,14 @@ struct SoftcapAlibi {
                 sm90.cap_scale != 0.0f && sm90.scale_log2 <= kBoundLog2) {}
 
   // Decides on a block while its products are computed, from the distance of its first key to the
-  // consumer's first query and whether some of its keys are hidden from some of the queries.
+  // consumer's first query and whether some of its keys are hidden from some of the queries. What
+  // is linear in the distance must not be so large that it rounds scores to others.
   __device__ __forceinline__ void expect(int block_distance, bool partial, float head_slope) {
     const bool one_side = block_distance >= kTileN - 1 || block_distance <= -63;
-    kind = partial                              ? kGeneral
-           : bounded                            ? kCapped
-           : sm90.cap_scale == 0.0f && one_side ? kOneSide
-                                                : kGeneral;
+    kind = partial                                                                    ? kGeneral
+           : bounded                                                                  ? kCapped
+           : sm90.cap_scale == 0.0f && one_side && fabsf(head_slope) <= kLargestSlope ? kOneSide
+                                                                                      : kGeneral;
     if (Config::pack_gqa && kind == kOneSide) kind = kGeneral;  // rows have slopes of their own
     slope = block_distance > 0 ? head_slope : -head_slope;
   }
@@ -155,20 +161,20 @@ struct SoftcapAlibi {
   }
 
   // Prepares the softmax of a new tile.
-  __device__ __forceinline__ void start(tile::OnlineSoftmax& softmax) const {
+  __device__ __forceinline__ void start(Softmax& softmax) const {
     if (bounded) softmax.row_max[0] = softmax.row_max[1] = kBoundMax;
   }
 
   // The steps of OnlineSoftmax.
-  __device__ __forceinline__ void update(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
-                                         float scale_log2, float (&correction)[2]) const {
+  __device__ __forceinline__ void update(Softmax& softmax, float (&s)[kTileN / 2], float scale_log2,
+                                         float (&correction)[2]) const {
     start(softmax);
     if (bounded)
       softmax.exponentiate(s, scale_log2);
     else
       softmax.update(s, scale_log2, correction);
   }
-  __device__ __forceinline__ bool needs_rescale(const tile::OnlineSoftmax& softmax,
+  __device__ __forceinline__ bool needs_rescale(const Softmax& softmax,
                                                 const float (&s)[kTileN / 2], float scale_log2,
                                                 float (&block_max)[2]) const {
     return !bounded && __any_sync(~0u, softmax.needs_rescale(
@@ -176,12 +182,12 @@ struct SoftcapAlibi {
                                            [&](float max, int row) { return max - pending[row]; },
                                            kRescaleThreshold));
   }
-  __device__ __forceinline__ void rescale(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
+  __device__ __forceinline__ void rescale(Softmax& softmax, const float (&block_max)[2],
                                           float scale_log2, float (&correction)[2]) const {
     softmax.rescale(block_max, scale_log2, correction, kRescaleThreshold);
   }
 
-  __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
+  __device__ __forceinline__ void exponentiate(Softmax& softmax, float (&s)[kTileN / 2],
                                                float scale_log2) const {
     softmax.exponentiate(s, scale_log2,
                          {softmax.row_max[0] + pending[0], softmax.row_max[1] + pending[1]});
@@ -194,21 +200,21 @@ struct SoftcapAlibi<false> {
   __device__ __forceinline__ SoftcapAlibi(const ForwardParams&, const Sm90Params&) {}
   __device__ __forceinline__ void expect(int, bool, float) {}
   __device__ __forceinline__ bool apply(float (&)[kTileN / 2], float) { return false; }
-  __device__ __forceinline__ void start(tile::OnlineSoftmax&) const {}
-  __device__ __forceinline__ void update(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
-                                         float scale_log2, float (&correction)[2]) const {
+  __device__ __forceinline__ void start(Softmax&) const {}
+  __device__ __forceinline__ void update(Softmax& softmax, float (&s)[kTileN / 2], float scale_log2,
+                                         float (&correction)[2]) const {
     softmax.update(s, scale_log2, correction);
   }
-  __device__ __forceinline__ bool needs_rescale(const tile::OnlineSoftmax& softmax,
+  __device__ __forceinline__ bool needs_rescale(const Softmax& softmax,
                                                 const float (&s)[kTileN / 2], float scale_log2,
                                                 float (&block_max)[2]) const {
     return __any_sync(~0u, softmax.needs_rescale(s, scale_log2, block_max));
   }
-  __device__ __forceinline__ void rescale(tile::OnlineSoftmax& softmax, const float (&block_max)[2],
+  __device__ __forceinline__ void rescale(Softmax& softmax, const float (&block_max)[2],
                                           float scale_log2, float (&correction)[2]) const {
     softmax.rescale(block_max, scale_log2, correction);
   }
-  __device__ __forceinline__ void exponentiate(tile::OnlineSoftmax& softmax, float (&s)[kTileN / 2],
+  __device__ __forceinline__ void exponentiate(Softmax& softmax, float (&s)[kTileN / 2],
                                                float scale_log2) const {
     softmax.exponentiate(s, scale_log2);
   }

@@ -40,7 +40,7 @@ static_assert(sizeof(Smem) <= 48 * 1024, "static shared memory that every archit
 // A warp's share of a split.
 struct Slice {
   Acc q[kRows][kLaneDims];
-  decoding::WarpRows<Acc, kRows, kLaneDims> rows;
+  decoding::WarpRows<Acc, kRows, kLaneDims, Config::elementwise> rows;
   tile::Range visible[kRows];
   tile::ScoreRow<Acc> score_row[kRows];
 

@@ -7,8 +7,9 @@
 namespace decoding {
 
 // The rows of a warp: O relative to 2^max, whose columns l, l + 32, … lane l has, and the sums of
-// weights (online softmax).
-template <class Acc, int kRows, int kLaneDims>
+// weights (online softmax). kAnySize: scores may be as large as floats are, as a bias makes them
+// that stands for a mask.
+template <class Acc, int kRows, int kLaneDims, bool kAnySize = false>
 struct WarpRows {
   Acc o[kRows][kLaneDims] = {};
   Acc row_max[kRows], row_sum[kRows] = {};
@@ -25,13 +26,15 @@ struct WarpRows {
     Acc new_max = row_max[r];
 #pragma unroll
     for (int j = 0; j < kKeys; ++j)
-      new_max = fmax(new_max, ceil(s[j] * static_cast<Acc>(1.4426950408889634)));
+      new_max = fmax(new_max, ceil(kAnySize ? tile::in_log2(s[j])
+                                            : s[j] * static_cast<Acc>(1.4426950408889634)));
     const Acc shift = new_max == tile::negative_infinity<Acc>() ? 0 : new_max;
     const Acc factor = power_of_two(row_max[r] - shift);
     Acc sum = 0, weighted[kLaneDims] = {};
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const Acc weight = decoding::weight(s[j], shift);
+      const Acc weight =
+          kAnySize && is_large(shift) ? large_weight(s[j], shift) : decoding::weight(s[j], shift);
       if (weight == 0) continue;  // a hidden key's value may be NaN
       sum += weight;
 #pragma unroll
@@ -42,6 +45,16 @@ struct WarpRows {
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) o[r][i] = fma(o[r][i], factor, weighted[i]);
   }
+
+ private:
+  // Whether a maximum is so large that what in_log2 rounds is more than a weight may be wrong by.
+  __device__ __forceinline__ static bool is_large(Acc max) {
+    return fabs(max) > static_cast<Acc>(sizeof(Acc) == 4 ? 0x1p24 : 0x1p53);
+  }
+  // e^x / 2^max, of the x that the maximum is of exactly 1.
+  __device__ __forceinline__ static Acc large_weight(Acc x, Acc max) {
+    return exp2(tile::in_log2(x) - max);
+  }
 };
 
 // The results of a thread block's warps for one split.
@@ -51,8 +64,8 @@ struct WarpResults {
   Acc max_sum[kWarps][kRows][2];
 
   // Merges what the warps have in registers, and writes it. By all threads of the block.
-  template <class T, int kLaneDims>
-  __device__ __forceinline__ void write(const WarpRows<Acc, kRows, kLaneDims>& rows,
+  template <class T, int kLaneDims, bool kAnySize>
+  __device__ __forceinline__ void write(const WarpRows<Acc, kRows, kLaneDims, kAnySize>& rows,
                                         const Writer<T, kRows, kHeadDim, false, 1>& writer) {
     using Columns = FourColumns<Acc>;
     constexpr int kVecs = kHeadDim / 4;

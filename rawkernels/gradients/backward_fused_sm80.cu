@@ -160,7 +160,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][kColumns / 2], float 
     const float4 known = statistics[i / 4 * 4];  // lse and delta of two queries
     const float lse = i % 2 == 0 ? known.x : known.z;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) s[m][i] = ptx::ex2(fmaf(s[m][i], scale_log2, -lse));
+    for (int m = 0; m < 2; ++m) s[m][i] = exponential(s[m][i], scale_log2, lse);
   }
 }
 
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const auto store_column = [&](int n, const float2& loaded) {
     float2* const statistics =
         reinterpret_cast<float2*>(smem + kStages + n % 2 * kStageBytes + kCols0 + kCols1);
-    statistics[threadIdx.x] = in_log2(loaded);
+    statistics[threadIdx.x] = for_exponential(loaded);
   };
 
   load_pair<true, kTileM>(params, backward, block, keys, values, block.head, block.first_row);
@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               const int i = 4 * j + e;
               const float lse = e % 2 == 0 ? known.x : known.z;
               const float delta = e % 2 == 0 ? known.y : known.w;
-              s[m][i] = ptx::ex2(fmaf(s[m][i], scale_log2, -lse));
+              s[m][i] = exponential(s[m][i], scale_log2, lse);
               dp[m][i] = s[m][i] * (dp[m][i] - delta);
             }
         }

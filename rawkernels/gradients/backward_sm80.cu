@@ -156,7 +156,7 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
   const auto store_column = [&](int n, const float2& loaded) {
     float2* const column_statistics =
         reinterpret_cast<float2*>(smem + kRows0 + kRows1 + n % 2 * kStageBytes + kCols0 + kCols1);
-    column_statistics[threadIdx.x] = in_log2(loaded);
+    column_statistics[threadIdx.x] = for_exponential(loaded);
   };
 
   float2 row_statistics[2 * kBlocks] = {};
@@ -165,7 +165,7 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
 #pragma unroll
     for (int half = 0; half < 2 * kBlocks; ++half)
       row_statistics[half] =
-          in_log2(load_statistics(params, backward, block, block.head, query + 8 * half));
+          for_exponential(load_statistics(params, backward, block, block.head, query + 8 * half));
   }
   const float scale = static_cast<float>(params.scale);
   const float scale_log2 = kGeneral ? tile::kLog2e : scale * tile::kLog2e;
@@ -251,7 +251,7 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
 #pragma unroll
             for (int i = 0; i < kTileN / 2; ++i) {
               const float2 known = known_of(i);
-              s[i] = ptx::ex2(fmaf(s[i], scale_log2, -known.x));
+              s[i] = exponential(s[i], scale_log2, known.x);
               dp[i] = s[i] * (dp[i] - known.y);
             }
           } else {
@@ -270,7 +270,7 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
               for (int e = 0; e < 8; ++e) {
                 const int i = begin + e;
                 const float2 known = known_of(i);
-                float weight = ptx::ex2(fmaf(s[i], scale_log2, -known.x));
+                float weight = exponential(s[i], scale_log2, known.x);
                 // lse of a query that does not see the key may be NaN, and so may the other factor.
                 if (pass != tile::kValues && s[i] == tile::negative_infinity()) weight = 0.0f;
                 float dx = weight * ((kGeneral ? z[e] * dp[i] : dp[i]) - known.y);

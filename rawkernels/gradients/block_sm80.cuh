@@ -201,8 +201,17 @@ __device__ __forceinline__ float2 load_statistics(const ForwardParams& params,
   return {static_cast<const float*>(params.lse)[at], static_cast<const float*>(backward.delta)[at]};
 }
 
-// The same with lse in units of log2, +inf where p is to be 0.
-__device__ __forceinline__ float2 in_log2(const float2& statistics) {
+// The same with lse as exponential() takes it, +inf where p is to be 0.
+__device__ __forceinline__ float2 for_exponential(const float2& statistics) {
   const float lse = statistics.x;
-  return {lse == tile::negative_infinity() ? tile::infinity() : lse * tile::kLog2e, statistics.y};
+  return {lse == tile::negative_infinity() ? tile::infinity()
+          : kGeneral                       ? lse
+                                           : lse * tile::kLog2e,
+          statistics.y};
+}
+
+// p of a score. A bias may be as large as floats are: differences come first, which are exact
+// where they count. Products alone are not: lse is in units of log2 then.
+__device__ __forceinline__ float exponential(float score, float scale_log2, float lse) {
+  return ptx::ex2(kGeneral ? (score - lse) * scale_log2 : fmaf(score, scale_log2, -lse));
 }

@@ -166,21 +166,27 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(unsigned pair) {
 }
 
 struct Sums {
-  tile::OnlineSoftmax softmax;
+  // Where scores are more than scaled products they may be of any size.
+  using Softmax = tile::OnlineSoftmaxOf<kGeneral>;
+
+  Softmax softmax;
   float mean[2] = {};  // mu of this lane's columns; quad_sum gives the row's
 
   // W and W' of a block of keys. `passes_on`: whether NaN in s' of a weight 0 may go on.
   __device__ __forceinline__ void weigh(Weights& w, Weights& dw, const Scores& s, const Scores& ds,
                                         float scale, bool passes_on) {
-    const float offsets[2] = {
-        tile::OnlineSoftmax::offset(softmax.row_max[0], scale * tile::kLog2e),
-        tile::OnlineSoftmax::offset(softmax.row_max[1], scale * tile::kLog2e)};
+    const float scale_log2 = scale * tile::kLog2e;
+    // Of any size, differences come first: they are exact where they count.
+    const float offsets[2] = {Softmax::offset(softmax.row_max[0], kGeneral ? 1.0f : scale_log2),
+                              Softmax::offset(softmax.row_max[1], kGeneral ? 1.0f : scale_log2)};
+    const auto exponential = [&](float score, float offset) {
+      return ptx::ex2(kGeneral ? (score - offset) * scale_log2 : fmaf(score, scale_log2, -offset));
+    };
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 2) {
       const int half = i / 2 % 2;
       const unsigned pair =
-          tile::pack<T>(ptx::ex2(fmaf(s[i], scale * tile::kLog2e, -offsets[half])),
-                        ptx::ex2(fmaf(s[i + 1], scale * tile::kLog2e, -offsets[half])));
+          tile::pack<T>(exponential(s[i], offsets[half]), exponential(s[i + 1], offsets[half]));
       const float2 weight = unpack<T>(pair);
       softmax.row_sum[half] += weight.x + weight.y;
       const float factor = kGeneral ? 1.0f : scale;

@@ -154,7 +154,9 @@ struct ContractScores {
     __device__ __forceinline__ Bias(const ScoreInputs& inputs) : inputs(inputs) {}
     __device__ __forceinline__ Acc operator()(Acc score, const Row& row, int key) const {
       const Element* const bias = static_cast<const Element*>(inputs.bias);
-      return score + kUnit * static_cast<Acc>(bias[offset(inputs, inputs.bias_stride, row, key)]);
+      const Acc term = static_cast<Acc>(bias[offset(inputs, inputs.bias_stride, row, key)]);
+      // As large as floats are it stands for a mask that a row may see nothing but.
+      return score + (kLog2 ? in_log2(term) : term);
     }
   };
 

@@ -26,8 +26,13 @@ __device__ __forceinline__ float quad_sum(float x) {
 // units. A lagging maximum only makes every term and the sum larger by the same factor,
 // 2^kRescaleThreshold at most, which the last division takes out; moving it costs a product with
 // all of O.
-struct OnlineSoftmax {
+//
+// kAnySize: scores may be as large as floats are, as a bias makes them that stands for a mask. The
+// product with scale_log2 would round those of one maximum to exponents far from 0, or overflow.
+template <bool kAnySize>
+struct OnlineSoftmaxOf {
   static constexpr float kRescaleThreshold = 8.0f;
+  static constexpr float kLargeLog2 = 0x1p20f;  // exponents up to this are rounded by 2^-4 at most
 
   float row_max[2] = {negative_infinity(), negative_infinity()};
   float row_sum[2] = {0.0f, 0.0f};  // of this lane's columns; quad_sum gives the row's
@@ -85,8 +90,10 @@ struct OnlineSoftmax {
     for (int row = 0; row < 2; ++row) {
       const float largest = quad_max(block_max[row]);
       const bool moves = (largest - row_max[row]) * scale_log2 > threshold;
-      correction[row] =
-          moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
+      float change = row_max[row] * scale_log2 - offset(largest, scale_log2);
+      if (kAnySize && (is_large(row_max[row], scale_log2) || is_large(largest, scale_log2)))
+        change = (row_max[row] - largest) * scale_log2;
+      correction[row] = moves ? ptx::ex2(change) : 1.0f;
       row_sum[row] *= correction[row];
       row_max[row] = moves ? largest : row_max[row];
     }
@@ -102,7 +109,18 @@ struct OnlineSoftmax {
   template <int kBegin = 0, int kEnd = 1 << 30, int n>
   __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2,
                                                const float (&max)[2]) {
-    const float offsets[2] = {offset(max[0], scale_log2), offset(max[1], scale_log2)};
+    float offsets[2] = {offset(max[0], scale_log2), offset(max[1], scale_log2)};
+    if (kAnySize && (is_large(max[0], scale_log2) || is_large(max[1], scale_log2))) {
+      // Rare. Differences are exact where they count.
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float moved = is_large(max[row], scale_log2) ? max[row] : 0.0f;
+        if (moved != 0.0f) offsets[row] = 0.0f;
+#pragma unroll
+        for (int i = kBegin; i < min(n, kEnd); ++i)
+          if (i / 2 % 2 == row) s[i] -= moved;
+      }
+    }
     float sum[2][2] = {};  // two chains a row
 #pragma unroll
     for (int i = kBegin; i < min(n, kEnd); ++i) {
@@ -117,7 +135,13 @@ struct OnlineSoftmax {
   __device__ __forceinline__ static float offset(float max, float scale_log2) {
     return max == negative_infinity() ? 0.0f : max * scale_log2;
   }
+
+  // Whether a maximum's exponents are differences first. Not of -inf.
+  __device__ __forceinline__ static bool is_large(float max, float scale_log2) {
+    return fabsf(max) * scale_log2 > kLargeLog2 && max != negative_infinity();
+  }
 };
+using OnlineSoftmax = OnlineSoftmaxOf<false>;
 
 // Multiplies rows of O by a factor each.
 template <int n>

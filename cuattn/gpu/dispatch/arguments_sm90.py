@@ -7,7 +7,7 @@ import math
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import CONTIGUOUS_PAGE_SHIFT
 from cuattn.gpu.dispatch.config_sm90 import KEY_GROUP_DIMS, Sm90ForwardConfig
-from cuattn.gpu.dispatch.launch import Call, Layout, shapes
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, Call, Layout, shapes
 from cuattn.gpu.params import SM90_PARAMS, divisor
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -64,6 +64,15 @@ def score_scales(call: Call) -> tuple[float, float, float]:
     score_scale = spec.softcap or spec.scale
     natural = call.bias is not None or call.has_own_scores
     return cap_scale, score_scale, (1.0 if natural else score_scale) / math.log(2.0)
+
+
+def has_scales(call: Call) -> bool:
+    """Whether these are positive floats that are not flushed to 0, and finite."""
+    if call.spec.scale <= 0.0:
+        return False
+    cap_scale, *others = score_scales(call)
+    scales = [cap_scale, *others] if call.spec.softcap else others
+    return all(LEAST_SCALE <= scale <= 1 / LEAST_SCALE for scale in scales)
 
 
 def maps_of(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]:

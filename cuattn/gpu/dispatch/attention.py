@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.arguments import cache_arguments, dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import MAX_DIM, SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, MAX_DIM, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.structs import Arguments
 
 # ------------------------------------------------------------------------------------ forward, simt
@@ -181,7 +181,10 @@ class Sm80Forward:
         dims = spec.head_dim, spec.head_dim_v
         tiles = SM80_CACHE_TILES if cached else SM80_TILES
         general = (
-            call.has_score or not call.addressable or any(d % 8 for d in dims) or spec.scale <= 0.0
+            call.has_score
+            or not call.addressable
+            or any(d % 8 for d in dims)
+            or spec.scale < LEAST_SCALE
         )
         config = _sm80_config(
             spec.dtype.name,

@@ -20,7 +20,7 @@ from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.arguments_sm90 import box_keys, kernel_arguments, queries_map, score_scales
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding_times import rows_of_sequence, tokens_of_sequence
-from cuattn.gpu.dispatch.launch import Call, Launch, shapes
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, Call, Launch, shapes
 from cuattn.gpu.dispatch.order_sm90 import sm90_section
 from cuattn.gpu.dispatch.parts_sm90 import WARPGROUP_ROWS
 from cuattn.gpu.dispatch.quantization import EXPAND_ROWS
@@ -151,7 +151,7 @@ def serves_codes(
         and spec.head_dim == spec.head_dim_v == HEAD_DIM
         and spec.window_left is None
         and spec.softcap == 0.0
-        and spec.scale > 0.0
+        and spec.scale >= LEAST_SCALE
         and spec.dropout == 0.0
         and 0 < spec.seqlen_k < 1 << 29
         and spec.seqlen_q < 1 << 29

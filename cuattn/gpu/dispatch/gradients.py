@@ -26,7 +26,7 @@ from cuattn.gpu.dispatch.gradients_sm80 import (
     sums_variant,
 )
 from cuattn.gpu.dispatch.gradients_sm90 import Sm90Backward
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Launch, capability
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Launch, capability
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.structs import Arguments
 
@@ -210,7 +210,7 @@ class Sm80Backward:
             or any(d % 8 for d in dims)
         ):
             return None
-        general = call.forward.has_score or spec.dropout != 0.0 or spec.scale <= 0.0
+        general = call.forward.has_score or spec.dropout != 0.0 or spec.scale < LEAST_SCALE
         padded = next(tile for tile in SM80_DIMS if dims[0] <= tile[0] and dims[1] <= tile[1])
         arguments = spec.dtype.name, padded, general, call.forward.arch
         fused = None if general else sm80_fused(spec.dtype.name, padded, call.forward.arch)

@@ -19,7 +19,7 @@ from cuattn.gpu.dispatch.backward import (
     statistics_variant,
 )
 from cuattn.gpu.dispatch.gradients_sm80 import sm80_passes
-from cuattn.gpu.dispatch.launch import Launch
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, Launch
 from cuattn.gpu.params import SM90_BACKWARD_PARAMS
 from cuattn.gpu.structs import Arguments
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -187,7 +187,7 @@ class Sm90Backward:
             forward.arch != "sm_90a"
             or spec.dtype.itemsize != 2
             or forward.has_score
-            or spec.scale <= 0.0
+            or spec.scale < LEAST_SCALE
             or not (call.aligned and call.out_aligned)
             or any(stride % 16 for stride in forward.strides.out[:-1])
             or not all(addressable(strides[:-1]) for strides in arrays)

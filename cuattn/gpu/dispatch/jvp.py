@@ -12,7 +12,7 @@ from cuattn.gpu.arguments import dropout_arguments, forward_arguments, jvp_argum
 from cuattn.gpu.compiler import Config, Variant
 from cuattn.gpu.dispatch.backward import rows_grid
 from cuattn.gpu.dispatch.gradients import SIMT_TILES, padded_dim, simt_config
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, capability
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.structs import Arguments
 
@@ -99,7 +99,7 @@ class Sm80Jvp:
             next(tile for tile in SM80_TILES if dims[0] <= tile[0] and dims[1] <= tile[1]),
             forward.has_score
             or spec.dropout != 0.0
-            or spec.scale <= 0.0
+            or spec.scale < LEAST_SCALE
             or not call.aligned
             or spec.head_dim % 8 != 0
             or spec.head_dim_v % 8 != 0,

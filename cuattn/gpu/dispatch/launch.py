@@ -23,6 +23,9 @@ SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 #: The largest head_dim of kernels with tensor cores, and of what a block of forward_simt.cu keeps
 #: of values.
 MAX_DIM = 256
+#: The smallest scale of kernels that keep scores in other units than their own: their factors, and
+#: one over them, have to be floats that are not flushed to 0.
+LEAST_SCALE = 2.0**-100
 
 
 def capability(arch: str) -> int:

@@ -12,7 +12,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, mla_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.decoding import partitioned
-from cuattn.gpu.dispatch.launch import SHARED_KIB, Call, Launch, Strides, capability
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, Strides, capability
 from cuattn.gpu.dispatch.mla_config import (
     FEW_CLUSTER,
     LATENT,
@@ -177,7 +177,12 @@ class Sm90Mla:
         spec = call.spec
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or not call.vectors:
             return None
-        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale <= 0 or not call.expandable:
+        if (
+            spec.head_dim_v % 64
+            or call.rope_dim % 8
+            or spec.scale < LEAST_SCALE
+            or not call.expandable
+        ):
             return None
         mapped = addressable((*call.latent[:2], *call.rope[:2])) and call.num_pages > 0
         gather = call.top_k is not None or spec.page_size < 8 or not mapped
@@ -304,7 +309,12 @@ class CodesMla:
         variant = codes_variant(spec.dtype.name, spec.k_format, call.arch)
         if variant is None or call.scales is None or not call.vectors or not call.expandable:
             return None
-        if spec.head_dim_v % 16 or call.rope_dim % 8 or spec.scale <= 0 or not call.within_places:
+        if (
+            spec.head_dim_v % 16
+            or call.rope_dim % 8
+            or spec.scale < LEAST_SCALE
+            or not call.within_places
+        ):
             return None
         if capability(call.arch) == 90 and spec.head_dim_v % 64 == 0:
             one = call.as_call().spec

@@ -34,7 +34,7 @@ from cuattn.gpu.dispatch.decoding_times import (
     splits_us,
     tokens_of_sequence,
 )
-from cuattn.gpu.dispatch.launch import MAX_DIM, Call, capability
+from cuattn.gpu.dispatch.launch import LEAST_SCALE, MAX_DIM, Call, capability
 from cuattn.gpu.dispatch.parts_sm90 import (
     WARPGROUP_ROWS,
     Packing,
@@ -325,7 +325,7 @@ def can_split(call: Call) -> bool:
         and spec.window_left is None
         and spec.window_right in (0, None)
         and spec.dropout == 0.0
-        and spec.scale > 0.0
+        and spec.scale >= LEAST_SCALE
         and not call.has_score
         and not spec.quantized
         and spec.dtype.itemsize == 2

@@ -11,6 +11,7 @@ from cuattn.gpu.arguments import dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.arguments_sm90 import (
     has_key_groups,
+    has_scales,
     kernel_arguments,
     maps_of,
     page_heads,
@@ -61,7 +62,7 @@ class Sm90Forward:
             or not call.addressable
             or spec.head_dim_v % 8
             or not (0 < spec.seqlen_k < 1 << 29 and spec.seqlen_q < 1 << 29)
-            or (spec.scale <= 0.0 and not call.has_own_scores)
+            or (not call.has_own_scores and not has_scales(call))
         ):
             return None
         bounded = spec.window_left is not None, spec.window_right is not None
