@@ -404,7 +404,7 @@ def test_few_queries_over_many_keys_have_large_blocks(call, tile, parts):
     [
         ({"tokens": 1, "keys": 418, "batch": 49, "heads": (768, 16), "dim": 96}, 1, 1),
         ({"tokens": 1, "keys": 1391, "batch": 342, "heads": (48, 1), "dim": 256}, 1, 1),
-        ({"tokens": 1, "keys": 13312, "batch": 104, "heads": (384, 8), "dim": 64}, 1, 3),
+        ({"tokens": 1, "keys": 13312, "batch": 104, "heads": (384, 8), "dim": 64}, 1, 1),
         ({"tokens": 1, "keys": 1000, "batch": 64, "heads": (128, 4)}, 1, 1),
         ({"tokens": 8, "keys": 8192}, 1, 11),  # 32 rows
         ({"tokens": 8, "keys": 8192, "batch": 16}, 1, 1),
@@ -425,6 +425,24 @@ def test_few_queries_over_caches_fill_a_tile_together(call, kind, warpgroups, pa
     forward = FORWARD_PARAMS.unpack(launch.arguments[0].pack(collections.defaultdict(int)))
     heads, dim = call.get("heads", (32, 8))[0], call.get("dim", 128)
     assert forward["out_stride"] == (call["tokens"] * heads * dim, heads * dim, dim)
+
+
+@pytest.mark.parametrize(
+    ("call", "even"),
+    [
+        ({"tokens": 1, "keys": 25592, "batch": 64, "heads": (96, 2), "dim": 64}, True),
+        ({"tokens": 1, "keys": 171636, "batch": 3, "heads": (768, 16), "dim": 80}, True),
+        ({"tokens": 1, "keys": 685, "batch": 76, "heads": (768, 16), "dim": 256}, False),
+        ({"tokens": 1, "keys": 131072, "batch": 1, "heads": (48, 1)}, False),  # 132 parts of a tile
+    ],
+)
+def test_keys_of_sequences_that_may_differ_are_shared_out_evenly(call, even):
+    launch = dispatch.choose(few_queries(**call, kind="cached"))
+    assert launch.variant.config.even_keys == even
+    assert launch.variant in dispatch.variants("sm_90a")
+    if even:
+        assert launch.grid == (132,)
+        assert launch.workspace_bytes >= 2 * 132 * launch.variant.config.part_bytes
 
 
 @pytest.mark.parametrize(
