@@ -404,7 +404,7 @@ def test_few_queries_over_many_keys_have_large_blocks(call, tile, parts):
     [
         ({"tokens": 1, "keys": 418, "batch": 49, "heads": (768, 16), "dim": 96}, 1, 1),
         ({"tokens": 1, "keys": 1391, "batch": 342, "heads": (48, 1), "dim": 256}, 1, 1),
-        ({"tokens": 1, "keys": 13312, "batch": 104, "heads": (384, 8), "dim": 64}, 1, 1),
+        ({"tokens": 1, "keys": 13312, "batch": 104, "heads": (384, 8), "dim": 64}, 1, 3),
         ({"tokens": 1, "keys": 1000, "batch": 64, "heads": (128, 4)}, 1, 1),
         ({"tokens": 8, "keys": 8192}, 1, 11),  # 32 rows
         ({"tokens": 8, "keys": 8192, "batch": 16}, 1, 1),
@@ -432,6 +432,10 @@ def test_few_queries_over_caches_fill_a_tile_together(call, kind, warpgroups, pa
     [
         ({"tokens": 1, "keys": 25592, "batch": 64, "heads": (96, 2), "dim": 64}, True),
         ({"tokens": 1, "keys": 171636, "batch": 3, "heads": (768, 16), "dim": 80}, True),
+        ({"tokens": 1, "keys": 171636, "batch": 9, "heads": (240, 5), "dim": 80}, False),  # lines
+        ({"tokens": 1, "keys": 22011, "batch": 3, "heads": (384, 8), "dim": 192}, False),
+        ({"tokens": 1, "keys": 1510, "batch": 401, "heads": (192, 4)}, False),  # many tiles
+        ({"tokens": 1, "keys": 8192, "batch": 16, "heads": (96, 2)}, False),  # few blocks of keys
         ({"tokens": 1, "keys": 685, "batch": 76, "heads": (768, 16), "dim": 256}, False),
         ({"tokens": 1, "keys": 131072, "batch": 1, "heads": (48, 1)}, False),  # 132 parts of a tile
     ],

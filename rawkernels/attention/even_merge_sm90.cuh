@@ -1,8 +1,7 @@
-// Keys shared out evenly (Config::even_keys of attention/forward_sm90.cu): the blocks of keys of
-// all sequences and key heads lie in one row, of which every thread block has an equal range. A
-// tile is what a range has of one sequence and key head. Of a tile that ranges cut, each part's
-// thread block leaves its share of O in memory, and whichever is the last merges them: nobody
-// waits.
+// Keys shared out evenly (Config::even_keys of attention/forward_sm90.cu): every thread block has
+// an equal range of all blocks of keys (attention/even_scheduler_sm90.cuh). Of a tile that ranges
+// cut, each part's thread block leaves its share of O in memory, and whichever is the last merges
+// them: nobody waits.
 #pragma once
 
 #include "attention/layout_sm90.cuh"
@@ -14,7 +13,7 @@ struct PartOfTile {
   struct OfWarp {
     float4 o[kHeadDimV / 8][32];
     float4 softmax[32];  // both rows' maxima, then this lane's sums
-    int replaced[32];
+    bool replaced;
   } warps[4];
 };
 
@@ -34,25 +33,27 @@ struct PartsOfTiles {
 
   // Counts a warp's part, which is written; whether all parts of the warp's rows are there. A count
   // lies below the bits of the launch's id: any other content is none, as is what a replay of the
-  // launch in a CUDA graph finds, since the last one leaves none.
+  // launch in a CUDA graph finds, since the last one leaves none. All lanes go through the loop
+  // together, and `replaced` below comes from a vote: else ptxas takes the lanes to be apart in the
+  // consumer's main loop, too, and copies the descriptors of every product from registers.
   __device__ __forceinline__ bool is_last(const Tile& tile, unsigned long long launch_id) const {
     constexpr unsigned long long kCounts = 0xffff;
-    int last = 0;
+    unsigned long long* const count = arrived + 4 * tile.first_block() + threadIdx.x / 32 % 4;
+    const unsigned long long none = launch_id & ~kCounts;
+    unsigned long long found = none, expected;
+    bool last;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      unsigned long long* const count = arrived + 4 * tile.first_block() + threadIdx.x / 32 % 4;
-      const unsigned long long none = launch_id & ~kCounts;
-      __threadfence();
-      unsigned long long found = *static_cast<volatile unsigned long long*>(count), expected;
-      do {
-        expected = found;
-        const unsigned long long before = (expected & ~kCounts) == none ? expected : none;
-        last = (before & kCounts) + 1 == tile.parts();
-        found = atomicCAS(count, expected, last ? ~none : before + 1);
-      } while (found != expected);
-      __threadfence();
-    }
-    return __shfl_sync(~0u, last, 0);
+    __threadfence();
+    do {
+      expected = found;
+      const unsigned long long before = (expected & ~kCounts) == none ? expected : none;
+      last = (before & kCounts) + 1 == tile.parts();
+      if (threadIdx.x % 32 == 0) found = atomicCAS(count, expected, last ? ~none : before + 1);
+      found = __shfl_sync(~0u, found, 0);
+    } while (found != expected);
+    __threadfence();
+    __syncwarp();
+    return last;
   }
 };
 
@@ -70,14 +71,14 @@ __device__ __forceinline__ bool merge_parts(float (&o)[kHeadDimV / 2], tile::Onl
     own.o[j][lane] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
   own.softmax[lane] =
       make_float4(softmax.row_max[0], softmax.row_max[1], softmax.row_sum[0], softmax.row_sum[1]);
-  own.replaced[lane] = replaced;
+  if (lane == 0) own.replaced = replaced;
   if (!all.is_last(tile, sm90.launch_id)) return false;
   softmax = tile::OnlineSoftmax();
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
 #pragma unroll 1
-  for (int block = tile.first_block(); block < tile.first_block() + tile.parts(); ++block) {
-    const PartOfTile::OfWarp& part = all.part(tile, block);
+  for (int i = 0; i < tile.parts(); ++i) {
+    const PartOfTile::OfWarp& part = all.part(tile, tile.first_block() + i * sm90.section);
     const float4 its = part.softmax[lane];
     const float its_max[2] = {its.x, its.y}, its_sum[2] = {its.z, its.w};
     float factor[2], its_factor[2];
@@ -90,7 +91,7 @@ __device__ __forceinline__ bool merge_parts(float (&o)[kHeadDimV / 2], tile::Onl
       softmax.row_max[i] = larger;
       softmax.row_sum[i] = softmax.row_sum[i] * factor[i] + its_sum[i] * its_factor[i];
     }
-    replaced |= part.replaced[lane] != 0;
+    replaced |= __any_sync(~0u, part.replaced);
 #pragma unroll
     for (int j = 0; j < kHeadDimV / 8; ++j) {
       const float4 its_o = part.o[j][lane];

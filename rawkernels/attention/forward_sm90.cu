@@ -354,7 +354,7 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
+extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     forward_sm90(const __grid_constant__ Params params,
                  const __grid_constant__ Sm90Arguments sm90) {
   extern __shared__ __align__(1024) unsigned char shared[];

@@ -67,7 +67,7 @@ constexpr int kSharedRegisters =  // of a thread of each warpgroup together, whe
     65536 / Config::threads / 8 * 8 * (Config::threads / 128) - kProducerRegisters -
     kExpandWarps / 4 * kExpandRegisters;
 constexpr int kConsumerRegisters = (kReadsCodes        ? kSharedRegisters / kWarpgroups / 8 * 8
-                                    : kWarpgroups == 1 ? (Config::blocks_per_sm == 2 ? 200 : 248)
+                                    : kWarpgroups == 1 ? 248
                                     : kWarpgroups == 2 ? 232
                                                        : 160) -
                                    (Config::elementwise ? 8 : 0);
@@ -145,8 +145,6 @@ static_assert(!Config::key_groups || Config::paged_kv, "rows in pages alone are 
 static_assert(!Config::even_keys || (Config::seq_lens && Config::pack_gqa && !Config::varlen &&
                                      !Config::split_kv && !Config::bound_left && kWarpgroups == 1),
               "a tile has all rows of a sequence, which see all blocks of its keys");
-static_assert(Config::blocks_per_sm == 1 || kWarpgroups == 1,
-              "two thread blocks have the registers of one with a consumer each");
 static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows of one head");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");

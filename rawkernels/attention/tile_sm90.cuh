@@ -144,23 +144,23 @@ struct SplitOfTile<true> {
 // Config::even_keys: which thread blocks have the tile's keys between them, as a base that is empty
 // where one has all.
 template <bool kIsEven>
-struct BlocksOfTile {
+struct EvenPartsOfTile {
   __device__ __forceinline__ int first_block() const { return 0; }
   __device__ __forceinline__ int parts() const { return 1; }
-  __device__ __forceinline__ void set_blocks(int, int) {}
+  __device__ __forceinline__ void set_parts(int, int) {}
 };
 template <>
-struct BlocksOfTile<true> {
-  int first, count;
+struct EvenPartsOfTile<true> {
+  int first, count;  // each is Sm90Params::section thread blocks behind the one before
   __device__ __forceinline__ int first_block() const { return first; }
   __device__ __forceinline__ int parts() const { return count; }
-  __device__ __forceinline__ void set_blocks(int first, int last) {
-    this->first = first;
-    count = last - first + 1;
+  __device__ __forceinline__ void set_parts(int first_block, int parts) {
+    first = first_block;
+    count = parts;
   }
 };
 
-struct Tile : SplitOfTile<Config::split_kv>, BlocksOfTile<Config::even_keys> {
+struct Tile : SplitOfTile<Config::split_kv>, EvenPartsOfTile<Config::even_keys> {
   tile::TmaRows queries, keys;
   int row;                     // the first of the tile's rows; negative: no tiles are left
   int head, head_kv, batch;    // with pack_gqa, `head` is the first of the group

@@ -159,17 +159,24 @@ def test_rows_of_one_tile(rng, parts, page_size, dims, tokens, heads, count, war
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 160)])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 104)])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, (48, 1)), (7, (10, 2)), (1, (192, 4))])
-@pytest.mark.parametrize("multiprocessors", [1, 3, 7, 132])
+@pytest.mark.parametrize("multiprocessors", [1, 3, 6, 7, 132])
 def test_keys_that_are_shared_out_evenly(
     rng, parts, monkeypatch, page_size, dims, tokens, heads, multiprocessors
 ):
-    """Tiles that are whole, cut once and cut often, and sequences without keys."""
+    """Tiles that are whole, cut once and cut often, also in equal parts, and sequences without
+    keys; heads of which all, some or none are read at the same time."""
     monkeypatch.setattr(compiler, "multiprocessors", lambda device: multiprocessors)
     parts(1, even=True)
     sinks = rng.standard_normal(heads[0]).astype(np.float32)
-    for lens in ([640, 0, tokens, 129, 64], [0, 1, 300, 0], [0, 0], rng.integers(0, 300, 40)):
+    for lens in (
+        [640, 0, tokens, 129, 64],
+        [0, 1, 300, 0],
+        [0, 0],
+        [640, 640],
+        rng.integers(0, 300, 40),
+    ):
         lens = np.int32(lens)
         check_caches(rng, lens, tokens, 640, heads, dims, page_size, causal=True, sinks=sinks)
 

@@ -34,7 +34,6 @@ class Sm90ForwardConfig(Config):
     stages: int = 2
     key_groups: bool = False  # of pages: one copy brings all columns of some keys
     even_keys: bool = False  # every thread block has as many blocks of keys, of any tiles
-    blocks_per_sm: int = 1
 
     def __post_init__(self) -> None:
         if not self.out_dtype:
@@ -67,7 +66,7 @@ class Sm90ForwardConfig(Config):
     def part_bytes(self) -> int:
         """What a thread block leaves of a tile with even_keys: PartOfTile of
         attention/even_merge_sm90.cuh."""
-        return 128 * (self.head_dim_v // 8 * 16 + 16 + 4)
+        return 4 * (32 * (self.head_dim_v // 8 + 1) + 1) * 16
 
     @property
     def bias_pitch(self) -> int:

@@ -58,7 +58,6 @@ class Packing(NamedTuple):
     tile_n: int  # keys of a block
     pack_gqa: bool = True  # else the rows of a tile are queries of one head
     even: bool = False  # all keys are shared out evenly over the thread blocks, in place of parts
-    blocks_per_sm: int = 1
 
 
 def packed_warpgroups(spec: AttentionSpec) -> int:
@@ -93,14 +92,13 @@ def part_config(
     split: bool = True,
 ) -> Sm90ForwardConfig:
     """The Config for keys in parts, or of whole keys whose results are merged with others."""
-    beside = packing.blocks_per_sm > 1 and head_dim > 64  # queries leave room for another block
     return Sm90ForwardConfig(
         dtype,
         head_dim,
         head_dim,
         tile_n=packing.tile_n,
         warpgroups=packing.warpgroups,
-        q_stages=1 if head_dim > 128 or packing.tile_n > 128 or beside else 2,
+        q_stages=1 if head_dim > 128 or packing.tile_n > 128 else 2,
         bound_left=False,
         bound_right=bounded,
         varlen=False,
@@ -112,7 +110,6 @@ def part_config(
         split_kv=split,
         out_dtype="float32" if split else "",
         even_keys=packing.even,
-        blocks_per_sm=packing.blocks_per_sm,
     )
 
 

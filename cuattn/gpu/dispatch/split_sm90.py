@@ -25,6 +25,7 @@ from cuattn.gpu.dispatch.routing import (
     SPLIT_TILE_KEYS,
     best_packing,
     can_split,
+    even_section,
 )
 from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
 from cuattn.gpu.tensormap import TensorMap, addressable
@@ -152,8 +153,10 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
         strides = strides._replace(out=tuple(out))
     blocks = min(tiles, call.multiprocessors)
     workspace_bytes = SCHEDULER_BYTES if config.seq_lens else 0
+    section = spec.heads_kv * parts if config.seq_lens else 0
     if config.even_keys:
-        blocks = config.blocks_per_sm * call.multiprocessors
+        blocks = call.multiprocessors
+        section = even_section(spec, blocks)
         counts = -(-blocks // 8) * 8 * ARRIVED_BYTES
         workspace_bytes = counts + 2 * blocks * config.part_bytes
     return Launch(
@@ -166,7 +169,7 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
                 config,
                 tensor_maps,
                 scales=score_scales(call),
-                section=spec.heads_kv * parts if config.seq_lens else 0,
+                section=section,
                 table_stride=call.table_stride,
                 num_pages=call.num_pages,
                 num_splits=parts,
