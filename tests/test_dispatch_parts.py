@@ -99,7 +99,7 @@ def test_parts_of_some_calls(call, packing):
     config = launch.variant.config
     assert launch.parts == (packing.parts if packing else 1)
     if packing:
-        assert (config.warpgroups, config.tile_n, config.pack_gqa) == packing[1:]
+        assert (config.warpgroups, config.tile_n, config.pack_gqa) == packing[1:4]
 
 
 def test_tiles_of_one_head_are_as_many_as_its_queries_fill():

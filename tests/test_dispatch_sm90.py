@@ -428,6 +428,28 @@ def test_few_queries_over_caches_fill_a_tile_together(call, kind, warpgroups, pa
 
 
 @pytest.mark.parametrize(
+    ("call", "even"),
+    [
+        ({"tokens": 1, "keys": 25592, "batch": 64, "heads": (96, 2), "dim": 64}, True),
+        ({"tokens": 1, "keys": 171636, "batch": 3, "heads": (768, 16), "dim": 80}, True),
+        ({"tokens": 1, "keys": 171636, "batch": 9, "heads": (240, 5), "dim": 80}, False),  # lines
+        ({"tokens": 1, "keys": 22011, "batch": 3, "heads": (384, 8), "dim": 192}, False),
+        ({"tokens": 1, "keys": 1510, "batch": 401, "heads": (192, 4)}, False),  # many tiles
+        ({"tokens": 1, "keys": 8192, "batch": 16, "heads": (96, 2)}, False),  # few blocks of keys
+        ({"tokens": 1, "keys": 685, "batch": 76, "heads": (768, 16), "dim": 256}, False),
+        ({"tokens": 1, "keys": 131072, "batch": 1, "heads": (48, 1)}, False),  # 132 parts of a tile
+    ],
+)
+def test_keys_of_sequences_that_may_differ_are_shared_out_evenly(call, even):
+    launch = dispatch.choose(few_queries(**call, kind="cached"))
+    assert launch.variant.config.even_keys == even
+    assert launch.variant in dispatch.variants("sm_90a")
+    if even:
+        assert launch.grid == (132,)
+        assert launch.workspace_bytes >= 2 * 132 * launch.variant.config.part_bytes
+
+
+@pytest.mark.parametrize(
     "call",
     [
         {"tokens": 1, "keys": 8192, "batch": 16},

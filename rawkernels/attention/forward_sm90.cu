@@ -12,7 +12,7 @@
 //   (attention/score_sm90.cuh) and O in registers.
 //   Rows of a tile are queries of one head, or of all heads that share a key head
 //   (Config::pack_gqa); the keys of a tile may be cut into parts, with a result each
-//   (Config::split_kv).
+//   (Config::split_kv), or by the thread blocks' even ranges of all keys (Config::even_keys).
 //   701 TFLOP/s at head_dim 128, seqlen 16384 on an H200 (2026-11-21), where cuBLAS reached 682.
 //
 // Software pipelining: P V of one block of keys and Q K^T of the next are in flight together,
@@ -20,6 +20,7 @@
 // and of the other consumers.
 #include "attention/dropout_sm90.cuh"
 #include "attention/epilogue_sm90.cuh"
+#include "attention/even_merge_sm90.cuh"
 #include "attention/filter_sm90.cuh"
 #include "attention/layout_sm90.cuh"
 #include "attention/produce_sm90.cuh"
@@ -297,6 +298,18 @@ struct Consumer {
 
   __device__ __forceinline__ void finish_tile(const Softmax& softmax, const Tile& tile,
                                               bool replaced) {
+    if constexpr (Config::even_keys) {
+      tile::OnlineSoftmax all = softmax;
+      const bool merges = tile.parts() > 1;
+      if (merges && !merge_parts(o, all, replaced, tile, sm90)) return;
+      write_tile(all, merges ? tile.with_all_keys() : tile, replaced);
+    } else {
+      write_tile(softmax, tile, replaced);
+    }
+  }
+
+  __device__ __forceinline__ void write_tile(const tile::OnlineSoftmax& softmax, const Tile& tile,
+                                             bool replaced) {
     write_output(o, softmax, params, sm90, tile, tile.row + first_row);
     if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);
   }

@@ -1,7 +1,7 @@
 // Constants and shared memory of attention/forward_sm90.cu.
 #pragma once
 
-#include "attention/scheduler_sm90.cuh"
+#include "attention/even_scheduler_sm90.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/pipeline.cuh"
 
@@ -49,7 +49,7 @@ constexpr bool kSkipsBlocks = (Config::bound_left || Config::bound_right) && !Co
 // Where costs are unknown a thread block takes a tile when it begins the one before, not earlier:
 // of tiles that it had taken already no other block could relieve it. With one stage of queries it
 // takes them earlier, as keys would wait for the tile.
-constexpr bool kTakesLate = kDynamic && kStagesQ > 1;
+constexpr bool kTakesLate = kDynamic && !Config::even_keys && kStagesQ > 1;
 
 // A consumer's turn to issue products ends when its scores are there, not as soon as its products
 // are issued. Else three consumers whose products take no longer than their exponentials can get
@@ -153,6 +153,9 @@ static_assert(kStages == 2,
 static_assert(!Config::rope_panel || !(Config::paged_kv || Config::pack_gqa),
               "rows of q and k, and those of their last panels, are found alike");
 static_assert(!Config::key_groups || Config::paged_kv, "rows in pages alone are loaded in groups");
+static_assert(!Config::even_keys || (Config::seq_lens && Config::pack_gqa && !Config::varlen &&
+                                     !Config::split_kv && !Config::bound_left && kWarpgroups == 1),
+              "a tile has all rows of a sequence, which see all blocks of its keys");
 static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows of one head");
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");

@@ -50,7 +50,7 @@ struct FoundTile {
 // the same, or where all tiles are worked on at about the same time: there the warp has no
 // registers left.
 struct TilesByKeys {
-  static constexpr int kMost = Config::bound_left || Config::split_kv ? 0 : 32;
+  static constexpr int kMost = Config::bound_left || Config::split_kv || Config::even_keys ? 0 : 32;
 
   struct Shared {
     __device__ __forceinline__ void start(const ForwardParams&, const Sm90Params&) {}
@@ -209,8 +209,8 @@ template <>
 struct SortedTilesOf<true> {
   using Type = TilesByPlace;
 };
-constexpr bool kSortsByPlace =
-    kDynamic && Config::bound_right && !Config::bound_left && !Config::split_kv;
+constexpr bool kSortsByPlace = kDynamic && Config::bound_right && !Config::bound_left &&
+                               !Config::split_kv && !Config::even_keys;
 using SortedTiles = SortedTilesOf<kSortsByPlace>::Type;
 
 // Tiles whose costs the host knows. Where they all cost the same, tile i is that of block i modulo
@@ -351,16 +351,6 @@ struct DynamicTileScheduler {
     return counter.take([this] { return total(); });
   }
 };
-
-template <bool kIsDynamic>
-struct TileSchedulerOf {
-  using Type = StaticTileScheduler;
-};
-template <>
-struct TileSchedulerOf<true> {
-  using Type = DynamicTileScheduler;
-};
-using TileScheduler = TileSchedulerOf<kDynamic>::Type;
 
 // The tiles that the scheduler's warp finds, for all warps that work on them.
 struct TileQueue {

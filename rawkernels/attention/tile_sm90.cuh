@@ -141,13 +141,40 @@ struct SplitOfTile<true> {
   __device__ __forceinline__ void set_split(int split) { part = split; }
 };
 
-struct Tile : SplitOfTile<Config::split_kv> {
+// Config::even_keys: which thread blocks have the tile's keys between them, as a base that is empty
+// where one has all.
+template <bool kIsEven>
+struct EvenPartsOfTile {
+  __device__ __forceinline__ int first_block() const { return 0; }
+  __device__ __forceinline__ int parts() const { return 1; }
+  __device__ __forceinline__ void set_parts(int, int) {}
+};
+template <>
+struct EvenPartsOfTile<true> {
+  int first, count;  // each is Sm90Params::section thread blocks behind the one before
+  __device__ __forceinline__ int first_block() const { return first; }
+  __device__ __forceinline__ int parts() const { return count; }
+  __device__ __forceinline__ void set_parts(int first_block, int parts) {
+    first = first_block;
+    count = parts;
+  }
+};
+
+struct Tile : SplitOfTile<Config::split_kv>, EvenPartsOfTile<Config::even_keys> {
   tile::TmaRows queries, keys;
   int row;                     // the first of the tile's rows; negative: no tiles are left
   int head, head_kv, batch;    // with pack_gqa, `head` is the first of the group
   int block_begin, block_end;  // blocks of keys that some query of the tile sees
 
   __device__ __forceinline__ bool empty() const { return block_begin == block_end; }
+
+  // Of a part: all keys.
+  __device__ __forceinline__ Tile with_all_keys() const {
+    Tile all = *this;
+    all.block_begin = 0;
+    all.block_end = (keys.length + Config::tile_n - 1) / Config::tile_n;
+    return all;
+  }
 
   __device__ __forceinline__ int diagonal() const { return keys.length - queries.length; }
 

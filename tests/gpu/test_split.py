@@ -42,13 +42,13 @@ def parts(monkeypatch):
         array[...] = np.nan
         return array
 
-    def fix(count, tile_n=None, warpgroups=None, pack_gqa=True):
+    def fix(count, tile_n=None, warpgroups=None, pack_gqa=True, **options):
         def packing(call):
             head_dim = part_head_dim(call.spec)
             plain = call.spec.keys == "batched"
             keys = PART_TILE_KEYS[head_dim][0] if plain else SPLIT_TILE_KEYS[head_dim]
             rows = warpgroups or packed_warpgroups(call.spec)
-            return Packing(count, rows, tile_n or keys, pack_gqa)
+            return Packing(count, rows, tile_n or keys, pack_gqa, **options)
 
         plan.attention_plan.cache_clear()
         forget()
@@ -156,6 +156,55 @@ def test_rows_of_one_tile(rng, parts, page_size, dims, tokens, heads, count, war
     lens = np.int32([320, 0, tokens, 129, 64])
     sinks = rng.standard_normal(heads[0]).astype(np.float32)
     check_caches(rng, lens, tokens, 320, heads, dims, page_size, causal=True, sinks=sinks)
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 104)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, (48, 1)), (7, (10, 2)), (1, (192, 4))])
+@pytest.mark.parametrize("multiprocessors", [1, 3, 6, 7, 132])
+def test_keys_that_are_shared_out_evenly(
+    rng, parts, monkeypatch, page_size, dims, tokens, heads, multiprocessors
+):
+    """Tiles that are whole, cut once and cut often, also in equal parts, and sequences without
+    keys; heads of which all, some or none are read at the same time."""
+    monkeypatch.setattr(compiler, "multiprocessors", lambda device: multiprocessors)
+    parts(1, even=True)
+    sinks = rng.standard_normal(heads[0]).astype(np.float32)
+    for lens in (
+        [640, 0, tokens, 129, 64],
+        [0, 1, 300, 0],
+        [0, 0],
+        [640, 640],
+        rng.integers(0, 300, 40),
+    ):
+        lens = np.int32(lens)
+        check_caches(rng, lens, tokens, 640, heads, dims, page_size, causal=True, sinks=sinks)
+
+
+def test_values_that_are_not_finite_and_keys_that_are_shared_out_evenly(rng, parts, monkeypatch):
+    """The rows that see such a value have it, and no others; whichever part is the last."""
+    monkeypatch.setattr(compiler, "multiprocessors", lambda device: 5)
+    parts(1, even=True)
+    q, k, v = arrays(rng, 2, 8, 900, (8, 2), (64, 64))
+    v[:, 897] = np.inf  # rows from 5 on see it
+    lens = cupy.full(2, 900, np.int32)
+    out = cuattn.flash_decode(*map(cupy.asarray, (q, k, v)), lens).get().astype(np.float32)
+    assert np.isfinite(out[:, :5]).all()
+    assert not np.isfinite(out[:, 5:]).any()
+
+
+def test_a_captured_call_counts_the_parts_of_each_replay(rng, parts):
+    parts(1, even=True)
+    q, k, v = map(cupy.asarray, arrays(rng, 3, 1, 1500, (48, 1), (64, 64)))
+    lens = cupy.asarray(np.int32([1500, 700, 1]))
+    replay, out = captured(lambda: cuattn.flash_decode(q, k, v, lens))
+    for _ in range(3):
+        for array in (q, k, v):
+            array[...] = cupy.asarray(rng.standard_normal(array.shape).astype(BFLOAT16))
+        lens[...] = cupy.asarray(rng.integers(0, 1501, 3).astype(np.int32))
+        want = cuattn.flash_decode(q, k, v, lens)
+        replay()
+        assert bool((out == want).all())
 
 
 def check_caches(rng, lens, tokens, capacity, heads, dims, page_size, *, causal, sinks=None):

@@ -34,6 +34,7 @@ class Sm90ForwardConfig(Config):
     rope_panel: bool = False  # the last panels of q and k are arrays of their own; k's has no heads
     stages: int = 2
     key_groups: bool = False  # of pages: one copy brings all columns of some keys
+    even_keys: bool = False  # every thread block has as many blocks of keys, of any tiles
 
     def __post_init__(self) -> None:
         if not self.out_dtype:
@@ -63,6 +64,12 @@ class Sm90ForwardConfig(Config):
         return -(-spec.seqlen_q // queries) * spec.batch * heads
 
     @property
+    def part_bytes(self) -> int:
+        """What a thread block leaves of a tile with even_keys: PartOfTile of
+        attention/even_merge_sm90.cuh."""
+        return 4 * (32 * (self.head_dim_v // 8 + 1) + 1) * 16
+
+    @property
     def bias_pitch(self) -> int:
         """Elements of a row of bias in shared memory: kBiasPitch of attention/layout_sm90.cuh."""
         return self.tile_n + 8
@@ -79,7 +86,8 @@ class Sm90ForwardConfig(Config):
         queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
-        sorts_by_place = self.bound_right and not self.bound_left and not self.split_kv
+        whole_tiles = not (self.split_kv or self.even_keys)
+        sorts_by_place = self.bound_right and not self.bound_left and whole_tiles
         table = 2048 if sorts_by_place and (self.varlen or self.seq_lens) else 0  # TilesByPlace
         masks = self.tile_m * self.mask_blocks * self.tile_n // 8 if self.dropout else 0  # bits
         return queries + keys + 1024 + rows + table + masks

@@ -82,6 +82,10 @@ ONE_WARPGROUP = 0.85
 PACKED_BYTES = 31.2e3
 PACKED_POWER = 7
 TILE_BLOCKS = 0.1
+#: The same with keys shared out evenly: what it takes to merge what several thread blocks have of a
+#: tile, and each of these. Not fitted yet.
+EVEN_MERGE_US = 1.5
+EVEN_PART_US = 0.8
 #: The launch that merges parts: what it takes, and what each part takes; bytes of the parts that it
 #: reads in a microsecond, after they were written.
 PARTS_START_US = 1.7
@@ -308,11 +312,7 @@ def packed_us(
     spec: AttentionSpec, multiprocessors: int, parts: int, warpgroups: int, tile_n: int
 ) -> float:
     """What packed tiles of forward_sm90.cu take with blocks of `tile_n` keys."""
-    head_dim = part_head_dim(spec)
-    rate = min(PACKED_FLOPS, PACKED_FLOPS_OF_COLUMN * head_dim)
-    if warpgroups == 1:
-        rate *= ONE_WARPGROUP
-    block_us = 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate
+    block_us = _packed_block_us(spec, warpgroups, tile_n)
     tiles = spec.heads_kv * packed_tiles(spec, warpgroups) * spec.batch * parts
     blocks_of_keys = -(-spec.seqlen_k // tile_n)
     tile_us = (-(-blocks_of_keys // parts) + TILE_BLOCKS) * block_us
@@ -326,3 +326,23 @@ def packed_us(
         return us
     columns = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim_v
     return us + PARTS_START_US + parts * (PART_US + columns * 8 / PART_BYTES)
+
+
+def even_us(spec: AttentionSpec, multiprocessors: int, tile_n: int) -> float:
+    """What packed tiles of one warpgroup take whose keys are shared out evenly."""
+    pairs = spec.batch * spec.heads_kv
+    blocks = pairs * -(-spec.seqlen_k // tile_n) / multiprocessors
+    tiles = pairs / multiprocessors + 1
+    computing_us = (blocks + TILE_BLOCKS * tiles) * _packed_block_us(spec, 1, tile_n)
+    reading_us = bytes_of_keys(spec) / PACKED_BYTES / multiprocessors
+    merging_us = EVEN_MERGE_US + EVEN_PART_US * (1 + multiprocessors / pairs)
+    return PACKED_START_US + _overlapped(PACKED_POWER, computing_us, reading_us) + merging_us
+
+
+def _packed_block_us(spec: AttentionSpec, warpgroups: int, tile_n: int) -> float:
+    """What a packed tile takes for a block of keys."""
+    head_dim = part_head_dim(spec)
+    rate = min(PACKED_FLOPS, PACKED_FLOPS_OF_COLUMN * head_dim)
+    if warpgroups == 1:
+        rate *= ONE_WARPGROUP
+    return 2.0 * WARPGROUP_ROWS * warpgroups * tile_n * 2 * head_dim / rate

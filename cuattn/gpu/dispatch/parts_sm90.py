@@ -57,6 +57,7 @@ class Packing(NamedTuple):
     warpgroups: int  # of 64 rows each
     tile_n: int  # keys of a block
     pack_gqa: bool = True  # else the rows of a tile are queries of one head
+    even: bool = False  # all keys are shared out evenly over the thread blocks, in place of parts
 
 
 def packed_warpgroups(spec: AttentionSpec) -> int:
@@ -108,6 +109,7 @@ def part_config(
         seq_lens=lens,
         split_kv=split,
         out_dtype="float32" if split else "",
+        even_keys=packing.even,
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.dispatch.decoding_times import (
@@ -26,6 +27,7 @@ from cuattn.gpu.dispatch.decoding_times import (
     clusters_of_pair,
     clusters_us,
     decode_head_dim,
+    even_us,
     key_bytes,
     lone_blocks,
     packed_us,
@@ -39,6 +41,7 @@ from cuattn.gpu.dispatch.parts_sm90 import (
     WARPGROUP_ROWS,
     Packing,
     best_parts,
+    packed_tiles,
     packed_warpgroups,
     part_head_dim,
 )
@@ -190,6 +193,8 @@ def _packs_few_rows(call: Call) -> bool:
 
 def _us_of(call: Call, packing: Packing) -> float:
     """What packed tiles take."""
+    if packing.even:
+        return even_us(call.spec, call.multiprocessors, packing.tile_n)
     return packed_us(
         call.spec, call.multiprocessors, packing.parts, packing.warpgroups, packing.tile_n
     )
@@ -306,6 +311,22 @@ def _reading_us(spec: AttentionSpec, rates: Rates, batch: int, multiprocessors: 
 #: Keys of a block in caches and pages, where the rows of a tile of attention/forward_sm90.cu are
 #: those of all heads of a group, by head_dim.
 SPLIT_TILE_KEYS = {64: 128, 96: 128, 128: 128, 192: 96, 256: 64}
+#: Where keys are shared out evenly, in place of parts: with more features merging takes registers,
+#: and 192 were 4% slower.
+EVEN_PACKINGS = {
+    head_dim: Packing(1, 1, SPLIT_TILE_KEYS[head_dim], even=True) for head_dim in (64, 96, 128)
+}
+#: How many thread blocks a tile has at most on average, whose results one warpgroup merges; how
+#: many tiles a thread block has at most, of more of which parts are even enough (401 sequences of
+#: up to 1510 keys, 12 tiles each, lost 5%), and how many blocks of keys at least (64 of 1000, 16
+#: blocks each, lost 17%).
+EVEN_PARTS = 8
+EVEN_TILES = 2
+EVEN_BLOCKS = 32
+#: How much longer they may take than parts where caches are full, as they take less where lengths
+#: differ.
+AS_FAST_WHEN_FULL = 1.1
+LINE_BYTES = 128  # that L2 fetches
 MIN_PAGE = 8  # rows that TMA's swizzle permutes together
 #: Beyond so many rows a key head that kernel is faster than decoding wherever it is faster with its
 #: keys cut than with them whole: for 32768 keys, 32 heads on 8, 16 rows take decoding 39.6 µs and
@@ -356,7 +377,36 @@ def _best_packing_over_caches(spec: AttentionSpec, multiprocessors: int) -> Pack
     whole_us = FORWARD_START_US + forward_us(spec, HOPPER, spec.batch, multiprocessors)
     if us(parts) > whole_us:
         return None
+    if _shares_evenly(spec, multiprocessors, us(parts)):
+        return EVEN_PACKINGS[part_head_dim(spec)]
     return Packing(parts, warpgroups, tile_n)
+
+
+def even_section(spec: AttentionSpec, multiprocessors: int) -> int:
+    """How many heads are read at the same time where keys are shared out evenly, by a thread block
+    each on every multiprocessor."""
+    return math.gcd(spec.heads_kv, multiprocessors)
+
+
+def _shares_evenly(spec: AttentionSpec, multiprocessors: int, us_of_parts: float) -> bool:
+    """Whether all keys of a call over caches are shared out evenly over the thread blocks, whatever
+    the sequences' lengths, of which parts are as many for a short one as for a long one."""
+    packing = EVEN_PACKINGS.get(part_head_dim(spec))
+    pairs = spec.batch * spec.heads_kv
+    if packing is None or packed_tiles(spec, 1) > 1:
+        return False
+    if not multiprocessors / EVEN_PARTS <= pairs <= EVEN_TILES * multiprocessors:
+        return False
+    blocks = pairs * -(-spec.seqlen_k // packing.tile_n)
+    if not EVEN_BLOCKS * multiprocessors <= blocks < 1 << 31:
+        return False
+    whole_lines = not any(
+        dim * spec.dtype.itemsize % LINE_BYTES for dim in (spec.head_dim, spec.head_dim_v)
+    )
+    if not whole_lines and even_section(spec, multiprocessors) < spec.heads_kv:
+        return False  # lines would be fetched twice: 0.87 of the speed of parts
+    even = even_us(spec, multiprocessors, packing.tile_n)
+    return even <= AS_FAST_WHEN_FULL * us_of_parts
 
 
 def best_packing(call: Call) -> Packing | None:

@@ -21,14 +21,17 @@ from cuattn.gpu.dispatch.parts_sm90 import (
     plain_packings,
 )
 from cuattn.gpu.dispatch.routing import (
+    EVEN_PACKINGS,
     SPLIT_TILE_KEYS,
     best_packing,
     can_split,
+    even_section,
 )
 from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 MIN_PREFIX_ROWS = 9  # packed
+ARRIVED_BYTES = 4 * 8  # PartsOfTiles::arrived of a thread block
 MAX_PREFIX_PARTS = 31  # with what follows the prefix, as many as merge.cu takes at a time
 
 
@@ -66,6 +69,12 @@ class Sm90Split:
                 yield variant_of(
                     part_config(dtype, head_dim, packing, paged=True, lens=True, split=split)
                 )
+        for dtype, (head_dim, packing) in itertools.product(
+            ("float16", "bfloat16"), EVEN_PACKINGS.items()
+        ):
+            yield variant_of(
+                part_config(dtype, head_dim, packing, paged=True, lens=True, split=False)
+            )
 
 
 class Sm90Prefix:
@@ -142,9 +151,17 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
         row = spec.heads_q * spec.head_dim_v
         out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
         strides = strides._replace(out=tuple(out))
+    blocks = min(tiles, call.multiprocessors)
+    workspace_bytes = SCHEDULER_BYTES if config.seq_lens else 0
+    section = spec.heads_kv * parts if config.seq_lens else 0
+    if config.even_keys:
+        blocks = call.multiprocessors
+        section = even_section(spec, blocks)
+        counts = -(-blocks // 8) * 8 * ARRIVED_BYTES
+        workspace_bytes = counts + 2 * blocks * config.part_bytes
     return Launch(
         variant_of(config),
-        (min(tiles, call.multiprocessors),),
+        (blocks,),
         (
             forward_arguments(spec, strides),
             kernel_arguments(
@@ -152,14 +169,14 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
                 config,
                 tensor_maps,
                 scales=score_scales(call),
-                section=spec.heads_kv * parts if config.seq_lens else 0,
+                section=section,
                 table_stride=call.table_stride,
                 num_pages=call.num_pages,
                 num_splits=parts,
             ),
         ),
         tensor_maps,
-        workspace_bytes=SCHEDULER_BYTES if config.seq_lens else 0,
+        workspace_bytes=workspace_bytes,
         parts=parts,
     )
 
