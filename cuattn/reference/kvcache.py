@@ -133,12 +133,12 @@ def append(
     else:
         tokens, page, slot = (a[there] for a in (tokens, page, slot))
     _check_places(name, "page_table", "page", page, len(k_cache))
-    keys = k[tokens]
+    keys, values = k[tokens], v[tokens]  # copies: they may be parts of either cache
     if rope is not None:
         _check_places(name, "rope", "position", positions, len(rope[0]))
         keys = rotate(keys, *(table[positions][:, None] for table in rope), interleaved)
     _store(k_cache, (page, slot), keys)
-    _store(v_cache, (page, slot), v[tokens])
+    _store(v_cache, (page, slot), values)
 
 
 def _store(
