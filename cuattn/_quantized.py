@@ -204,8 +204,13 @@ class QuantizedArray:
 
     @property
     def has_scale_of_tokens(self) -> bool:
-        """Whether each token has scales of its own."""
-        return self.scale.strides[-3] != 0
+        """Whether each head of each token has scales of its own. An axis that was broadcast, and
+        None as an index, have a stride of 0."""
+        scale = self.scale
+        axes = zip(scale.shape[:-1], self.shape[:-1], scale.strides[:-1], strict=True)
+        return scale.strides[-3] != 0 and all(
+            n == m and (stride or n <= 1) for n, m, stride in axes
+        )
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -219,17 +224,17 @@ class QuantizedArray:
             raise IndexError(
                 f"QuantizedArray: index {index!r} must be of the {len(leading)} axes before heads"
             )
-        return self.of(
-            self.data[index],
-            *(None if part is None else self._seen(part)[index] for part in self._scales()),
+        return self.of(self.data[index], *self.scales_at(index))
+
+    def scales_at(self, index: Any) -> tuple[Any, Any]:
+        """Scales, and minima where there are any, broadcast along the axes before heads, at an
+        index of these."""
+        before = self.shape[:-2]
+        scale, minimum = (
+            None if part is None else self.xp.broadcast_to(part, (*before, *part.shape[-2:]))[index]
+            for part in (self.scale, self.minimum)
         )
-
-    def _scales(self) -> tuple[Any, Any]:
-        return self.scale, self.minimum
-
-    def _seen(self, part: Any) -> Any:
-        """Scales or minima, broadcast along the axes before heads."""
-        return self.xp.broadcast_to(part, (*self.shape[:-2], *part.shape[-2:]))
+        return scale, minimum
 
     def of(self, data: Any, scale: Any, minimum: Any) -> QuantizedArray:
         """The same kind of array with other codes and scales."""

@@ -279,3 +279,46 @@ def test_append_kv(how):
         np.testing.assert_array_equal(cuattn.dequantize(stored), cuattn.dequantize(want))
     with pytest.raises(TypeError, match="append_kv: k has dtype float16, must be the cache's"):
         cuattn.append_kv(*codes, k.astype(np.float16), v, lens, **options)
+
+
+@pytest.mark.parametrize("lead", [(), (1, 1), (2, 1), (16,), "broadcast", "of heads together"])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_append_kv_leaves_shared_scales_as_they_are(format, lead):
+    """New tokens get codes of the scales, and minima, that others share with them."""
+    rng = np.random.default_rng(0)
+    new = rng.standard_normal((2, 5, HEADS, DIM), dtype=np.float32)
+    shape = {"broadcast": (1, 1, HEADS, 1), "of heads together": (2, 16, 1, 1)}.get(lead)
+    shape = shape or (*lead, HEADS, 1)
+    scale = rng.uniform(0.1, 0.2, shape).astype(np.float32)
+    if lead == "broadcast":
+        scale = np.broadcast_to(scale, (2, 16, HEADS, 1))
+    minimum = np.full_like(scale, -1.5) if format == "int4" else None
+    of_codes = {"dtype": format, "minimum": minimum, "like": np.float32}
+    caches = []
+    for _ in "kv":
+        empty = np.zeros((2, 16, HEADS, DIM if format == "int8" else DIM // 2))
+        data = empty.astype(np.int8 if format == "int8" else np.uint8)
+        caches.append(cuattn.QuantizedArray(data, scale, **of_codes))
+    lens = np.array([7, 12], np.int32)
+    cuattn.append_kv(*caches, new, -new, lens)
+    right = [(b, slice(n - 5, n)) for b, n in enumerate(lens)]
+    for cache, rows in zip(caches, (new, -new), strict=True):
+        np.testing.assert_array_equal(cache.scale, np.broadcast_to(scale, cache.scale.shape))
+        values = cuattn.dequantize(cache)
+        for (b, at), row in zip(right, rows, strict=True):
+            own = np.broadcast_to(scale, (2, 16, *scale.shape[-2:]))[b, at]
+            least, most = (
+                (-1.5, -1.5 + 15 * own) if minimum is not None else (-127 * own, 127 * own)
+            )
+            wrong = abs(values[b, at] - np.clip(row, least, most))
+            assert (wrong <= 0.51 * own).all()
+        assert (cache.data[0, 7:] == 0).all()
+
+
+def test_append_kv_refuses_scales_that_it_cannot_write():
+    caches = [cuattn.quantize(np.zeros((1, 8, HEADS, DIM), np.float32), "int8") for _ in "kv"]
+    caches[1].scale.flags.writeable = False
+    new = np.ones((1, 2, HEADS, DIM), np.float32)
+    with pytest.raises(ValueError, match="append_kv: v_cache is read-only, must be writable"):
+        cuattn.append_kv(*caches, new, new, np.array([3], np.int32))
+    assert (caches[0].data == 0).all()
