@@ -255,6 +255,33 @@ def test_a_swapped_sequence_goes_to_a_cache_like_its_own():
     new_cache("int8").swap_in(swapped)
 
 
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({"joined": True}, {"joined": False}),
+        ({"num_kv_heads": 2, "head_dim": 32}, {"num_kv_heads": 1, "head_dim": 64}),
+        ({"head_dim": 32, "head_dim_v": 64}, {"head_dim": 64, "head_dim_v": 32}),
+        ({"dtype": np.float16}, {"dtype": BFLOAT16}),
+    ],
+)
+def test_a_swapped_sequence_does_not_go_where_bytes_mean_something_else(own, other):
+    """The pages of both caches have as many bytes."""
+    quantization = KVQuantization(None, "int8") if "head_dim" not in own else "int8"
+    options = {"page_size": 16, "num_kv_heads": 2, "head_dim": 32, "dtype": np.float32}
+    caches = [
+        cuattn.PagedKVCache(4, quantization=quantization, **{**options, **changes})
+        for changes in (own, other)
+    ]
+    assert caches[0].nbytes == caches[1].nbytes
+    id = caches[0].add_sequence()
+    caches[0].extend([id], 3)
+    swapped = caches[0].swap_out(id)
+    with pytest.raises(ValueError, match=r"swap_in: swapped.layout is \{.*must be this cache's"):
+        caches[1].swap_in(swapped)
+    assert len(caches[1]) == 0
+    caches[0].swap_in(pickle.loads(pickle.dumps(swapped)))
+
+
 @pytest.mark.parametrize("how", ["cache", "pages", "slots"])
 def test_append_kv(how):
     """New tokens in caches of codes that the caller owns, in every way to name their places."""

@@ -82,6 +82,9 @@ class SwappedSequence:
         Its pages with codes and scales, where the cache is.
     quantization : KVQuantization, optional
         The cache's.
+    layout : dict, optional
+        What the bytes of `pages` depend on besides: the cache's page_size, num_kv_heads, head_dim,
+        head_dim_v, joined and dtype.
     """
 
     tokens: np.ndarray
@@ -91,6 +94,7 @@ class SwappedSequence:
     v: np.ndarray | None = None
     pages: np.ndarray | None = None
     quantization: KVQuantization | None = None
+    layout: dict[str, Any] | None = None
 
 
 class PagedKVCache:
@@ -483,6 +487,7 @@ class PagedKVCache:
             num_tokens=int(manager.length[row]),
             num_written=int(manager.written[row]),
             quantization=self.quantization,
+            layout=self._page_layout(),
             **content,
         )
         manager.remove(id, row)
@@ -521,6 +526,10 @@ class PagedKVCache:
         if ours is not theirs and (ours is None or not ours.is_like(theirs)):
             raise ValueError(
                 f"{name}: swapped.quantization is {theirs}, must be this cache's {ours}"
+            )
+        if swapped.layout != (layout := self._page_layout()):
+            raise ValueError(
+                f"{name}: swapped.layout is {swapped.layout}, must be this cache's {layout}"
             )
         content = {}
         for label, pages in self._store.arrays.items():
@@ -614,6 +623,15 @@ class PagedKVCache:
             "dtype": self.dtype,
             "quantization": self.quantization,
         }
+
+    def _page_layout(self) -> dict[str, Any] | None:
+        """What bytes of pages mean, beside `quantization`; None where they are arrays of numbers,
+        whose shapes say so."""
+        if self.quantization is None:
+            return None
+        names = ("page_size", "num_kv_heads", "head_dim", "head_dim_v", "joined")
+        config = self._config()
+        return {name: config[name] for name in names} | {"dtype": self.dtype.name}
 
     def __copy__(self) -> PagedKVCache:
         raise TypeError(
