@@ -34,6 +34,19 @@ WAYS = {
 }
 
 
+class Exported:
+    """An array of another library, which has DLPack and little more."""
+
+    def __init__(self, array):
+        self.shape, self._array = array.shape, array
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+
 def new_cache(quantization, **options):
     arguments = {"num_pages": 24, "page_size": 4, "num_kv_heads": HEADS, "head_dim": DIM}
     arguments |= {"num_layers": LAYERS, "dtype": np.float32}
@@ -213,6 +226,7 @@ def test_what_is_static_stays():
     [
         ("fp8", 'quantization is \'fp8\', must be one of "int8", "int4"'),
         (KVQuantization(group_size=48), "group_size 48, must divide k's head_dim 64"),
+        (KVQuantization(group_size=0), "group_size 0, must divide k's head_dim 64"),
         (
             KVQuantization(k_offset=np.zeros((3, DIM), np.float32)),
             r"quantization.k_offset has shape \(3, 64\)",
@@ -244,6 +258,30 @@ def test_wrong_arguments_of_kvquantization():
         KVQuantization(None, "int8", rotate_k=True)
     with pytest.raises(ValueError, match="v is None, so v_scale must be None"):
         KVQuantization("int8", None, v_scale=np.ones((2, 1), np.float32))
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        KVQuantization(np.str_("int8"), group_size=np.int64(32), rotate_k=np.bool_(False)),
+        KVQuantization(k_scale=Exported(STATIC.k_scale)),
+    ],
+)
+def test_numbers_and_arrays_of_any_type_are_saved(quantization):
+    cache = new_cache(quantization)
+    id = fill(cache, range(5))
+    loaded = pickle.loads(pickle.dumps(cache))
+    assert loaded.quantization.is_like(quantization)
+    assert held(loaded, id) == held(cache, id)
+
+
+def test_scales_that_change_later_are_not_the_caches():
+    scale = np.full((LAYERS, HEADS, 1), 0.03, np.float32)
+    cache = new_cache(KVQuantization(k_scale=scale))
+    id = fill(cache, range(5))
+    before = held(cache, id)
+    scale[...] = 100
+    assert held(cache, id) == before
 
 
 def test_a_swapped_sequence_goes_to_a_cache_like_its_own():
