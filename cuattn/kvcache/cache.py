@@ -226,9 +226,7 @@ class PagedKVCache:
         self.dtype = check_float_dtype(name, "dtype", dtype)
         joined = check_bool(name, "joined", joined)
         self.quantization = as_quantization(name, quantization, joined=joined)
-        xp = np if xp is None else xp
-        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
-            raise TypeError(f"{name}: xp is {xp!r}, must be numpy or cupy")
+        xp = _library(name, xp)
         heads, head_dims = sizes["num_kv_heads"], (sizes["head_dim"], sizes["head_dim_v"])
         self._store = PageStore(
             xp,
@@ -583,7 +581,10 @@ class PagedKVCache:
         ------
         ValueError
             The file is not one that ``save`` has written.
+        MemoryError
+            The pages do not fit.
         """
+        xp = _library("PagedKVCache.load", xp)
         try:
             saved = files.read(file)
             cache = cls(**saved.config, xp=xp)
@@ -593,7 +594,7 @@ class PagedKVCache:
             }
             snapshot.restore(cache._manager, saved.state)
             cache._store.write_pages(saved.in_use, content)
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception as error:
             raise ValueError(
@@ -819,6 +820,14 @@ class PagedKVCache:
 
 def _loaded(saved: bytes, xp: str) -> PagedKVCache:
     return PagedKVCache.load(io.BytesIO(saved), xp=importlib.import_module(xp))
+
+
+def _library(function: str, xp: Any) -> ModuleType:
+    """The library whose arrays a cache has: NumPy where none is named."""
+    xp = np if xp is None else xp
+    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+        raise TypeError(f"{function}: xp is {xp!r}, must be numpy or cupy")
+    return xp
 
 
 def _counts(function: str, n: Any, sequences: int) -> np.ndarray:
