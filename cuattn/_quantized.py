@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_given
+from cuattn._arrays import as_arrays, check_float_dtype, check_given
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -155,11 +155,7 @@ class QuantizedArray:
             )
         if rotation not in (None, "hadamard"):
             raise ValueError(f'{name}: rotation is {rotation!r}, must be None or "hadamard"')
-        like = np.dtype(like)
-        if like not in FLOAT_DTYPES:
-            raise TypeError(
-                f"{name}: like is {like}, must be one of {', '.join(FLOAT_DTYPES.values())}"
-            )
+        like = check_float_dtype(name, "like", like)
         missing = (None,) * (len(shape) - scale.ndim)
         fields = {
             "data": data,
@@ -180,6 +176,10 @@ class QuantizedArray:
         raise AttributeError(f"QuantizedArray: {name} cannot be set; make a new array")
 
     __delattr__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {"dtype": self.dtype, "rotation": self.rotation, "like": self.like}
+        return _of_parts, (self.data, self.scale, self.minimum, self.offset, options)
 
     @property
     def ndim(self) -> int:
@@ -276,6 +276,12 @@ class QuantizedArray:
             f"QuantizedArray(shape={self.shape}, dtype={self.dtype}, scale={self.scale.shape} "
             f"{self.scale.dtype}{more}, {self.nbytes} bytes)"
         )
+
+
+def _of_parts(
+    data: Any, scale: Any, minimum: Any, offset: Any, options: dict[str, Any]
+) -> QuantizedArray:
+    return QuantizedArray(data, scale, minimum=minimum, offset=offset, **options)
 
 
 def codes_of(given: Any) -> Any:
