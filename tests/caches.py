@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cuattn.kvcache import PagedKVCache
+from cuattn.kvcache import KVQuantization, PagedKVCache
 
 HEADS, DIM, DIM_V, LAYERS = 2, 4, 3, 2
 
@@ -26,6 +26,32 @@ def content(tokens, layer):
         rows.append(history.astype(np.float32))
     both = np.array(rows, np.float32).reshape(len(tokens), HEADS, DIM + DIM_V)
     return both[..., :DIM], both[..., DIM:]
+
+
+def check_views_of_pages(rng, quantization, xp):
+    """Tokens that are moved within a page of keys, to both sides: all are read before one is
+    written."""
+    quantization = quantization and KVQuantization(None, quantization)
+    cache = PagedKVCache(2, 64, 2, 64, dtype=np.float16, quantization=quantization, xp=xp)
+    id = cache.add_sequence()
+    cache.extend([id], 64)
+    k = xp.asarray(rng.standard_normal((64, 2, 64)).astype(np.float16))
+    cache.write(0, [id], k, k)
+    cache.truncate(id, 1)
+    cache.extend([id], 63)
+    page = int(cache.page_table([id])[0, 0])
+    keys = cache.pages(0)[0][page]
+    cache.write(0, [id], keys[:63], keys[:63])
+    right = PagedKVCache(2, 64, 2, 64, dtype=np.float16, quantization=quantization, xp=xp)
+    right.extend([right.add_sequence()], 64)
+    moved = xp.concatenate([k[:1], k[:63]])
+    right.write(0, [0], moved, moved)
+    for got, want in zip(cache.pages(0), right.pages(0), strict=True):
+        got, want = (
+            to_numpy(a[p]) if isinstance(a, xp.ndarray) else to_numpy(a[p].data)
+            for a, p in ((got, page), (want, int(right.page_table([0])[0, 0])))
+        )
+        assert np.array_equal(got[1:], want[1:])
 
 
 class CacheMachine(RuleBasedStateMachine):
