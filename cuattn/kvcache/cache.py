@@ -444,7 +444,8 @@ class PagedKVCache:
         Parameters
         ----------
         ids : sequence of int
-            The sequences; those that were forked, truncated or rolled back since stay as they are.
+            The sequences; those that have been truncated or rolled back since, or that ``fork``,
+            ``swap_in`` or ``add_sequence`` made since, stay as they are.
         """
         self._manager.rollback(self._manager.rows("rollback", ids))
 
