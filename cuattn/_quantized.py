@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cuattn._arrays import FLOAT_DTYPES, as_arrays, check_given
+from cuattn._arrays import as_arrays, check_float_dtype, check_given
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -155,11 +155,7 @@ class QuantizedArray:
             )
         if rotation not in (None, "hadamard"):
             raise ValueError(f'{name}: rotation is {rotation!r}, must be None or "hadamard"')
-        like = np.dtype(like)
-        if like not in FLOAT_DTYPES:
-            raise TypeError(
-                f"{name}: like is {like}, must be one of {', '.join(FLOAT_DTYPES.values())}"
-            )
+        like = check_float_dtype(name, "like", like)
         missing = (None,) * (len(shape) - scale.ndim)
         fields = {
             "data": data,
@@ -180,6 +176,10 @@ class QuantizedArray:
         raise AttributeError(f"QuantizedArray: {name} cannot be set; make a new array")
 
     __delattr__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {"dtype": self.dtype, "rotation": self.rotation, "like": self.like}
+        return _of_parts, (self.data, self.scale, self.minimum, self.offset, options)
 
     @property
     def ndim(self) -> int:
@@ -204,8 +204,13 @@ class QuantizedArray:
 
     @property
     def has_scale_of_tokens(self) -> bool:
-        """Whether each token has scales of its own."""
-        return self.scale.strides[-3] != 0
+        """Whether each head of each token has scales of its own. An axis that was broadcast, and
+        None as an index, have a stride of 0."""
+        scale = self.scale
+        axes = zip(scale.shape[:-1], self.shape[:-1], scale.strides[:-1], strict=True)
+        return scale.strides[-3] != 0 and all(
+            n == m and (stride or n <= 1) for n, m, stride in axes
+        )
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -219,17 +224,17 @@ class QuantizedArray:
             raise IndexError(
                 f"QuantizedArray: index {index!r} must be of the {len(leading)} axes before heads"
             )
-        return self.of(
-            self.data[index],
-            *(None if part is None else self._seen(part)[index] for part in self._scales()),
+        return self.of(self.data[index], *self.scales_at(index))
+
+    def scales_at(self, index: Any) -> tuple[Any, Any]:
+        """Scales, and minima where there are any, broadcast along the axes before heads, at an
+        index of these."""
+        before = self.shape[:-2]
+        scale, minimum = (
+            None if part is None else self.xp.broadcast_to(part, (*before, *part.shape[-2:]))[index]
+            for part in (self.scale, self.minimum)
         )
-
-    def _scales(self) -> tuple[Any, Any]:
-        return self.scale, self.minimum
-
-    def _seen(self, part: Any) -> Any:
-        """Scales or minima, broadcast along the axes before heads."""
-        return self.xp.broadcast_to(part, (*self.shape[:-2], *part.shape[-2:]))
+        return scale, minimum
 
     def of(self, data: Any, scale: Any, minimum: Any) -> QuantizedArray:
         """The same kind of array with other codes and scales."""
@@ -271,6 +276,12 @@ class QuantizedArray:
             f"QuantizedArray(shape={self.shape}, dtype={self.dtype}, scale={self.scale.shape} "
             f"{self.scale.dtype}{more}, {self.nbytes} bytes)"
         )
+
+
+def _of_parts(
+    data: Any, scale: Any, minimum: Any, offset: Any, options: dict[str, Any]
+) -> QuantizedArray:
+    return QuantizedArray(data, scale, minimum=minimum, offset=offset, **options)
 
 
 def codes_of(given: Any) -> Any:

@@ -298,6 +298,9 @@ def _words(name: str, xp: ModuleType, parameter: str, given: Any, batch: int) ->
         _check_integers(name, parameter, array)
         rows = _per_row(name, parameter, array, batch)
         return contiguous(xp, rows, None if rows.itemsize == 8 else np.uint64).view(np.uint64)
+    if isinstance(given, (list, tuple)) and all(type(item) is int for item in given):
+        # NumPy would make floats of those that do not fit in one type of integers.
+        given = np.array([_words(name, np, parameter, item, 1) for item in given], np.uint64)
     values = _host_array(name, parameter, given)
     if values.dtype.kind not in "iu":
         raise TypeError(f"{name}: {parameter} must be an integer or integers, got {given!r}")
@@ -347,6 +350,8 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
     """A scalar or an array on the host, checked, in the parameter's dtype."""
     low, high, closed, dtype = RANGES[parameter]
     values = _host_array(name, parameter, given)
+    if values.dtype in LOGIT_DTYPES:  # bfloat16 is no float to NumPy
+        values = values.astype(np.float32)
     integral = dtype is np.int32
     if values.dtype.kind not in ("iu" if integral else "iuf"):
         wanted = "an integer or integers" if integral else "a number or numbers"
@@ -355,10 +360,10 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
     if high == np.inf and values.dtype.kind == "f":
         inside &= np.isfinite(values)
     if not inside.all():
-        bracket = "[" if closed else "("
+        left, right = "[" if closed else "(", ")" if high == np.inf else "]"
         hint = "; None keeps all" if parameter == "top_k" else ""
         raise ValueError(
-            f"{name}: {parameter} must be in {bracket}{low}, {high}], got {given!r}{hint}"
+            f"{name}: {parameter} must be in {left}{low}, {high}{right}, got {given!r}{hint}"
         )
     if integral:
         return np.minimum(values.astype(np.uint64), np.uint64(vocab)).astype(dtype)

@@ -213,14 +213,14 @@ def _scaling_items(function: str, scaling: Any) -> tuple[tuple[str, Any], ...]:
     if not isinstance(scaling, Mapping):
         raise TypeError(f"{function}: scaling is {scaling!r}, must be a dict or None")
     kind = scaling.get("rope_type")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         given = "rope_type" in scaling
         wrong = f"rope_type {kind!r}, must be" if given else "no rope_type, must have"
         raise ValueError(f"{function}: scaling has {wrong} one of {', '.join(_KINDS)}")
     needed, possible = _KINDS[kind]
     if missing := [key for key in needed if key not in scaling]:
         raise ValueError(f"{function}: scaling of rope_type {kind} must have {', '.join(missing)}")
-    items = {"rope_type": kind}
+    items: dict[str, Any] = {"rope_type": kind}
     for key, value in scaling.items():
         if key == "rope_type":
             continue

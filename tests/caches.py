@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cuattn.kvcache import PagedKVCache
+import cuattn
+from cuattn.kvcache import KVQuantization, PagedKVCache
 
 HEADS, DIM, DIM_V, LAYERS = 2, 4, 3, 2
 
@@ -28,14 +30,44 @@ def content(tokens, layer):
     return both[..., :DIM], both[..., DIM:]
 
 
+def check_views_of_pages(rng, quantization, xp):
+    """Tokens that are moved within a page of keys, to both sides: all are read before one is
+    written."""
+    quantization = quantization and KVQuantization(None, quantization)
+    cache = PagedKVCache(2, 64, 2, 64, dtype=np.float16, quantization=quantization, xp=xp)
+    id = cache.add_sequence()
+    cache.extend([id], 64)
+    k = xp.asarray(rng.standard_normal((64, 2, 64)).astype(np.float16))
+    cache.write(0, [id], k, k)
+    cache.truncate(id, 1)
+    cache.extend([id], 63)
+    page = int(cache.page_table([id])[0, 0])
+    keys = cache.pages(0)[0][page]
+    cache.write(0, [id], keys[:63], keys[:63])
+    right = PagedKVCache(2, 64, 2, 64, dtype=np.float16, quantization=quantization, xp=xp)
+    right.extend([right.add_sequence()], 64)
+    moved = xp.concatenate([k[:1], k[:63]])
+    right.write(0, [0], moved, moved)
+    for got, want in zip(cache.pages(0), right.pages(0), strict=True):
+        got, want = (
+            to_numpy(a[p]) if isinstance(a, xp.ndarray) else to_numpy(a[p].data)
+            for a, p in ((got, page), (want, int(right.page_table([0])[0, 0])))
+        )
+        assert np.array_equal(got[1:], want[1:])
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random calls, mirrored in a dict from id to tokens."""
 
     xp = np
 
-    @initialize(page_size=st.sampled_from([1, 2, 4, 8]), num_pages=st.integers(4, 40))
-    def start(self, page_size, num_pages):
-        self.page_size, self.num_pages = page_size, num_pages
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        num_pages=st.integers(4, 40),
+        quantization=st.sampled_from([None, None, "int8", "float8_e4m3"]),
+    )
+    def start(self, page_size, num_pages, quantization):
+        self.page_size, self.num_pages, self.quantization = page_size, num_pages, quantization
         self.cache = PagedKVCache(
             num_pages,
             page_size,
@@ -44,13 +76,25 @@ class CacheMachine(RuleBasedStateMachine):
             num_layers=LAYERS,
             head_dim_v=DIM_V,
             dtype=np.float32,
+            quantization=quantization,
             joined=page_size > 2,
             xp=self.xp,
         )
         self.tokens: dict[int, list[int]] = {}
         self.copied: dict[int, list[int]] = {}  # what was there when a copy was made
 
-    def extend_and_write(self, ids, counts, tokens_of, tell):
+    def stored(self, tokens, layer):
+        """What the cache makes of the keys and values of tokens."""
+        k, v = content(tokens, layer)
+        if self.quantization is None:
+            return k, v
+        v = cuattn.dequantize(cuattn.quantize(v, self.quantization))
+        if self.page_size > 2:  # of joined rows keys stay as they are
+            return k, v
+        codes = cuattn.quantize(k, self.quantization, rotate=self.quantization == "int8")
+        return cuattn.dequantize(codes), v
+
+    def extend_and_write(self, ids, counts, tokens_of, tell, between=lambda: None):
         new = [list(tokens_of(id, n)) for id, n in zip(ids, counts, strict=True)]
         flat = [token for tokens in new for token in tokens]
         before = bookkeeping(self.cache)
@@ -68,10 +112,35 @@ class CacheMachine(RuleBasedStateMachine):
                 np.concatenate([p[i][len(p[i]) - n :] for p, n in zip(parts, counts, strict=True)])
                 for i in range(2)
             )
+            between()
             self.cache.write(layer, ids, self.xp.asarray(k), self.xp.asarray(v))
         for id, tokens in zip(ids, new, strict=True):
             self.tokens[id] += tokens
         return True
+
+    def another_acts(self, data, busy):
+        """In the middle of a step of some sequences, another one changes, leaves or comes."""
+        others = sorted(set(self.tokens) - set(busy))
+        if not others or data.draw(st.booleans()):
+            return
+        id = data.draw(st.sampled_from(others))
+        act = data.draw(st.sampled_from(["fork", "remove", "truncate", "swap", "step"]))
+        if act == "fork":
+            self.tokens[self.cache.fork(id)] = list(self.tokens[id])
+        elif act == "remove":
+            self.cache.remove(id)
+            del self.tokens[id]
+        elif act == "truncate":
+            n = data.draw(st.integers(0, len(self.tokens[id])))
+            self.cache.truncate(id, n)
+            del self.tokens[id][n:]
+        elif act == "swap":
+            swapped, tokens = self.cache.swap_out(id), self.tokens.pop(id)
+            with contextlib.suppress(MemoryError):  # pages that it shared are still others'
+                self.tokens[self.cache.swap_in(swapped)] = tokens
+        else:
+            n = data.draw(st.integers(0, 5))
+            self.extend_and_write([id], [n], lambda *_: [1] * n, tell=data.draw(st.booleans()))
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=24), known=st.booleans())
     def add(self, tokens, known):
@@ -97,6 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
             counts,
             lambda _, n: [data.draw(draw) for _ in range(n)],
             tell=data.draw(st.booleans()),
+            between=lambda: self.another_acts(data, ids),
         )
 
     @precondition(lambda self: self.tokens)
@@ -182,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.copied = {id: list(tokens) for id, tokens in self.tokens.items()}
         self.holds_what_the_dict_holds()
         for array in before._store.arrays.values():
-            array[...] = -1
+            array[...] = 99
         for id in list(before):
             before.remove(id)
 
@@ -192,11 +262,14 @@ class CacheMachine(RuleBasedStateMachine):
         table, lens = to_numpy(self.cache.page_table(ids)), to_numpy(self.cache.seq_lens(ids))
         assert lens.tolist() == [len(self.tokens[id]) for id in ids]
         for layer in range(LAYERS):
-            pages = [to_numpy(p) for p in self.cache.pages(layer)]
+            pages = [
+                to_numpy(cuattn.dequantize(p) if isinstance(p, cuattn.QuantizedArray) else p)
+                for p in self.cache.pages(layer)
+            ]
             for row, id in zip(table, ids, strict=True):
                 n = len(self.tokens[id])
                 slots = row[: -(-n // self.page_size)]
-                for got, want in zip(pages, content(self.tokens[id], layer), strict=True):
+                for got, want in zip(pages, self.stored(self.tokens[id], layer), strict=True):
                     assert np.array_equal(got[slots].reshape(-1, *want.shape[1:])[:n], want)
 
     @invariant()

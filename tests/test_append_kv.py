@@ -65,6 +65,16 @@ def test_a_paged_cache_writes_the_same(rng):
             np.testing.assert_array_equal(*rows)
 
 
+def test_tokens_may_be_moved_from_one_cache_to_both(rng):
+    """All are read before one is written."""
+    k_cache = rng.standard_normal((1, 20, 2, 4))
+    v_cache, new = np.zeros_like(k_cache), k_cache[:, 3:8]
+    right = new.copy()
+    cuattn.append_kv(k_cache, v_cache, new, new, np.array([7], np.int32))
+    np.testing.assert_array_equal(k_cache[:, 2:7], right)
+    np.testing.assert_array_equal(v_cache[:, 2:7], right)
+
+
 def test_nothing_to_append():
     cache = np.zeros((2, 4, 1, 8), np.float32)
     new = np.zeros((2, 0, 1, 8), np.float32)

@@ -303,3 +303,23 @@ def test_errors_name_the_argument(changes, message):
 def test_merge_errors_name_the_argument(outs, lses, message):
     with pytest.raises((TypeError, ValueError), match=f"merge_attention: .*{message}"):
         merge_attention(outs, lses)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_out_may_overlap_the_prefix(quantized, rng):
+    q = rng.standard_normal((4, 1, 2, 8), dtype=np.float32)
+    pages = [rng.standard_normal((8, 4, 2, 8), dtype=np.float32) for _ in "kv"]
+    if quantized:
+        codes = [cuattn.quantize(part, "int8") for part in pages]
+        pages = [
+            cuattn.QuantizedArray(part.data, part.scale, dtype="int8", like=np.float32)
+            for part in codes
+        ]
+    table, lens = np.arange(8, dtype=np.int32).reshape(4, 2), np.array([3, 8, 5, 1], np.int32)
+    prefix = [rng.standard_normal((6, 2, 8), dtype=np.float32) for _ in "kv"]
+    for overlapped in range(2):
+        own = [part.copy() for part in prefix]
+        out = own[overlapped][:4].reshape(q.shape)
+        right = cuattn.paged_attention(q, *pages, table, lens, prefix=tuple(prefix))
+        cuattn.paged_attention(q, *pages, table, lens, prefix=tuple(own), out=out)
+        np.testing.assert_array_equal(out, right)

@@ -82,6 +82,20 @@ def test_files(tmp_path):
             PagedKVCache.load(tmp_path / "broken.npz")
 
 
+def test_what_is_not_the_files_fault_is_not_said_of_it(tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    new_cache(num_layers=LAYERS).save(path)
+    with pytest.raises(TypeError, match=r"PagedKVCache.load: xp is 'cupy', must be numpy or cupy"):
+        PagedKVCache.load(path, xp="cupy")
+
+    def full(*_, **__):
+        raise MemoryError("no room for pages")
+
+    monkeypatch.setattr(np, "empty", full)
+    with pytest.raises(MemoryError, match="no room for pages"):
+        PagedKVCache.load(path)
+
+
 def test_a_swap_makes_room_and_shares_again():
     cache = new_cache(num_pages=5, num_layers=LAYERS)
     a, _ = filled(cache, [*range(9)])

@@ -12,7 +12,14 @@ import cuattn
 from cuattn.decoding import paged_attention
 from cuattn.kvcache import PagedKVCache
 from cuattn.reference.kvcache import rotate
-from tests.caches import DIM, content, filled, held_pages, new_cache
+from tests.caches import (
+    DIM,
+    check_views_of_pages,
+    content,
+    filled,
+    held_pages,
+    new_cache,
+)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -63,6 +70,11 @@ def test_attention_over_the_cache_is_attention_over_the_arrays(rng):
         for b, tokens in enumerate(prompts):
             one = cuattn.flash_attention(q[b][None], *content(tokens, layer), causal=True)
             np.testing.assert_allclose(out[b], one[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_is_written_may_be_views_of_pages(quantization, rng):
+    check_views_of_pages(rng, quantization, np)
 
 
 def test_batch_arrays_are_updated_in_place():

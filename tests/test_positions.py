@@ -194,6 +194,11 @@ ERRORS = [
         "scaling has rope_type 'dynamic', must be one of linear, ntk, yarn, llama3",
     ),
     (
+        {"scaling": {"rope_type": ["yarn"]}},
+        ValueError,
+        "scaling has rope_type ['yarn'], must be one of linear, ntk, yarn, llama3",
+    ),
+    (
         {"scaling": {"rope_type": "yarn", "factor": 2.0}},
         ValueError,
         "scaling of rope_type yarn must have original_max_position_embeddings",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -330,6 +332,7 @@ def test_wrong_arguments_of_quantize(arguments, options, message):
         ({"offset": np.ones(8, np.float32)}, r"must be \(heads, head_dim\) = \(2, 8\)"),
         ({"rotation": "random"}, "rotation is 'random', must be None or \"hadamard\""),
         ({"like": np.int32}, "like is int32, must be one of"),
+        ({"like": "nonsense"}, "like is nonsense, must be one of"),
     ],
 )
 def test_wrong_arguments_of_arrays(changes, message):
@@ -349,3 +352,16 @@ def test_wrong_arguments_of_attention():
         cuattn.dequantize(random(2, 2))
     with pytest.raises(AttributeError, match="scale cannot be set"):
         codes.scale = None
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies(copied, rng):
+    x = rng.standard_normal((5, 2, 16)).astype(np.float16)
+    offset = rng.standard_normal((2, 16), dtype=np.float32)
+    quantized = cuattn.quantize(x, "int4", symmetric=False, offset=offset, rotate=True)
+    other = copied(quantized)
+    assert (other.dtype, other.like, other.rotation) == ("int4", quantized.like, "hadamard")
+    assert np.shares_memory(other.data, quantized.data) == (copied is copy.copy)
+    np.testing.assert_array_equal(cuattn.dequantize(other), cuattn.dequantize(quantized))

@@ -34,6 +34,19 @@ WAYS = {
 }
 
 
+class Exported:
+    """An array of another library, which has DLPack and little more."""
+
+    def __init__(self, array):
+        self.shape, self._array = array.shape, array
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+
 def new_cache(quantization, **options):
     arguments = {"num_pages": 24, "page_size": 4, "num_kv_heads": HEADS, "head_dim": DIM}
     arguments |= {"num_layers": LAYERS, "dtype": np.float32}
@@ -213,6 +226,7 @@ def test_what_is_static_stays():
     [
         ("fp8", 'quantization is \'fp8\', must be one of "int8", "int4"'),
         (KVQuantization(group_size=48), "group_size 48, must divide k's head_dim 64"),
+        (KVQuantization(group_size=0), "group_size 0, must divide k's head_dim 64"),
         (
             KVQuantization(k_offset=np.zeros((3, DIM), np.float32)),
             r"quantization.k_offset has shape \(3, 64\)",
@@ -246,6 +260,30 @@ def test_wrong_arguments_of_kvquantization():
         KVQuantization("int8", None, v_scale=np.ones((2, 1), np.float32))
 
 
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        KVQuantization(np.str_("int8"), group_size=np.int64(32), rotate_k=np.bool_(False)),
+        KVQuantization(k_scale=Exported(STATIC.k_scale)),
+    ],
+)
+def test_numbers_and_arrays_of_any_type_are_saved(quantization):
+    cache = new_cache(quantization)
+    id = fill(cache, range(5))
+    loaded = pickle.loads(pickle.dumps(cache))
+    assert loaded.quantization.is_like(quantization)
+    assert held(loaded, id) == held(cache, id)
+
+
+def test_scales_that_change_later_are_not_the_caches():
+    scale = np.full((LAYERS, HEADS, 1), 0.03, np.float32)
+    cache = new_cache(KVQuantization(k_scale=scale))
+    id = fill(cache, range(5))
+    before = held(cache, id)
+    scale[...] = 100
+    assert held(cache, id) == before
+
+
 def test_a_swapped_sequence_goes_to_a_cache_like_its_own():
     cache = new_cache("int8")
     swapped = cache.swap_out(fill(cache, range(5)))
@@ -253,6 +291,33 @@ def test_a_swapped_sequence_goes_to_a_cache_like_its_own():
         with pytest.raises(ValueError, match=r"swap_in: swapped.quantization is KVQ.*, must be"):
             new_cache(other).swap_in(swapped)
     new_cache("int8").swap_in(swapped)
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({"joined": True}, {"joined": False}),
+        ({"num_kv_heads": 2, "head_dim": 32}, {"num_kv_heads": 1, "head_dim": 64}),
+        ({"head_dim": 32, "head_dim_v": 64}, {"head_dim": 64, "head_dim_v": 32}),
+        ({"dtype": np.float16}, {"dtype": BFLOAT16}),
+    ],
+)
+def test_a_swapped_sequence_does_not_go_where_bytes_mean_something_else(own, other):
+    """The pages of both caches have as many bytes."""
+    quantization = KVQuantization(None, "int8") if "head_dim" not in own else "int8"
+    options = {"page_size": 16, "num_kv_heads": 2, "head_dim": 32, "dtype": np.float32}
+    caches = [
+        cuattn.PagedKVCache(4, quantization=quantization, **{**options, **changes})
+        for changes in (own, other)
+    ]
+    assert caches[0].nbytes == caches[1].nbytes
+    id = caches[0].add_sequence()
+    caches[0].extend([id], 3)
+    swapped = caches[0].swap_out(id)
+    with pytest.raises(ValueError, match=r"swap_in: swapped.layout is \{.*must be this cache's"):
+        caches[1].swap_in(swapped)
+    assert len(caches[1]) == 0
+    caches[0].swap_in(pickle.loads(pickle.dumps(swapped)))
 
 
 @pytest.mark.parametrize("how", ["cache", "pages", "slots"])
@@ -279,3 +344,46 @@ def test_append_kv(how):
         np.testing.assert_array_equal(cuattn.dequantize(stored), cuattn.dequantize(want))
     with pytest.raises(TypeError, match="append_kv: k has dtype float16, must be the cache's"):
         cuattn.append_kv(*codes, k.astype(np.float16), v, lens, **options)
+
+
+@pytest.mark.parametrize("lead", [(), (1, 1), (2, 1), (16,), "broadcast", "of heads together"])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_append_kv_leaves_shared_scales_as_they_are(format, lead):
+    """New tokens get codes of the scales, and minima, that others share with them."""
+    rng = np.random.default_rng(0)
+    new = rng.standard_normal((2, 5, HEADS, DIM), dtype=np.float32)
+    shape = {"broadcast": (1, 1, HEADS, 1), "of heads together": (2, 16, 1, 1)}.get(lead)
+    shape = shape or (*lead, HEADS, 1)
+    scale = rng.uniform(0.1, 0.2, shape).astype(np.float32)
+    if lead == "broadcast":
+        scale = np.broadcast_to(scale, (2, 16, HEADS, 1))
+    minimum = np.full_like(scale, -1.5) if format == "int4" else None
+    of_codes = {"dtype": format, "minimum": minimum, "like": np.float32}
+    caches = []
+    for _ in "kv":
+        empty = np.zeros((2, 16, HEADS, DIM if format == "int8" else DIM // 2))
+        data = empty.astype(np.int8 if format == "int8" else np.uint8)
+        caches.append(cuattn.QuantizedArray(data, scale, **of_codes))
+    lens = np.array([7, 12], np.int32)
+    cuattn.append_kv(*caches, new, -new, lens)
+    right = [(b, slice(n - 5, n)) for b, n in enumerate(lens)]
+    for cache, rows in zip(caches, (new, -new), strict=True):
+        np.testing.assert_array_equal(cache.scale, np.broadcast_to(scale, cache.scale.shape))
+        values = cuattn.dequantize(cache)
+        for (b, at), row in zip(right, rows, strict=True):
+            own = np.broadcast_to(scale, (2, 16, *scale.shape[-2:]))[b, at]
+            least, most = (
+                (-1.5, -1.5 + 15 * own) if minimum is not None else (-127 * own, 127 * own)
+            )
+            wrong = abs(values[b, at] - np.clip(row, least, most))
+            assert (wrong <= 0.51 * own).all()
+        assert (cache.data[0, 7:] == 0).all()
+
+
+def test_append_kv_refuses_scales_that_it_cannot_write():
+    caches = [cuattn.quantize(np.zeros((1, 8, HEADS, DIM), np.float32), "int8") for _ in "kv"]
+    caches[1].scale.flags.writeable = False
+    new = np.ones((1, 2, HEADS, DIM), np.float32)
+    with pytest.raises(ValueError, match="append_kv: v_cache is read-only, must be writable"):
+        cuattn.append_kv(*caches, new, new, np.array([3], np.int32))
+    assert (caches[0].data == 0).all()

@@ -292,6 +292,22 @@ def test_a_scalar_seed_gives_each_row_a_stream_of_its_own():
     assert np.array_equal(sampling.sample(logits, seed=-1), sampling.sample(logits, seed=2**64 - 1))
 
 
+@pytest.mark.parametrize("parameter", ["seed", "offset"])
+def test_a_list_may_have_any_words_of_64_bits(parameter):
+    """Some of which NumPy would bring to float64, for want of one type of integers."""
+    logits, words = np.zeros((3, 1000), np.float32), [2**64 - 1, 7, -(2**63)]
+    given = np.array([word % 2**64 for word in words], WORD)
+    right = sampling.sample(logits, **{"seed": 5, parameter: given})
+    for some in (words, tuple(words)):
+        assert np.array_equal(sampling.sample(logits, **{"seed": 5, parameter: some}), right)
+    for wrong in ([2**64, 0, 1], [0, 1, -(2**63) - 1]):
+        with pytest.raises(ValueError, match=f"{parameter} must be of 64 bits, got"):
+            sampling.sample(logits, **{"seed": 5, parameter: wrong})
+    for wrong in ([1.0, 2, 3], [True, False, True]):
+        with pytest.raises(TypeError, match=f"{parameter} must be an integer or integers"):
+            sampling.sample(logits, **{"seed": 5, parameter: wrong})
+
+
 def test_rows_of_small_seeds_never_draw_alike():
     streams = np.stack([row_seeds(seed, 4096) for seed in range(64)])
     assert len(np.unique(streams)) == streams.size
@@ -620,6 +636,18 @@ def test_a_scalar_is_checked_for_each_type():
         sampling.sample(logits, **right)
         with pytest.raises(TypeError):
             sampling.sample(logits, **wrong)
+
+
+def test_parameters_may_be_bfloat16():
+    logits = np.log(np.array([[0.5, 0.3, 0.2]] * 2, np.float32))
+    for bfloat16 in (ml_dtypes.bfloat16(0.5), np.array([0.5, 0.5], ml_dtypes.bfloat16)):
+        for name in ("temperature", "top_p", "min_p"):
+            right = sampling.filter_logits(logits, **{name: 0.5})
+            assert np.array_equal(sampling.filter_logits(logits, **{name: bfloat16}), right)
+    with pytest.raises(ValueError, match=r"temperature must be in \[0.0, inf\), got"):
+        sampling.sample(logits, temperature=np.array([1, np.inf], ml_dtypes.bfloat16))
+    with pytest.raises(TypeError, match="top_k must be an integer or integers, got"):
+        sampling.sample(logits, top_k=np.array([1, 1], ml_dtypes.bfloat16))
 
 
 def test_rows_may_be_any_stride_apart(rng):

@@ -154,6 +154,10 @@ def write(
     Parameters as of :func:`cuattn.reference.kvcache.write`.
     """
     cos, sin = (None, None) if rope is None else map(_aligned, rope)
+    pages = codes_of(k_pages), codes_of(v_pages)
+    memory = [array.data.mem for array in pages]
+    if k.data.mem in memory or v.data.mem in memory:  # views of pages, which takes less to find out
+        k, v = (apart(new, *pages) for new in (k, v))
     if isinstance(k_pages, QuantizedArray) or isinstance(v_pages, QuantizedArray):
         page_table, seq_lens, cu_new = batch.pointers
         _launch_quantized(

@@ -50,8 +50,9 @@ def append_kv(
     k_cache : array (batch, capacity, heads_kv, head_dim) or (num_pages, page_size, heads_kv, \
 head_dim)
         Keys, written to: of sequences one by one, or with `page_table` or `slots` of pages. A
-        :class:`cuattn.QuantizedArray` gets codes, and where each token has scales of its own,
-        those; its `like` is then the dtype of `k`.
+        :class:`cuattn.QuantizedArray` gets codes, and where each head of each token has scales of
+        its own, those; scales that are shared, of any shape, stay as they are. Its `like` is then
+        the dtype of `k`.
     v_cache : array (batch, capacity, heads_kv, head_dim_v) or (num_pages, page_size, heads_kv, \
 head_dim_v)
         Values, likewise.
@@ -218,7 +219,10 @@ def _check_caches(function: str, keys: Any, values: Any, table: Any, places: Any
                 f"{function}: {label} has strides {stored.strides}, must have a contiguous last "
                 "axis"
             )
-        if isinstance(stored, np.ndarray) and not stored.flags.writeable:
+        written = [stored]
+        if isinstance(cache, QuantizedArray) and cache.has_scale_of_tokens:
+            written += [cache.scale, cache.minimum]
+        if any(isinstance(array, np.ndarray) and not array.flags.writeable for array in written):
             raise ValueError(f"{function}: {label} is read-only, must be writable")
     if _dtype(values) != _dtype(keys):
         raise TypeError(

@@ -84,6 +84,9 @@ class SwappedSequence:
         Its pages with codes and scales, where the cache is.
     quantization : KVQuantization, optional
         The cache's.
+    layout : dict, optional
+        What the bytes of `pages` depend on besides: the cache's page_size, num_kv_heads, head_dim,
+        head_dim_v, joined and dtype.
     """
 
     tokens: np.ndarray
@@ -93,6 +96,7 @@ class SwappedSequence:
     v: np.ndarray | None = None
     pages: np.ndarray | None = None
     quantization: KVQuantization | None = None
+    layout: dict[str, Any] | None = None
 
 
 class PagedKVCache:
@@ -225,9 +229,7 @@ class PagedKVCache:
         self.dtype = check_float_dtype(name, "dtype", dtype)
         joined = check_bool(name, "joined", joined)
         self.quantization = as_quantization(name, quantization, joined=joined)
-        xp = np if xp is None else xp
-        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
-            raise TypeError(f"{name}: xp is {xp!r}, must be numpy or cupy")
+        xp = _library(name, xp)
         heads, head_dims = sizes["num_kv_heads"], (sizes["head_dim"], sizes["head_dim_v"])
         self._store = PageStore(
             xp,
@@ -445,7 +447,8 @@ class PagedKVCache:
         Parameters
         ----------
         ids : sequence of int
-            The sequences; those that were forked, truncated or rolled back since stay as they are.
+            The sequences; those that have been truncated or rolled back since, or that ``fork``,
+            ``swap_in`` or ``add_sequence`` made since, stay as they are.
         """
         self._manager.rollback(self._manager.rows("rollback", ids))
 
@@ -486,6 +489,7 @@ class PagedKVCache:
             num_tokens=int(manager.length[row]),
             num_written=int(manager.written[row]),
             quantization=self.quantization,
+            layout=self._page_layout(),
             **content,
         )
         manager.remove(id, row)
@@ -524,6 +528,10 @@ class PagedKVCache:
         if ours is not theirs and (ours is None or not ours.is_like(theirs)):
             raise ValueError(
                 f"{name}: swapped.quantization is {theirs}, must be this cache's {ours}"
+            )
+        if swapped.layout != (layout := self._page_layout()):
+            raise ValueError(
+                f"{name}: swapped.layout is {swapped.layout}, must be this cache's {layout}"
             )
         content = {}
         for label, pages in self._store.arrays.items():
@@ -577,7 +585,10 @@ class PagedKVCache:
         ------
         ValueError
             The file is not one that ``save`` has written.
+        MemoryError
+            The pages do not fit.
         """
+        xp = _library("PagedKVCache.load", xp)
         try:
             saved = files.read(file)
             cache = cls(**saved.config, xp=xp)
@@ -587,7 +598,7 @@ class PagedKVCache:
             }
             snapshot.restore(cache._manager, saved.state)
             cache._store.write_pages(saved.in_use, content)
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception as error:
             raise ValueError(
@@ -617,6 +628,15 @@ class PagedKVCache:
             "dtype": self.dtype,
             "quantization": self.quantization,
         }
+
+    def _page_layout(self) -> dict[str, Any] | None:
+        """What bytes of pages mean, beside `quantization`; None where they are arrays of numbers,
+        whose shapes say so."""
+        if self.quantization is None:
+            return None
+        names = ("page_size", "num_kv_heads", "head_dim", "head_dim_v", "joined")
+        config = self._config()
+        return {name: config[name] for name in names} | {"dtype": self.dtype.name}
 
     def __copy__(self) -> PagedKVCache:
         raise TypeError(
@@ -804,6 +824,14 @@ class PagedKVCache:
 
 def _loaded(saved: bytes, xp: str) -> PagedKVCache:
     return PagedKVCache.load(io.BytesIO(saved), xp=importlib.import_module(xp))
+
+
+def _library(function: str, xp: Any) -> ModuleType:
+    """The library whose arrays a cache has: NumPy where none is named."""
+    xp = np if xp is None else xp
+    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+        raise TypeError(f"{function}: xp is {xp!r}, must be numpy or cupy")
+    return xp
 
 
 def _counts(function: str, n: Any, sequences: int) -> np.ndarray:

@@ -68,17 +68,25 @@ class KVQuantization:
 
     def __post_init__(self) -> None:
         name = "KVQuantization"
+        checked: dict[str, Any] = {}
         for label, format in (("k", self.k), ("v", self.v)):
             if format is not None:
                 check_format(name, format, label)
+                checked[label] = str(format)
             elif getattr(self, f"{label}_scale") is not None:
                 raise ValueError(f"{name}: {label} is None, so {label}_scale must be None")
         if self.k is None and (self.rotate_k or self.k_offset is not None):
             raise ValueError(f"{name}: k is None, so rotate_k and k_offset must be None")
         if self.group_size is not None:
-            check_integer(name, "group_size", self.group_size)
+            checked["group_size"] = check_integer(name, "group_size", self.group_size)
         if self.rotate_k is not None:
-            check_bool(name, "rotate_k", self.rotate_k)
+            checked["rotate_k"] = check_bool(name, "rotate_k", self.rotate_k)
+        for label in ("k_offset", "k_scale", "v_scale"):
+            if getattr(self, label) is not None:
+                _, (array,) = as_arrays(name, **{label: getattr(self, label)})
+                checked[label] = array.copy()  # the caller's may change, and codes stay
+        for label, value in checked.items():  # plain numbers and arrays, which can be saved
+            object.__setattr__(self, label, value)
 
     def is_like(self, other: KVQuantization | None) -> bool:
         """Whether codes of one cache mean the same in another."""
@@ -206,7 +214,7 @@ def sides(
                 f"{function}: head_dim of {label} is {head_dim}, must be even for int4, which has "
                 "two in a byte"
             )
-        group = quantization.group_size or head_dim
+        group = head_dim if quantization.group_size is None else quantization.group_size
         if group < 1 or head_dim % group:
             raise ValueError(
                 f"{function}: quantization has group_size {group}, must divide {label}'s head_dim "

@@ -146,13 +146,15 @@ def forward(
         Of ``spec.lse_shape``, where asked for.
     """
     dtype = spec.acc_dtype
-    inputs = [codes_of(array) for array in (q, k, v, bias, mask) if array is not None]
-    overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
+    own_prefix = prefix if isinstance(prefix, tuple) else None
+    inputs = [q, k, v, bias, mask, *(own_prefix or ())]
+    overlaps = out is not None and any(
+        np.may_share_memory(out, codes_of(array)) for array in inputs if array is not None
+    )
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
     lse = np.empty(spec.lse_shape, dtype) if return_lse else None
 
     rows = Rows(spec, cu_seqlens_q)
-    own_prefix = prefix if isinstance(prefix, tuple) else None
     keys = Keys(k, v, spec, cu_seqlens_k, seq_lens, page_table, own_prefix)
     lengths = [(rows.length(b), keys.length(b)) for b in range(spec.batch)]
     terms = tiles.score_terms(spec, lengths, bias, mask, alibi_slopes)

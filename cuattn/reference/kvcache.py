@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuattn._quantized import QuantizedArray
+from cuattn._quantized import QuantizedArray, codes_of
 from cuattn.reference.positions import rotate
 from cuattn.reference.quantization import quantize_into
 
@@ -133,12 +133,12 @@ def append(
     else:
         tokens, page, slot = (a[there] for a in (tokens, page, slot))
     _check_places(name, "page_table", "page", page, len(k_cache))
-    keys = k[tokens]
+    keys, values = k[tokens], v[tokens]  # copies: they may be parts of either cache
     if rope is not None:
         _check_places(name, "rope", "position", positions, len(rope[0]))
         keys = rotate(keys, *(table[positions][:, None] for table in rope), interleaved)
     _store(k_cache, (page, slot), keys)
-    _store(v_cache, (page, slot), v[tokens])
+    _store(v_cache, (page, slot), values)
 
 
 def _store(
@@ -176,7 +176,7 @@ def write(
     Parameters
     ----------
     k, v : numpy.ndarray (total, heads, head_dim), (total, heads, head_dim_v)
-        Of the batch's new tokens, sequence by sequence.
+        Of the batch's new tokens, sequence by sequence; they may be views of pages.
     k_pages, v_pages : numpy.ndarray or QuantizedArray (num_pages, page_size, heads, head_dim)
         One layer's pages.
     batch : Batch
@@ -187,5 +187,7 @@ def write(
     if rope is not None:
         k = rotate(k, *(table[batch.new_position][:, None] for table in rope), interleaved)
     slots = batch.slots(k_pages.shape[1])
+    if np.may_share_memory(v, codes_of(k_pages)):
+        v = v.copy()  # before keys are written there
     _store(k_pages, slots, k)
     _store(v_pages, slots, v)

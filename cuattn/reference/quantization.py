@@ -226,8 +226,10 @@ def quantize_into(
     pages: QuantizedArray, slots: tuple[np.ndarray, np.ndarray], x: np.ndarray
 ) -> None:
     """Quantise rows (tokens, heads, head_dim) into pages, at a page and a place there for each;
-    scales that the tokens of a page do not share are found and written too."""
-    given = None if pages.has_scale_of_tokens else pages.scale[0]
+    scales and minima that each token has of its own are found and written too, others are taken as
+    they are."""
+    found = pages.has_scale_of_tokens
+    scale, minimum = (None, None) if found else pages.scales_at(slots)
     new = quantize(
         x,
         pages.dtype,
@@ -236,11 +238,11 @@ def quantize_into(
         symmetric=pages.minimum is None,
         offset=pages.offset,
         rotate=pages.rotation is not None,
-        scale=given,
-        minimum=None,
+        scale=scale,
+        minimum=minimum,
     )
     pages.data[slots] = new.data
-    if given is None:
+    if found:
         pages.scale[slots] = new.scale
         if pages.minimum is not None:
             pages.minimum[slots] = new.minimum

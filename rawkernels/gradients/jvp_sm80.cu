@@ -168,7 +168,6 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(unsigned pair) {
 struct Sums {
   // Where scores are more than scaled products they may be of any size.
   using Softmax = tile::OnlineSoftmaxOf<kGeneral>;
-
   Softmax softmax;
   float mean[2] = {};  // mu of this lane's columns; quad_sum gives the row's
 

@@ -74,6 +74,33 @@ def test_tokens_may_be_moved_within_a_cache(quantized, rng):
     assert np.array_equal(written.get(), right)
 
 
+@pytest.mark.parametrize("lead", [(), (1, 1), (2, 1), "of heads together"])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_shared_scales_stay_as_they_are(format, lead, rng):
+    """The codes, and nothing else, are those of NumPy."""
+    new = rng.standard_normal((2, 5, 2, 64)).astype(np.float16)
+    shape = (2, 16, 1, 1) if lead == "of heads together" else (*lead, 2, 1)
+    scale = rng.uniform(0.1, 0.2, shape).astype(np.float32)
+    minimum = np.full_like(scale, -1.5) if format == "int4" else None
+    lens = np.array([7, 12], np.int32)
+    results = []
+    for xp in (np, cupy):
+        data = np.zeros((2, 16, 2, 64), np.int8)
+        if format == "int4":
+            data = np.zeros((2, 16, 2, 32), np.uint8)
+        parts = (None if part is None else xp.asarray(part) for part in (scale, minimum))
+        own_scale, own_minimum = parts
+        options = {"dtype": format, "minimum": own_minimum, "like": np.float16}
+        codes = [cuattn.QuantizedArray(xp.asarray(data), own_scale, **options) for _ in "kv"]
+        codes[1] = codes[1].of(xp.asarray(data.copy()), codes[1].scale, codes[1].minimum)
+        cuattn.append_kv(*codes, xp.asarray(new), xp.asarray(-new), xp.asarray(lens))
+        results.append([part if xp is np else part.get() for part in (
+            codes[0].data, codes[1].data, codes[0].scale)])  # fmt: skip
+    for of_numpy, of_gpu in zip(*results, strict=True):
+        np.testing.assert_array_equal(of_gpu, of_numpy)
+    np.testing.assert_array_equal(results[1][2], np.broadcast_to(scale, results[1][2].shape))
+
+
 def test_a_graph_writes_where_lengths_point_when_it_runs():
     k_cache, v_cache = cupy.zeros((2, 2, 8, 1, 8), np.float32)
     new = cupy.ones((2, 1, 1, 8), np.float32)

@@ -16,7 +16,7 @@ from hypothesis import settings
 import cuattn
 from cuattn.decoding import paged_attention
 from cuattn.kvcache import PagedKVCache
-from tests.caches import CacheMachine
+from tests.caches import CacheMachine, check_views_of_pages
 from tests.formulas import assert_accurate
 from tests.gpu.graphs import captured
 
@@ -73,6 +73,11 @@ def test_write_is_numpys(rng, dtype, dim, dim_v, pairs, counts, rope):
             assert_accurate(
                 got, want.astype(np.float64), want, slack=4 * float(ml_dtypes.finfo(dtype).eps)
             )
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_is_written_may_be_views_of_pages(quantization, rng):
+    check_views_of_pages(rng, quantization, cupy)
 
 
 def test_a_step_is_captured_once_and_replayed(rng):
