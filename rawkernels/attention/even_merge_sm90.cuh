@@ -5,7 +5,7 @@
 #pragma once
 
 #include "attention/layout_sm90.cuh"
-#include "tile/softmax.cuh"
+#include "attention/score_sm90.cuh"
 
 // What a thread block leaves of a tile that it has not all keys of, as the lanes of its consumer
 // have it.
@@ -60,7 +60,7 @@ struct PartsOfTiles {
 // A consumer's O of one part of a tile, for the others; true in the warps that are the last, which
 // then have the O, the maxima and the sums of all parts. `replaced`: whether the filter has
 // replaced values, of the part, then of all parts.
-__device__ __forceinline__ bool merge_parts(float (&o)[kHeadDimV / 2], tile::OnlineSoftmax& softmax,
+__device__ __forceinline__ bool merge_parts(float (&o)[kHeadDimV / 2], Softmax& softmax,
                                             bool& replaced, const Tile& tile,
                                             const Sm90Params& sm90) {
   const PartsOfTiles all(sm90);
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool merge_parts(float (&o)[kHeadDimV / 2], tile::Onl
       make_float4(softmax.row_max[0], softmax.row_max[1], softmax.row_sum[0], softmax.row_sum[1]);
   if (lane == 0) own.replaced = replaced;
   if (!all.is_last(tile, sm90.launch_id)) return false;
-  softmax = tile::OnlineSoftmax();
+  softmax = Softmax();
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
 #pragma unroll 1
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool merge_parts(float (&o)[kHeadDimV / 2], tile::Onl
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float larger = fmaxf(softmax.row_max[i], its_max[i]);
-      const float offset = tile::OnlineSoftmax::offset(larger, sm90.scale_log2);
+      const float offset = Softmax::offset(larger, sm90.scale_log2);
       factor[i] = ptx::ex2(softmax.row_max[i] * sm90.scale_log2 - offset);
       its_factor[i] = ptx::ex2(its_max[i] * sm90.scale_log2 - offset);
       softmax.row_max[i] = larger;

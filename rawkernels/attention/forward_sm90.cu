@@ -298,7 +298,7 @@ struct Consumer {
   __device__ __forceinline__ void finish_tile(const Softmax& softmax, const Tile& tile,
                                               bool replaced) {
     if constexpr (Config::even_keys) {
-      tile::OnlineSoftmax all = softmax;
+      Softmax all = softmax;
       const bool merges = tile.parts() > 1;
       if (merges && !merge_parts(o, all, replaced, tile, sm90)) return;
       write_tile(all, merges ? tile.with_all_keys() : tile, replaced);
@@ -307,7 +307,7 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void write_tile(const tile::OnlineSoftmax& softmax, const Tile& tile,
+  __device__ __forceinline__ void write_tile(const Softmax& softmax, const Tile& tile,
                                              bool replaced) {
     write_output(o, softmax, params, sm90, tile, tile.row + first_row);
     if (replaced) restore_values(params, sm90, tile, tile.row + first_row - threadIdx.x % 32 / 4);
