@@ -19,8 +19,15 @@ constexpr int kColumns = Config::columns;
 constexpr int kVecs = kColumns / 128;  // of four columns, of a lane
 // Partial results on their way to a lane. Where a row is in two pieces, two tiles may have those of
 // 132 thread blocks, so that a warp's share is up to 9.
-constexpr int kOnTheirWay = kVecs == 2 ? 9 : 16 / kVecs;
-using Tile = PartialTile<kRows, kLatent>;
+constexpr int kOnTheirWay = kVecs == 2 ? 9 : Config::half_parts && kVecs == 4 ? 3 : 16 / kVecs;
+using Tile = PartialTile<kRows, kLatent, Config::half_parts>;
+
+// The vector of four columns that a lane has as its i-th, of its block's columns: of float16 two
+// that lie side by side.
+constexpr bool kPairs = Config::half_parts && kVecs > 1;
+__device__ __forceinline__ int vec_of_lane(int lane, int i) {
+  return kPairs ? (i / 2 * 8 + lane / 4) * 8 + i % 2 * 4 + lane % 4 : lane + 32 * i;
+}
 
 struct Smem {
   float4 o[kWarps][kColumns / 4];
@@ -80,7 +87,7 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
   whole.max = max;
 #pragma unroll 1
   for (int first = begin; first < task.count; first += step * kBatch) {
-    float4 o[kBatch][kVecs];
+    alignas(16) Tile::Vec o[kBatch][kVecs];
     float2 max_sum[kBatch];
     float new_max = whole.max;
 #pragma unroll
@@ -89,8 +96,14 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
       const Tile& part = parts[task.slot(min(first + i * step, task.count - 1))];
       max_sum[i] = part.max_sum[row];
 #pragma unroll
-      for (int j = 0; j < kVecs; ++j)
-        o[i][j] = part.o[Tile::at(row, blockIdx.z * (kColumns / 4) + lane + 32 * j)];
+      for (int j = 0; j < kVecs; ++j) {
+        const int vec = blockIdx.z * (kColumns / 4) + vec_of_lane(lane, j);
+        if constexpr (!kPairs)
+          o[i][j] = part.o[Tile::at(row, vec)];
+        else if (j % 2 == 0)
+          reinterpret_cast<uint4&>(o[i][j]) =
+              reinterpret_cast<const uint4&>(part.o[Tile::at(row, vec)]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -102,7 +115,10 @@ __device__ __forceinline__ Sum sum_share(const Tile* parts, const CombineTask& t
     for (int i = 0; i < kBatch; ++i) {
       const float factor = ptx::ex2(max_sum[i].x - Sum::offset(new_max));
       whole.sum = fmaf(factor, max_sum[i].y, whole.sum);
-      whole.add(o[i], factor);
+      float4 numbers[kVecs];
+#pragma unroll
+      for (int j = 0; j < kVecs; ++j) numbers[j] = Tile::numbers(o[i][j]);
+      whole.add(numbers, factor);
     }
   }
   return whole;
@@ -159,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < ml
       if (in_shares) {
 #pragma unroll 1
         for (int i = 0; i < kWarps; ++i)  // less at a time: another sum is in registers
-          whole.add(sum_share<kOnTheirWay / 4>(parts, task, row, i, kWarps, max));
+          whole.add(sum_share<(kOnTheirWay + 3) / 4>(parts, task, row, i, kWarps, max));
         whole.max = max;
       } else {
         whole = sum_share<kOnTheirWay>(parts, task, row, 0, 1, max);
@@ -168,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < ml
 #pragma unroll
       for (int j = 0; j < kVecs; ++j)
         put_vec(params, result,
-                (kColumns < kLatent ? blockIdx.z * (kColumns / 4) : 0) + lane + 32 * j, whole.o[j]);
+                (kColumns < kLatent ? blockIdx.z * (kColumns / 4) : 0) + vec_of_lane(lane, j),
+                whole.o[j]);
     }
   } else {
     __shared__ Smem smem;
@@ -176,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < ml
     if (in_shares) max = largest_max(parts, task, row);
     const Sum share = sum_share<kOnTheirWay>(parts, task, row, warp, kWarps, max);
 #pragma unroll
-    for (int j = 0; j < kVecs; ++j) smem.o[warp][lane + 32 * j] = share.o[j];
+    for (int j = 0; j < kVecs; ++j) smem.o[warp][vec_of_lane(lane, j)] = share.o[j];
     if (lane == 0) smem.max_sum[warp] = {share.max, share.sum};
     __syncthreads();
     if (threadIdx.x >= kColumns / 4) return;

@@ -24,6 +24,10 @@ namespace mla {
 
 // Takes splits from the producer, and puts their results, or partial ones.
 struct SplitConsumer : Consumer<false> {
+  using HalfPart = PartialTile<kRows, kLatent, true>;
+  using Part = PartialTile<kRows, kLatent, kHalfParts>;
+  static_assert(sizeof(Part) == kRows * (kLatent * (kHalfParts ? 2 : 4) + 8),
+                "part_bytes of the Config must have room for it");
   tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
@@ -69,6 +73,9 @@ struct SplitConsumer : Consumer<false> {
     for (int r = 0; r < 2; ++r) {
       sum[r] = tile::quad_sum(softmax.row_sum[r]);
       if (lane % 4 == 0) smem.row_sum[odd][row + 8 * r] = sum[r];
+      if (!kHalfParts || work->place.count == 1) continue;
+      const float largest = tile::quad_max(largest_of_lane(r));
+      if (lane % 4 == 0) smem.largest[odd][row + 8 * r] = largest;
     }
     if (kMerges && threadIdx.x == 0) smem.merges = next_has_left();
     ptx::bar_sync(kBoth, kConsumers);
@@ -81,6 +88,7 @@ struct SplitConsumer : Consumer<false> {
       const int its_row = row + 8 * r;
       sum[r] += smem.row_sum[!odd][its_row];
       float max = softmax.row_max[r] * scale_log2;
+      if (kHalfParts && work->place.count > 1) fit_part(its_row, max, sum[r], r);
       if (merges) add_part(min(its_row, rows - 1), max, sum[r], r);
       if (work->place.count > 1 && !merges)
         put_part(its_row, its_row < rows, max, sum[r], r);
@@ -106,26 +114,61 @@ struct SplitConsumer : Consumer<false> {
     return work->place.index + 1 == work->place.count;
   }
 
-  // Adds the next block's part of a row, as combine.cu would, so that results do not depend on who
-  // merges them.
+  // Of its |O| of a row.
+  __device__ __forceinline__ float largest_of_lane(int r) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 2 * r; i < kLatent / 4; i += 4)
+      largest = fmaxf(largest, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
+    return largest;
+  }
+
+  // Makes a row's numbers such as float16 has, by a larger maximum.
+  __device__ __forceinline__ void fit_part(int its_row, float& max, float& sum, int r) {
+    const int rise = HalfPart::rise_for(fmaxf(smem.largest[0][its_row], smem.largest[1][its_row]));
+    const float factor = HalfPart::factor_for(rise);
+    max += rise;
+    sum *= factor;
+#pragma unroll
+    for (int i = 2 * r; i < kLatent / 4; i += 4) {
+      o[i] *= factor;
+      o[i + 1] *= factor;
+    }
+  }
+
+  // Eight numbers of a row that lie side by side in a partial result.
+  struct Eight {
+    float x[8];
+  };
+  __device__ __forceinline__ Eight eight(int i, int r) const {
+    const float* const own = o + i + 2 * r;
+    return {own[0], own[1], own[4], own[5], own[8], own[9], own[12], own[13]};
+  }
+
+  // Adds the next block's part of a row to this one's, as combine.cu would, so that results do not
+  // depend on who merges them.
   __device__ __forceinline__ void add_part(int its_row, float& max, float& sum, int r) {
-    using Tile = PartialTile<kRows, kLatent>;
-    const Tile& part = static_cast<const Tile*>(mla.parts)[work->place.slot(1)];
+    const HalfPart& part = static_cast<const HalfPart*>(mla.parts)[work->place.slot(1)];
     const float2 max_sum = __ldcg(&part.max_sum[its_row]);
     const float new_max = fmaxf(max, max_sum.x);
     const float offset = tile::OnlineSoftmax::offset(new_max, 1.0f);
     const float own = ptx::ex2(max - offset), others = ptx::ex2(max_sum.x - offset);
     max = new_max;
     sum = fmaf(others, max_sum.y, own * sum);
-    const float4* const from = part.o + Tile::at(its_row, first_panel * 16 + lane % 4);
+    const auto* const from = part.o + HalfPart::at(its_row, first_panel * 16 + lane % 4);
 #pragma unroll
-    for (int i = 0; i < kLatent / 4; i += 8) {
-      const float4 other = __ldcg(&from[Tile::at(0, i / 2)]);
-      float* const to = o + i + 2 * r;
-      to[0] = fmaf(others, other.x, own * to[0]);
-      to[1] = fmaf(others, other.y, own * to[1]);
-      to[4] = fmaf(others, other.z, own * to[4]);
-      to[5] = fmaf(others, other.w, own * to[5]);
+    for (int i = 0; i < kLatent / 4; i += 16) {
+      const uint4 its = __ldcg(reinterpret_cast<const uint4*>(from + HalfPart::at(0, i / 2)));
+      const uint4 mine = HalfPart::packed(eight(i, r).x);
+      const auto add = [&](int j, unsigned its_pair, unsigned my_pair) {
+        const float2 x = HalfPart::pair(its_pair), y = HalfPart::pair(my_pair);
+        o[i + 4 * j + 2 * r] = fmaf(others, x.x, own * y.x);
+        o[i + 4 * j + 2 * r + 1] = fmaf(others, x.y, own * y.y);
+      };
+      add(0, its.x, mine.x);
+      add(1, its.y, mine.y);
+      add(2, its.z, mine.z);
+      add(3, its.w, mine.w);
     }
   }
 
@@ -133,14 +176,19 @@ struct SplitConsumer : Consumer<false> {
   __device__ __forceinline__ void put_part(int its_row, bool exists, float max, float sum,
                                            int r) const {
     if (!exists) return;
-    using Tile = PartialTile<kRows, kLatent>;
-    Tile& part = static_cast<Tile*>(mla.parts)[work->place.slot(work->place.index)];
+    Part& part = static_cast<Part*>(mla.parts)[work->place.slot(work->place.index)];
     if (!odd && lane % 4 == 0) part.max_sum[its_row] = {max, sum};
-    float4* const to = part.o + Tile::at(its_row, first_panel * 16 + lane % 4);
+    auto* const to = part.o + Part::at(its_row, first_panel * 16 + lane % 4);
+    constexpr int kStep = kHalfParts ? 16 : 8;  // 16 bytes of a lane
 #pragma unroll
-    for (int i = 0; i < kLatent / 4; i += 8)
-      to[Tile::at(0, i / 2)] = {o[i + 2 * r], o[i + 2 * r + 1], o[i + 4 + 2 * r],
-                                o[i + 4 + 2 * r + 1]};
+    for (int i = 0; i < kLatent / 4; i += kStep) {
+      auto& target = to[Part::at(0, i / 2)];
+      if constexpr (kHalfParts)
+        reinterpret_cast<uint4&>(target) = HalfPart::packed(eight(i, r).x);
+      else
+        reinterpret_cast<float4&>(target) = {o[i + 2 * r], o[i + 2 * r + 1], o[i + 4 + 2 * r],
+                                             o[i + 4 + 2 * r + 1]};
+    }
   }
 
   // A row of the result, where it exists, 16 bytes at a time: of four blocks of 8 columns, each

@@ -40,6 +40,8 @@ constexpr int kFullArrivals = Config::gather ? kProducers * 33 : 1;
 constexpr bool kValuesFirst = kExpands;
 // A block may merge both partial results of a work tile; where keys are gathered it would spill.
 constexpr bool kMerges = !Config::gather;
+// Partial results are float16, which needs registers where they are made, too.
+constexpr bool kHalfParts = kMerges;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 // Where 64 heads fill a tile, its queries and its result take as long as two steps of keys; keys
@@ -75,6 +77,7 @@ struct Smem {
   ptx::Mbarrier full_work[kQueue], empty_work[kQueue];
   // Q is there, where TMA loads it; both consumers have their last scores of the split.
   ptx::Mbarrier full_q, empty_q;
+  float largest[2][kRows];  // of each consumer's |O|, where it becomes a partial result
 };
 static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of it");
 

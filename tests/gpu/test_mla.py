@@ -157,6 +157,16 @@ def test_every_number_of_rows(rng, tier, heads, seqlen_q):
     cache.check(cache.queries(rng, 3, seqlen_q, heads), causal=True)
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-6, 1e6, 1e30])
+def test_values_of_every_size(rng, size):
+    """Partial results are float16 where latents are plain."""
+    cache = Cache(rng, [1500, 300], BFLOAT16, sizes=size)
+    q = cache.queries(rng, 2, 1, 128, size=1 / size)
+    cache.check(q)
+    out = cache.decode(q)[0].get().astype(np.float64)
+    assert np.abs(out).max() > size / 100
+
+
 def test_many_tokens(rng, tier):
     cache = Cache(rng, [300, 70], np.float16)
     cache.check(cache.queries(rng, 2, 64, 16), causal=True)

@@ -213,7 +213,8 @@ class Sm90Mla:
                 yield sm90_variant(dtype, "", gather=False)
                 for format in LATENT_FORMATS:
                     yield sm90_variant(dtype, format, gather=True)
-                yield from combine_variants(dtype, 64)
+                for half_parts in (False, True):
+                    yield from combine_variants(dtype, 64, half_parts=half_parts)
                 yield few_variant(dtype)
 
 
@@ -463,8 +464,13 @@ def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows:
         columns, shared = LATENT, False
     # A row or more for each warp, in equal numbers.
     rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
+    half_parts = isinstance(variant.config, Sm90MlaConfig) and not variant.config.gather
     return Launch(
-        combine_variant(call.spec.dtype.name, variant.config.rows, columns, shared_rows=shared),
+        combine_variant(
+            *(call.spec.dtype.name, variant.config.rows, columns),
+            shared_rows=shared,
+            half_parts=half_parts,
+        ),
         (tasks, tile_rows if shared else -(-eights // rows_each), LATENT // columns),
         (),
     )

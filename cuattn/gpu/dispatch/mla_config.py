@@ -131,8 +131,8 @@ class Sm90MlaConfig(Config):
 
     @property
     def part_bytes(self) -> int:
-        """Scratch of a partial result: O, maxima and sums."""
-        return self.rows * (LATENT + 2) * 4
+        """Scratch of a partial result: O, as float16 where it is plain keys', maxima and sums."""
+        return self.rows * (LATENT * (4 if self.gather else 2) + 8)
 
 
 def sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
@@ -242,6 +242,7 @@ class CombineConfig(Config):
     latent: int
     columns: int  # of a row of O that a warp or a block merges
     shared_rows: bool  # by a block's warps, each of which has a share of the partial results
+    half_parts: bool  # partial results are float16
 
     @property
     def threads(self) -> int:
@@ -249,9 +250,11 @@ class CombineConfig(Config):
         return 256
 
 
-def combine_variant(dtype: str, rows: int, columns: int, *, shared_rows: bool) -> Variant:
+def combine_variant(
+    dtype: str, rows: int, columns: int, *, shared_rows: bool, half_parts: bool
+) -> Variant:
     """Of mla/combine.cu, for tiles of so many rows."""
-    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows)
+    config = CombineConfig(dtype, rows, LATENT, columns, shared_rows, half_parts)
     return Variant("mla/combine.cu", "mla_combine", config)
 
 
@@ -259,7 +262,7 @@ def combine_variant(dtype: str, rows: int, columns: int, *, shared_rows: bool) -
 COMBINED = ((LATENT // 4, True), (LATENT // 2, True), (LATENT // 4, False), (LATENT, False))
 
 
-def combine_variants(dtype: str, rows: int) -> Iterator[Variant]:
+def combine_variants(dtype: str, rows: int, *, half_parts: bool = False) -> Iterator[Variant]:
     """Every variant of it for them."""
     for columns, shared_rows in COMBINED:
-        yield combine_variant(dtype, rows, columns, shared_rows=shared_rows)
+        yield combine_variant(dtype, rows, columns, shared_rows=shared_rows, half_parts=half_parts)
