@@ -58,14 +58,15 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
                                              const Sm90Params& sm90, const Tile& tile, int row) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane % 2;
-  // What exponents are relative to is in units of 1 / kUnit: natural ones where scores may be of
-  // any size, as the largest float has no other.
-  constexpr float kUnit = Config::score ? tile::kLog2e : 1.0f, kNatural = tile::kLog2e / kUnit;
-  const float scale = Config::score ? sm90.scale_log2 * tile::kLn2 : sm90.scale_log2;
+  // Exponents are counted in log2, or where scores may be of any size in natural units: the largest
+  // float has no logarithm in others. (Plain calls are written without a product by 1, which
+  // flushes to 0 and so is an instruction.)
+  const auto power = [](float x) { return ptx::ex2(Config::score ? x * tile::kLog2e : x); };
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = tile::quad_sum(softmax.row_sum[i]);
-    float max = Softmax::offset(softmax.row_max[i], scale);
+    float max = Softmax::offset(softmax.row_max[i],
+                                Config::score ? sm90.scale_log2 * tile::kLn2 : sm90.scale_log2);
     const float offset_of_keys = max;
     if (kSoftcapAlibi && sum == 0.0f) max = 0.0f;  // a bound may stand for the maximum of no keys
     float rescale = 1.0f;
@@ -74,11 +75,11 @@ __device__ __forceinline__ void write_output(const float (&o)[kHeadDimV / 2],
     const float* sinks = static_cast<const float*>(params.sinks);
     if constexpr (Config::split_kv) sinks = tile.split() == 0 ? sinks : nullptr;
     if (sinks != nullptr) {
-      const float sink = sinks[head] * kNatural;
+      const float sink = Config::score ? sinks[head] : sinks[head] * tile::kLog2e;
       if (sum == 0.0f) max = fmaxf(sink, -3.402823466e38f);  // no keys: it weighs nothing
       const float larger = fmaxf(max, sink);
-      rescale = ptx::ex2((max - larger) * kUnit);
-      sum = sum * rescale + ptx::ex2((sink - larger) * kUnit);
+      rescale = power(max - larger);
+      sum = sum * rescale + power(sink - larger);
       max = larger;
     }
     float inverse = sum == 0.0f ? 0.0f : rescale * ptx::rcp(sum);

@@ -90,10 +90,11 @@ struct OnlineSoftmaxOf {
     for (int row = 0; row < 2; ++row) {
       const float largest = quad_max(block_max[row]);
       const bool moves = (largest - row_max[row]) * scale_log2 > threshold;
-      float change = row_max[row] * scale_log2 - offset(largest, scale_log2);
       if (kAnySize && (is_large(row_max[row], scale_log2) || is_large(largest, scale_log2)))
-        change = (row_max[row] - largest) * scale_log2;
-      correction[row] = moves ? ptx::ex2(change) : 1.0f;
+        correction[row] = moves ? ptx::ex2((row_max[row] - largest) * scale_log2) : 1.0f;
+      else
+        correction[row] =
+            moves ? ptx::ex2(row_max[row] * scale_log2 - offset(largest, scale_log2)) : 1.0f;
       row_sum[row] *= correction[row];
       row_max[row] = moves ? largest : row_max[row];
     }
