@@ -209,7 +209,8 @@ def distances_from_entropy(logits):
     """``abs(-log p - entropy)`` of each token, in float64; infinite for one that is hidden."""
     logits = logits.astype(np.float64)
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    mean = np.sum(p * logits, axis=1, keepdims=True, where=p > 0) / p.sum(axis=1, keepdims=True)
+    seen = np.where(p > 0, logits, 0)
+    mean = np.sum(p * seen, axis=1, keepdims=True) / p.sum(axis=1, keepdims=True)
     return np.abs(logits - mean)
 
 
