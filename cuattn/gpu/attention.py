@@ -62,9 +62,11 @@ def forward(
             most = 0
             if not in_kernel:
                 most = quantization.sequences_to_expand(k, v, spec, elementwise=elementwise)
-            if (in_kernel and k.rotation is not None) or (
-                most and quantization.rotates_queries(k, spec)
-            ):
+            if in_kernel:
+                rotates = k.rotation is not None and not quantization.rotates_in_kernel(spec)
+            else:
+                rotates = most > 0 and quantization.rotates_queries(k, spec)
+            if rotates:
                 q, k = quantization.rotated(q), quantization.unrotated(k)
             if 0 < most < spec.batch:
                 return _forward_in_turns(

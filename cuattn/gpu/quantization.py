@@ -103,6 +103,12 @@ def expands_in_kernel(k: Any, v: Any, spec: AttentionSpec) -> bool:
     )
 
 
+def rotates_in_kernel(spec: AttentionSpec) -> bool:
+    """Whether the forward kernel that reads codes rotates queries as keys are."""
+    device = cupy.cuda.runtime.getDevice()
+    return dispatch.rotates_in_kernel(spec, compiler.multiprocessors(device))
+
+
 def rotates_queries(k: QuantizedArray, spec: AttentionSpec) -> bool:
     """Whether queries are to be rotated instead of the keys that codes are expanded to."""
     return k.rotation is not None and k.offset is None and dispatch.rotates_queries(spec)

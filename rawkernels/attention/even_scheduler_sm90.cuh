@@ -129,17 +129,3 @@ struct EvenTileScheduler {
     return ((place + 1ull) * ranges - 1) / total;
   }
 };
-
-template <bool kIsDynamic, bool kIsEven>
-struct TileSchedulerOf {
-  using Type = StaticTileScheduler;
-};
-template <>
-struct TileSchedulerOf<true, false> {
-  using Type = DynamicTileScheduler;
-};
-template <>
-struct TileSchedulerOf<true, true> {
-  using Type = EvenTileScheduler;
-};
-using TileScheduler = TileSchedulerOf<kDynamic, Config::even_keys>::Type;

@@ -119,7 +119,7 @@ struct Consumer {
         tile = finished;
         break;
       }
-      ptx::mbarrier_wait(smem.full_q[stage_q.index][consumer], stage_q.parity);
+      ptx::mbarrier_wait(queries_barrier(smem, stage_q.index, consumer), stage_q.parity);
       step(true, finished);
     }
     last_values();
@@ -131,7 +131,7 @@ struct Consumer {
     skip_values();
     --block;
     prepare_masks();
-    ptx::mbarrier_wait(smem.full_q[0][consumer], 0);
+    ptx::mbarrier_wait(queries_barrier(smem, 0, consumer), 0);
     ptx::mbarrier_wait(smem.full_k[stage_k.index], stage_k.parity);
     if (kFirstTurn) wait_turn();
     ptx::wgmma_keep(s);

@@ -1,7 +1,7 @@
 // Constants and shared memory of attention/forward_sm90.cu.
 #pragma once
 
-#include "attention/even_scheduler_sm90.cuh"
+#include "attention/team_scheduler_sm90.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/pipeline.cuh"
 
@@ -49,7 +49,7 @@ constexpr bool kSkipsBlocks = (Config::bound_left || Config::bound_right) && !Co
 // Where costs are unknown a thread block takes a tile when it begins the one before, not earlier:
 // of tiles that it had taken already no other block could relieve it. With one stage of queries it
 // takes them earlier, as keys would wait for the tile.
-constexpr bool kTakesLate = kDynamic && !Config::even_keys && kStagesQ > 1;
+constexpr bool kTakesLate = kDynamic && !Config::even_keys && kTeam == 1 && kStagesQ > 1;
 
 // A consumer's turn to issue products ends when its scores are there, not as soon as its products
 // are issued. Else three consumers whose products take no longer than their exponentials can get
@@ -76,8 +76,9 @@ constexpr int kConsumerRegisters = (kReadsCodes        ? kSharedRegisters / kWar
 constexpr int kKeyCodeBytes = CodeOptions<Config>::k_row_bytes;
 constexpr int kValueCodeBytes = CodeOptions<Config>::v_row_bytes;
 constexpr int kCodeStages = CodeOptions<Config>::code_stages;
+constexpr int kOwnCodeStages = kTeam > 1 ? 0 : kCodeStages;  // of whole blocks
 constexpr int kCodeBytes =
-    kTileN * (kKeyCodeBytes > kValueCodeBytes ? kKeyCodeBytes : kValueCodeBytes);
+    kTeam > 1 ? 0 : kTileN * (kKeyCodeBytes > kValueCodeBytes ? kKeyCodeBytes : kValueCodeBytes);
 template <int kNumber, int kBytes>
 struct CodeStages {
   alignas(1024) unsigned char codes[kNumber][kBytes];
@@ -94,7 +95,22 @@ struct CodeBarriers {
 template <>
 struct CodeBarriers<0> {};
 
-struct AnySmem : CodeStages<kCodeStages, kCodeBytes> {
+// With a team: codes of those keys of a block, and of their values, that a warp expands.
+constexpr int kTeamKeys = kTeam > 1 ? kTileN / kExpandWarps : 0;
+template <int kKeys>
+struct TeamCodes {
+  struct OfWarp {
+    alignas(128) unsigned char k[kKeys * kKeyCodeBytes], v[kKeys * kValueCodeBytes];
+    alignas(16) unsigned k_scales[kKeys];
+    alignas(16) unsigned v_scales[kKeys];
+    ptx::Mbarrier full_k, full_v;  // TMA's bytes -> the warp
+  } of_warp[kTileN / kKeys];
+  ptx::Mbarrier rotated_q[kStagesQ][kWarpgroups];  // warps that have rotated queries -> a consumer
+};
+template <>
+struct TeamCodes<0> {};
+
+struct AnySmem : CodeStages<kOwnCodeStages, kCodeBytes> {
   alignas(1024) unsigned char q[kStagesQ][kWarpgroups][kPanelsK * kPanelBytesQ];
   alignas(1024) unsigned char k[kStages][kPanelsK * kPanelBytesK];
   alignas(1024) unsigned char v[kStages][kPanelsV * kPanelBytesK];
@@ -114,7 +130,7 @@ struct AnySmem : CodeStages<kCodeStages, kCodeBytes> {
   TileQueue queue;
   SortedTiles::Shared sorted;  // of the scheduler's warp alone
 };
-struct Smem : AnySmem, CodeBarriers<kCodeStages> {};
+struct Smem : AnySmem, CodeBarriers<kOwnCodeStages>, TeamCodes<kTeamKeys> {};
 
 // Bias and mask of a consumer's 64 queries and a block of keys, row by row. Rows of bias are 8
 // elements longer than the block, so that what eight rows' quads read side by side lies in
@@ -160,8 +176,17 @@ static_assert(!(Config::pack_gqa && kMayMask), "bias and mask are read as rows o
 static_assert(kTileN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0,
               "wgmma multiplies by steps of 16");
 
-// The warps of attention/forward_codes_sm90.cu, in the place of those that load keys and values:
-// attention/expand_sm90.cuh has them.
+// What consumers wait for queries at.
+template <class AnySmem>
+__device__ __forceinline__ ptx::Mbarrier& queries_barrier(AnySmem& smem, int stage, int consumer) {
+  if constexpr (kRotatesQueries)
+    return smem.rotated_q[stage][consumer];
+  else
+    return smem.full_q[stage][consumer];
+}
+
+// The warps of attention/forward_codes_sm90.cu and forward_team_codes_sm90.cu, in the place of
+// those that load keys and values: attention/expand_sm90.cuh and expand_team_sm90.cuh have them.
 template <bool kOfCodes>
 struct CodeWarps {
   __device__ static void load(Smem& smem, const Sm90Params& sm90);
@@ -185,12 +210,23 @@ __device__ __forceinline__ void init_code_barriers(CodeBarriers<kNumber>& smem) 
   }
 }
 __device__ __forceinline__ void init_code_barriers(CodeBarriers<0>&) {}
+template <int kKeys>
+__device__ __forceinline__ void init_code_barriers(TeamCodes<kKeys>& smem) {
+  for (auto& of_warp : smem.of_warp) {
+    ptx::mbarrier_init(of_warp.full_k, 1);
+    ptx::mbarrier_init(of_warp.full_v, 1);
+  }
+  for (int i = 0; i < kStagesQ * kWarpgroups; ++i)
+    ptx::mbarrier_init(smem.rotated_q[i / kWarpgroups][i % kWarpgroups],
+                       kExpandWarps / kWarpgroups);
+}
+__device__ __forceinline__ void init_code_barriers(TeamCodes<0>&) {}
 
 // By one thread.
 __device__ __forceinline__ void init_barriers(Smem& smem) {
   for (int i = 0; i < kStages; ++i) {
-    ptx::mbarrier_init(smem.full_k[i], kReadsCodes ? kExpandWarps : 1);
-    ptx::mbarrier_init(smem.full_v[i], kReadsCodes ? kExpandWarps : 1);
+    ptx::mbarrier_init(smem.full_k[i], kOwnCodeStages > 0 ? kExpandWarps : 1);
+    ptx::mbarrier_init(smem.full_v[i], kOwnCodeStages > 0 ? kExpandWarps : 1);
     ptx::mbarrier_init(smem.empty_k[i], 4 * kWarpgroups);
     ptx::mbarrier_init(smem.empty_v[i], 4 * kWarpgroups + kFilterWarps);
     if (kFilterWarps > 0) ptx::mbarrier_init(smem.filtered_v[i], kFilterWarps);
@@ -208,6 +244,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
     ptx::mbarrier_init(smem.queue.empty[i],
                        4 * kWarpgroups + 1 + kFilterWarps + kValueWarps + kExpandWarps);
   }
-  init_code_barriers(smem);
+  init_code_barriers(static_cast<CodeBarriers<kOwnCodeStages>&>(smem));
+  init_code_barriers(static_cast<TeamCodes<kTeamKeys>&>(smem));
   ptx::fence_mbarrier_init();
 }

@@ -78,12 +78,17 @@ struct CodeOptions {
   static constexpr int expand_warps = 0;                  // that make numbers of codes
   static constexpr int expand_registers = 0;              // of their threads
   static constexpr int code_stages = 0;                   // of a block's codes
+  static constexpr int team = 1;  // thread blocks that expand a block's codes together
+  static constexpr bool rotates_queries = false;  // as keys are
+  static constexpr int ring_slots = 0;  // for the numbers of a block's keys, or values, of a team
 };
 template <class Any>
 struct CodeOptions<Any, decltype(void(Any::expand_warps))> : Any {};
 
 constexpr int kExpandWarps = CodeOptions<Config>::expand_warps;
 constexpr bool kReadsCodes = kExpandWarps > 0;
+constexpr int kTeam = CodeOptions<Config>::team;
+constexpr bool kRotatesQueries = CodeOptions<Config>::rotates_queries;
 
 // Scales of rows of codes, bfloat16, by page (or sequence), token and head; with codes of 4 bits a
 // minimum lies behind each, both in an aligned word.
@@ -160,7 +165,21 @@ struct EvenPartsOfTile<true> {
   }
 };
 
-struct Tile : SplitOfTile<Config::split_kv>, EvenPartsOfTile<Config::even_keys> {
+// With a team, the end of the blocks of keys that some of its tiles sees, as a base that is empty
+// where a thread block expands codes for itself.
+template <bool kIsShared>
+struct TeamOfTile {
+  __device__ __forceinline__ void set_team_end(int) {}
+};
+template <>
+struct TeamOfTile<true> {
+  int team_end;
+  __device__ __forceinline__ void set_team_end(int block) { team_end = block; }
+};
+
+struct Tile : SplitOfTile<Config::split_kv>,
+              EvenPartsOfTile<Config::even_keys>,
+              TeamOfTile<(kTeam > 1)> {
   tile::TmaRows queries, keys;
   int row;                     // the first of the tile's rows; negative: no tiles are left
   int head, head_kv, batch;    // with pack_gqa, `head` is the first of the group

@@ -10,6 +10,21 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
   return value;
 }
 
+__device__ __forceinline__ unsigned load_acquire(const unsigned* address) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Seen by others, with nothing before it.
+__device__ __forceinline__ void store_relaxed(unsigned* address, unsigned value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release(unsigned* address, unsigned value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_release(unsigned long long* address,
                                               unsigned long long value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");

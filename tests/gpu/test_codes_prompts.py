@@ -23,10 +23,11 @@ LENS = [300, 0, 1, 128, 513]
 QUERIES = [70, 3, 0, 130, 200]  # of ragged rows
 
 
-@pytest.fixture
-def both_ways(monkeypatch):
-    """Makes a call in the kernel that reads codes, and in the one over their numbers, with tiles of
-    as many keys."""
+@pytest.fixture(params=[1, 4, 8], ids="{} blocks".format)
+def both_ways(request, monkeypatch):
+    """Makes a call in the kernel that reads codes, which so many thread blocks expand together, and
+    in the one over their numbers, with tiles of as many keys."""
+    monkeypatch.setattr(codes_sm90, "_team_of", lambda spec, multiprocessors: request.param)
     tiles = tuple(tile for tile in config_sm90.SM90_TILES[128, 128] if tile.tile_n == 128)
     monkeypatch.setitem(config_sm90.SM90_TILES, (128, 128), tiles)
     monkeypatch.setattr(dispatch, "rotates_queries", lambda spec: True)
@@ -104,7 +105,7 @@ def test_few_queries_of_a_group_that_does_not_fill_its_rows(rng, both_ways):
 
 
 def test_several_tiles_of_a_block(rng, both_ways, monkeypatch):
-    monkeypatch.setattr(compiler, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(compiler, "multiprocessors", lambda device: 8)
     k, v = (Cache(rng, LENS, 2, 128, "int8") for _ in "kv")
     q = rng.standard_normal((len(LENS), 140, 2, 128)).astype(BFLOAT16)
     assert_same_bits(both_ways(q, k, v, LENS, True))

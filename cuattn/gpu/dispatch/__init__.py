@@ -15,7 +15,12 @@ from collections.abc import Iterator
 
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.attention import SimtForward, Sm80Forward
-from cuattn.gpu.dispatch.codes_sm90 import Sm90CodesForward, addressable_codes, serves_codes
+from cuattn.gpu.dispatch.codes_sm90 import (
+    Sm90CodesForward,
+    addressable_codes,
+    rotates_in_kernel,
+    serves_codes,
+)
 from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding import (
     SimtDecode,
@@ -139,6 +144,7 @@ __all__ = [
     "rope",
     "rope_heads",
     "rotate",
+    "rotates_in_kernel",
     "rotates_queries",
     "row_lanes",
     "sample_filtered",

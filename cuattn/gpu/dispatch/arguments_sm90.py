@@ -211,11 +211,10 @@ def _pairs(call: Call, config: Sm90ForwardConfig) -> dict[str, TensorMap | None]
 
 
 def box_keys(spec: AttentionSpec, config: Sm90ForwardConfig) -> int:
-    """Keys in a box: a whole block, or the largest power of two that divides both a block and a
-    page."""
-    if spec.keys != "paged":
-        return config.tile_n
-    return min(spec.page_size, config.tile_n & -config.tile_n)
+    """Keys in a box: all that are loaded together, or the largest power of two that divides both
+    these and a page."""
+    keys = config.loaded_keys
+    return keys if spec.keys != "paged" else min(spec.page_size, keys & -keys)
 
 
 def _scores(layout: Layout | None, pitch: int) -> TensorMap | None:

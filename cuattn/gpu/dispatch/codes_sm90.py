@@ -35,7 +35,7 @@ HEAD_DIM = 128
 class Times(NamedTuple):
     """What codes of a format cost on an H200, in microseconds."""
 
-    tile_us: float  # of a tile of this kernel, each key
+    tile_us: float  # of a tile whose thread block expands all of its codes, each key
     scratch_us: float  # of expanding a key of a head, and its value, to numbers in scratch
     decode_us: float  # of decoding over a key of a head, for every 16 rows of queries
 
@@ -48,6 +48,9 @@ TIMES = {
     ("int8", "int4"): Times(20.7e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
+#: Of a tile for each key, by thread blocks that expand codes together: about the same in all
+#: formats.
+TEAM_TILE_US = {4: 13.9e-3, 8: 13.5e-3}
 #: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
 #: read in a microsecond.
 SCRATCH_START_US = 14.2
@@ -68,6 +71,9 @@ class Sm90CodesForwardConfig(Sm90ForwardConfig):
     expand_warps: int = 4  # that make numbers of codes
     expand_registers: int = 56  # of their threads
     code_stages: int = 4  # of a block's codes, of keys or of values
+    team: int = 1  # thread blocks that expand a block's codes together
+    ring_slots: int = 0  # of a team, for the numbers of a block's keys and values
+    rotates_queries: bool = False  # as keys are that become codes
 
     @property
     def threads(self) -> int:
@@ -75,10 +81,36 @@ class Sm90CodesForwardConfig(Sm90ForwardConfig):
         return 128 * (self.warpgroups + 1) + 32 * self.expand_warps
 
     @property
+    def loaded_keys(self) -> int:
+        """The same, and with a team those of the codes that a warp expands."""
+        return self.tile_n // self.expand_warps if self.team > 1 else self.tile_n
+
+    def most_groups(self, spec: AttentionSpec) -> int:
+        """How many groups of a team's tiles a call has, at most."""
+        queries, heads = self.queries_of_tile(spec) * self.team, self.heads_of_tiles(spec)
+        if self.varlen:
+            return (spec.seqlen_q // queries + spec.batch) * heads
+        return -(-spec.seqlen_q // queries) * spec.batch * heads
+
+    @property
+    def team_bytes(self) -> int:
+        """TeamMemory of attention/expand_team_sm90.cuh: counts, and slots for numbers."""
+        counts = 12 + 4 * self.team * (self.expand_warps + 1)
+        return -(-counts // 128) * 128 + self.ring_slots * self.tile_n * self.head_dim * 4
+
+    @property
+    def sorts_by_place(self) -> bool:
+        """The same, but teams have an order of their own."""
+        return self.team == 1 and Sm90ForwardConfig.sorts_by_place.fget(self)
+
+    @property
     def smem_bytes(self) -> int:
-        """The same with the codes of some blocks."""
-        codes = self.code_stages * self.tile_n * max(self.k_row_bytes, self.v_row_bytes)
-        return Sm90ForwardConfig.smem_bytes.fget(self) + codes
+        """The same with the codes of some blocks, or those that a thread block of a team expands,
+        and their scales, rounded up to whole KiB."""
+        row_bytes = self.code_stages * max(self.k_row_bytes, self.v_row_bytes)
+        if self.team > 1:
+            row_bytes = self.k_row_bytes + self.v_row_bytes + 16
+        return Sm90ForwardConfig.smem_bytes.fget(self) + self.tile_n * row_bytes
 
 
 class Sm90CodesForward:
@@ -99,12 +131,13 @@ class Sm90CodesForward:
             or not call.addressable
             or call.k_scales is None
             or call.v_scales is None
-            or call.k_scales.rotated
             or not serves_codes(spec, call.k_scales, call.v_scales, call.multiprocessors)
+            or (call.k_scales.rotated and not rotates_in_kernel(spec, call.multiprocessors))
         ):
             return None
-        config = _config_of(spec)
-        blocks = min(config.most_tiles(spec), call.multiprocessors)
+        config = _config_of(spec, call.multiprocessors, call.k_scales.rotated)
+        groups = min(config.most_groups(spec), call.multiprocessors // config.team)
+        blocks = groups * config.team
         tensor_maps: dict[str, TensorMap | None] = {
             "q": queries_map(call, config),
             "k": _map(call, config, spec.k_format, call.strides.k),
@@ -129,14 +162,18 @@ class Sm90CodesForward:
             (blocks,),
             (forward_arguments(spec, call.strides), arguments.followed_by(strides)),
             tensor_maps,
-            workspace_bytes=SCHEDULER_BYTES,
+            workspace_bytes=groups * config.team_bytes if config.team > 1 else SCHEDULER_BYTES,
         )
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
-            for formats, *options in itertools.product(TIMES, *[(False, True)] * 2):
-                yield _variant(_config(*formats, *options))
+            options = [(1, False), *itertools.product(TEAM_TILE_US, (False, True))]
+            flags = (False, True)
+            for formats, varlen, pack_gqa, (team, rotates) in itertools.product(
+                TIMES, flags, flags, options
+            ):
+                yield _variant(_config(*formats, varlen, pack_gqa, team, rotates))
 
 
 def serves_codes(
@@ -155,16 +192,22 @@ def serves_codes(
         and spec.dropout == 0.0
         and 0 < spec.seqlen_k < 1 << 29
         and spec.seqlen_q < 1 << 29
-        and _config_of(spec).most_tiles(spec) < 1 << 31
+        and _config_of(spec, multiprocessors).most_tiles(spec) < 1 << 31
         and _has_scale_of_row(spec.k_format, k_scales)
         and _has_scale_of_row(spec.v_format, v_scales)
         and not v_scales.rotated
     )
 
 
+def rotates_in_kernel(spec: AttentionSpec, multiprocessors: int) -> bool:
+    """Whether the kernel that serves a call rotates its queries."""
+    return _team_of(spec, multiprocessors) > 1
+
+
 def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
-    """Whether a call is clearly faster with the codes expanded for each tile of queries than
-    otherwise: by numbers made of them first, or, with few rows of a key head, by decoding.
+    """Whether a call is clearly faster with the codes expanded for each tile of queries, or for
+    each group of a team's tiles, than otherwise: by numbers made of them first, or, with few rows
+    of a key head, by decoding.
 
     Numbers are made once for all tiles of a key head, and attention over them may cut keys into
     parts, so that its tiles need not be whole waves of the device. Decoding reads and expands codes
@@ -175,26 +218,45 @@ def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
     rows = rows_of_sequence(spec)
     if times is None or not fits or rows <= DECODE_ROWS:
         return False
-    config, pairs = _config_of(spec), spec.batch * spec.heads_kv
-    tokens = min(tokens_of_sequence(spec), spec.seqlen_k)
-    keys = spec.seqlen_k - tokens / 2  # that a query sees in the mean
-    waves = math.ceil(_likely_tiles(spec, config) / multiprocessors)
-    each_us = START_US + waves * keys * times.tile_us
+    each_us = _expanding_us(spec, multiprocessors, _team_of(spec, multiprocessors))
+    pairs = spec.batch * spec.heads_kv
     if rows <= EXPAND_ROWS:
         return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
     nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
     once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
-    tile_us = config.most_tiles(spec) / multiprocessors * keys * NUMBERS_TILE_US
+    tiles = _config_of(spec, multiprocessors).most_tiles(spec)
+    tile_us = tiles / multiprocessors * _mean_keys(spec) * NUMBERS_TILE_US
     once_us += max(tile_us, nbytes / NUMBERS_BYTES)
     return CLEARLY * each_us <= once_us
 
 
-def _likely_tiles(spec: AttentionSpec, config: Sm90CodesForwardConfig) -> float:
-    """How many tiles of queries there are; of ragged rows the mean of the most and the fewest."""
-    most = config.most_tiles(spec)
+def _mean_keys(spec: AttentionSpec) -> float:
+    """How many keys a query sees."""
+    return spec.seqlen_k - min(tokens_of_sequence(spec), spec.seqlen_k) / 2
+
+
+def _expanding_us(spec: AttentionSpec, multiprocessors: int, team: int) -> float:
+    """About how long the kernel takes with so many thread blocks that expand codes together."""
+    packs = spec.heads_q > spec.heads_kv
+    config = _config(spec.k_format, spec.v_format, spec.rows == "ragged", packs, team)
+    times = TIMES[spec.k_format, spec.v_format]
+    waves = math.ceil(_likely_groups(spec, config) / (multiprocessors // team))
+    return START_US + waves * _mean_keys(spec) * TEAM_TILE_US.get(team, times.tile_us)
+
+
+@functools.lru_cache(maxsize=4096)
+def _team_of(spec: AttentionSpec, multiprocessors: int) -> int:
+    """How many thread blocks expand codes together, so that the call is fastest."""
+    teams = [1, *(team for team in TEAM_TILE_US if team <= multiprocessors)]
+    return min(teams, key=lambda team: _expanding_us(spec, multiprocessors, team))
+
+
+def _likely_groups(spec: AttentionSpec, config: Sm90CodesForwardConfig) -> float:
+    """How many groups of tiles there are; of ragged rows the mean of the most and the fewest."""
+    most = config.most_groups(spec)
     if not config.varlen:
         return most
-    fewest = max(spec.batch, -(-spec.seqlen_q // config.queries_of_tile(spec)))
+    fewest = max(spec.batch, -(-spec.seqlen_q // (config.queries_of_tile(spec) * config.team)))
     return (most + fewest * config.heads_of_tiles(spec)) / 2
 
 
@@ -208,20 +270,32 @@ def _has_scale_of_row(format: str, scales: Scales) -> bool:
     return scales.groups == 1 and not scales.is_float32 and not scales.has_offset and minimum
 
 
-def _config_of(spec: AttentionSpec) -> Sm90CodesForwardConfig:
-    packs = spec.heads_q > spec.heads_kv
-    return _config(spec.k_format, spec.v_format, spec.rows == "ragged", packs)
+def _config_of(
+    spec: AttentionSpec, multiprocessors: int, rotated: bool = False
+) -> Sm90CodesForwardConfig:
+    packs, team = spec.heads_q > spec.heads_kv, _team_of(spec, multiprocessors)
+    return _config(
+        spec.k_format, spec.v_format, spec.rows == "ragged", packs, team, rotated and team > 1
+    )
 
 
 @functools.cache
-def _config(k_format: str, v_format: str, varlen: bool, pack_gqa: bool) -> Sm90CodesForwardConfig:
+def _config(
+    k_format: str,
+    v_format: str,
+    varlen: bool,
+    pack_gqa: bool,
+    team: int,
+    rotates_queries: bool = False,
+) -> Sm90CodesForwardConfig:
+    shares = team > 1
     return Sm90CodesForwardConfig(
         "bfloat16",
         HEAD_DIM,
         HEAD_DIM,
         tile_n=128,
         warpgroups=2,
-        q_stages=1,
+        q_stages=2 if shares else 1,
         bound_left=False,
         bound_right=True,
         varlen=varlen,
@@ -234,11 +308,16 @@ def _config(k_format: str, v_format: str, varlen: bool, pack_gqa: bool) -> Sm90C
         v_format=format_number(v_format),
         k_row_bytes=code_columns(k_format, HEAD_DIM),
         v_row_bytes=code_columns(v_format, HEAD_DIM),
+        expand_registers=72 if shares else 56,
+        team=team,
+        ring_slots=2 * team if shares else 0,
+        rotates_queries=rotates_queries,
     )
 
 
 def _variant(config: Sm90CodesForwardConfig) -> Variant:
-    return Variant("attention/forward_codes_sm90.cu", "forward_sm90", config)
+    shares = "_team" if config.team > 1 else ""
+    return Variant(f"attention/forward{shares}_codes_sm90.cu", "forward_sm90", config)
 
 
 def _map(

@@ -41,6 +41,11 @@ class Sm90ForwardConfig(Config):
             object.__setattr__(self, "out_dtype", self.dtype)
 
     @property
+    def loaded_keys(self) -> int:
+        """Of a block, those that a warp loads."""
+        return self.tile_n
+
+    @property
     def tile_m(self) -> int:
         """Rows of a tile: queries, or with pack_gqa queries and heads."""
         return 64 * self.warpgroups
@@ -70,6 +75,14 @@ class Sm90ForwardConfig(Config):
         return 4 * (32 * (self.head_dim_v // 8 + 1) + 1) * 16
 
     @property
+    def sorts_by_place(self) -> bool:
+        """kSortsByPlace of attention/scheduler_sm90.cuh: tiles of a causal call whose lengths the
+        device knows."""
+        whole_tiles = not (self.split_kv or self.even_keys)
+        causal = self.bound_right and not self.bound_left
+        return causal and whole_tiles and (self.varlen or self.seq_lens)
+
+    @property
     def bias_pitch(self) -> int:
         """Elements of a row of bias in shared memory: kBiasPitch of attention/layout_sm90.cuh."""
         return self.tile_n + 8
@@ -86,9 +99,7 @@ class Sm90ForwardConfig(Config):
         queries = self.q_stages * self.tile_m * panels * 128
         keys = self.stages * self.tile_n * (panels + panels_v) * 128
         rows = self.tile_m * (self.bias_pitch * 4 + self.tile_n) + 1024 if self.elementwise else 0
-        whole_tiles = not (self.split_kv or self.even_keys)
-        sorts_by_place = self.bound_right and not self.bound_left and whole_tiles
-        table = 2048 if sorts_by_place and (self.varlen or self.seq_lens) else 0  # TilesByPlace
+        table = 2048 if self.sorts_by_place else 0  # TilesByPlace
         masks = self.tile_m * self.mask_blocks * self.tile_n // 8 if self.dropout else 0  # bits
         return queries + keys + 1024 + rows + table + masks
 

@@ -1,0 +1,296 @@
+// The warps of attention/forward_team_codes_sm90.cu that expand codes of keys and values, and that
+// load their numbers: thread blocks with neighbouring tiles of a key head are a team, and each
+// expands its share of every block of keys for all of them.
+//
+// Numbers go to a ring of slots in global memory that is small enough to stay in L2, one slot for
+// each block, in which its keys and its values lie as they are to lie in shared memory. Who expands
+// is ahead of who loads by as many slots as are free, so that no thread block waits for another in
+// step.
+//
+// A thread block waits for the others of its team, which have numbers next to its own: thread
+// blocks begin in the order of their numbers, and those of all teams but the last that began are
+// there. They end without waiting for anybody else, so what the last one lacks begins.
+#pragma once
+
+#include "attention/code_rows_sm90.cuh"
+#include "attention/produce_sm90.cuh"
+#include "ptx/acquire_release.cuh"
+#include "ptx/bulk.cuh"
+#include "tile/lane_row.cuh"
+
+constexpr int kRingSlots = CodeOptions<Config>::ring_slots;
+constexpr int kExpanders = kTeam * kExpandWarps;  // warps of a team that expand
+static_assert(kExpanders <= 32, "a lane looks at each of them");
+
+// What a team shares in global memory. Blocks are numbered over all tiles, and dealt out to thread
+// blocks in turn.
+struct alignas(128) TeamMemory {
+  // The rest holds once `initialised` is the launch's launch_id. Any content will do before.
+  unsigned long long initialised;
+  unsigned entered;               // warps that know
+  unsigned expanded[kExpanders];  // the number of each warp's next block
+  unsigned loaded[kTeam];         // blocks whose slots each thread block has done with
+  struct Slot {
+    alignas(128) unsigned char k[kPanelsK * kPanelBytesK], v[kPanelsK * kPanelBytesK];
+  } slots[kRingSlots];
+};
+
+// One warp's view of it; all lanes together.
+struct Team {
+  TeamMemory& memory;
+
+  __device__ __forceinline__ explicit Team(const Sm90Params& sm90)
+      : memory(reinterpret_cast<TeamMemory*>(sm90.scheduler)[blockIdx.x / kTeam]) {}
+
+  __device__ __forceinline__ static int rank() { return blockIdx.x % kTeam; }
+
+  // By the loading warp of a team's first thread block: others wait for it.
+  __device__ __forceinline__ void open(const Sm90Params& sm90) const {
+    const int lane = threadIdx.x % 32;
+    if (lane < kExpanders) memory.expanded[lane] = lane / kExpandWarps;
+    if (lane < kTeam) memory.loaded[lane] = 0;
+    __syncwarp();
+    if (lane == 0) {
+      memory.entered = 0;
+      ptx::store_release(&memory.initialised, sm90.launch_id);
+    }
+  }
+
+  // By every warp that expands or loads numbers, before it says anything.
+  __device__ __forceinline__ void enter(const Sm90Params& sm90) const {
+    if (threadIdx.x % 32 == 0) {
+      while (ptx::load_acquire(&memory.initialised) != sm90.launch_id) {
+      }
+      // The last of all: a replay of this launch in a CUDA graph must not find the launch_id.
+      if (atomicAdd(&memory.entered, 1) == kExpanders + kTeam - 1)
+        memory.initialised = ~sm90.launch_id;
+    }
+    __syncwarp();
+  }
+
+  // What has been loaded has come, and no later write can change it: there is nothing to release.
+  __device__ __forceinline__ void say_loaded(unsigned blocks) const {
+    if (threadIdx.x % 32 == 0) ptx::store_relaxed(&memory.loaded[rank()], blocks);
+  }
+
+  // The least of `kNumber` counts.
+  template <int kNumber>
+  __device__ __forceinline__ static int least(const unsigned (&counts)[kNumber]) {
+    const int lane = threadIdx.x % 32;
+    return __reduce_min_sync(~0u, lane < kNumber ? ptx::load_acquire(&counts[lane]) : ~0u);
+  }
+};
+
+template <>
+struct CodeWarps<true> : CodeRows {
+  static constexpr int kKeys = kTeamKeys;  // of a block, a warp's
+  static constexpr int kNumberBytes = kPanelsK * kPanelBytesK;
+  using KeyRows = Expander<Options::k_format, kKeys>;
+  using ValueRows = Expander<Options::v_format, kKeys>;
+  using Codes = TeamCodes<kTeamKeys>::OfWarp;
+
+  // ------------------------------------------------------------------------------------- loading
+
+  // Loads the numbers of all tiles: values of a block after the keys of the next, as consumers ask
+  // for them. Blocks that none of the thread block's own queries sees are passed over.
+  __device__ __forceinline__ static void load(Smem& smem, const Sm90Params& sm90) {
+    const Team team(sm90);
+    if (Team::rank() == 0) team.open(sm90);
+    team.enter(sm90);
+    tile::PipelineState<kStages> stage_k, stage_v;
+    tile::PipelineState<TileQueue::kSize> queue;
+    int first = 0, expanded = 0;  // blocks of the tiles before; those that the team has expanded
+    const auto wait_expanded = [&](int count) {
+      while (expanded < count) expanded = Team::least(team.memory.expanded);
+      ptx::fence_proxy_async_global();
+      __syncwarp();
+    };
+    const auto load_numbers = [&](unsigned char* place, const unsigned char* numbers,
+                                  ptx::Mbarrier& full, ptx::Mbarrier& empty,
+                                  tile::PipelineState<kStages>& stage) {
+      ptx::mbarrier_wait(empty, stage.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, kNumberBytes);
+        ptx::bulk_load(place, numbers, kNumberBytes, full);
+      }
+      __syncwarp();
+      stage.advance();
+    };
+    for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
+      // Of the values, and of the keys, that were asked for last.
+      tile::PipelineState<kStages> last_v = stage_v, last_k = stage_k;
+      int number = first + tile.team_end - tile.block_end;
+      for (int block = tile.block_end - 1; block >= 0; --block, ++number) {
+        wait_expanded(number + 1);
+        last_k = stage_k;
+        load_numbers(smem.k[stage_k.index], team.memory.slots[number % kRingSlots].k,
+                     smem.full_k[stage_k.index], smem.empty_k[stage_k.index], stage_k);
+        if (block + 1 == tile.block_end) continue;
+        if (block + 2 < tile.block_end) {
+          ptx::mbarrier_wait(smem.full_v[last_v.index], last_v.parity);
+          team.say_loaded(number - 1);
+        }
+        last_v = stage_v;
+        load_numbers(smem.v[stage_v.index], team.memory.slots[(number - 1) % kRingSlots].v,
+                     smem.full_v[stage_v.index], smem.empty_v[stage_v.index], stage_v);
+      }
+      first += tile.team_end;
+      if (!tile.empty()) {
+        last_v = stage_v;
+        load_numbers(smem.v[stage_v.index], team.memory.slots[(number - 1) % kRingSlots].v,
+                     smem.full_v[stage_v.index], smem.empty_v[stage_v.index], stage_v);
+        ptx::mbarrier_wait(smem.full_k[last_k.index], last_k.parity);
+        ptx::mbarrier_wait(smem.full_v[last_v.index], last_v.parity);
+      }
+      team.say_loaded(first);
+    }
+  }
+
+  // ----------------------------------------------------------------------------------- expanding
+
+  // Asks for the codes of a warp's keys of a block, or of their values: lanes know their keys'
+  // pages.
+  template <int kRowCodeBytes>
+  __device__ __forceinline__ static void ask(unsigned char* codes, ptx::Mbarrier& full,
+                                             const ptx::TensorMap& map, const Sm90Params& sm90,
+                                             const Tile& tile, int first_key, int page) {
+    if (ptx::elect_one()) ptx::mbarrier_arrive_expect_tx(full, kKeys * kRowCodeBytes);
+    const kvcache::PageTable table = page_table(sm90);
+#pragma unroll 1
+    for (int key = 0; key < kKeys; key += 1 << sm90.box_shift) {
+      const int slot = table.slot(first_key + key);
+      // What lies past the last key is of a page that does not exist, and reads as zeros.
+      const int of_key = __shfl_sync(~0u, page, key);
+      const int page_of_box = first_key + key < tile.keys.length ? of_key : -1;
+      if (ptx::elect_one())
+        ptx::tma_load(codes + key * kRowCodeBytes, map, full, 0, slot, tile.head_kv, page_of_box,
+                      ptx::kEvictNormal);
+    }
+    __syncwarp();
+  }
+
+  // Rotates a warp's part of the rows of a tile, as rows of keys are rotated that become codes: a
+  // lane has four neighbouring features of each row.
+  __device__ __forceinline__ static void rotate_queries(Smem& smem,
+                                                        const tile::PipelineState<kStagesQ>& stage,
+                                                        int warp) {
+    static_assert(kHeadDim == 128, "a row is a warp's");
+    constexpr int kRows = kTileM / kExpandWarps;  // of a warp
+    static_assert(64 % kRows == 0, "they are of one consumer");
+    // Opaque, else what depends on it is kept in registers from tile to tile.
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x % 32));
+    const int consumer = warp * kRows / 64, first = warp * kRows % 64;
+    ptx::mbarrier_wait(smem.full_q[stage.index][consumer], stage.parity);
+    unsigned char* const queries =
+        smem.q[stage.index][consumer] + lane / 16 * kPanelBytesQ + first * kRowBytes + lane % 2 * 8;
+#pragma unroll 2
+    for (int row = 0; row < kRows; ++row) {
+      using Four = tile::Vec<T, 4>;
+      Four& four = reinterpret_cast<Four&>(
+          queries[row * kRowBytes + (lane % 16 / 2 ^ (first + row) % 8) * 16]);
+      const Four read = four;
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        x[e] = tile::with_rotation_sign(static_cast<float>(read.x[e]), 4 * lane + e);
+      tile::butterfly(x[0], x[1]);
+      tile::butterfly(x[2], x[3]);
+      tile::butterfly(x[0], x[2]);
+      tile::butterfly(x[1], x[3]);
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const float sign = lane & distance ? -1.0f : 1.0f;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          x[e] = ptx::fma_rn(x[e], sign, __shfl_xor_sync(~0u, x[e], distance));
+      }
+      const float scale = tile::hadamard_scale(kHeadDim);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = ptx::mul_rn(x[e], scale);
+      reinterpret_cast<uint2&>(four) =
+          make_uint2(tile::pack<T>(x[0], x[1]), tile::pack<T>(x[2], x[3]));
+    }
+    ptx::fence_proxy_async();
+    tile::arrive_warp(smem.rotated_q[stage.index][consumer]);
+  }
+
+  // Expands one warp's keys, and values, of every kTeam-th block of all tiles of the team.
+  __device__ __forceinline__ static void expand(Smem& smem, const Sm90Arguments& sm90, int warp) {
+    const Team team(sm90);
+    Codes& codes = smem.of_warp[warp];
+    const int lane = threadIdx.x % 32, first_of_warp = warp * kKeys;
+    tile::PipelineState<TileQueue::kSize> queue;
+    tile::PipelineState<kStagesQ> stage_q;
+    unsigned parity = 0;
+    // Numbers of blocks over all tiles: the warp's next one, the tile's first; and how many the
+    // team has loaded.
+    int number = Team::rank(), first = 0, loaded = 0;
+    const auto say_expanded = [&](int expanded) {
+      if (lane == 0)
+        ptx::store_release(&team.memory.expanded[Team::rank() * kExpandWarps + warp], expanded);
+    };
+    for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
+      const int end = first + tile.team_end;
+      // The lane's key of a block.
+      const auto key_of = [&](int number) {
+        return (end - 1 - number) * kTileN + first_of_warp + lane;
+      };
+      const auto look_up = [&](int number) {
+        return entry_of_key(sm90, tile, number < end ? key_of(number) : -1);
+      };
+      const auto ask_keys = [&](int number, int page) {
+        ask<kKeyCodeBytes>(codes.k, codes.full_k, sm90.k, sm90, tile, key_of(number) - lane, page);
+      };
+      const auto ask_values = [&](int number, int page) {
+        ask<kValueCodeBytes>(codes.v, codes.full_v, sm90.v, sm90, tile, key_of(number) - lane,
+                             page);
+      };
+      // Queries are rotated once the first block is on its way.
+      bool rotates = kRotatesQueries && !tile.empty();
+      const auto rotate = [&] {
+        if (!rotates) return;
+        rotate_queries(smem, stage_q, warp);
+        stage_q.advance();
+        rotates = false;
+      };
+      int page = 0, entry = 0;
+      Scales next = {0, 0};
+      if (number < end) {
+        page = page_of_entry(sm90, look_up(number));
+        ask_keys(number, page);
+        ask_values(number, page);
+        next = scales_of_key(sm90, tile, key_of(number), page);
+        entry = look_up(number + kTeam);
+      }
+      for (; number < end; number += kTeam) {
+        TeamMemory::Slot& slot = team.memory.slots[number % kRingSlots];
+        KeyRows::put_scale(codes.k_scales, next.k);
+        ValueRows::put_scale(codes.v_scales, next.v);
+        while (number >= loaded + kRingSlots) loaded = Team::least(team.memory.loaded);
+        ptx::mbarrier_wait(codes.full_k, parity);
+        __syncwarp();
+        KeyRows::expand(slot.k + first_of_warp * kRowBytes, kPanelBytesK, codes.k, codes.k_scales);
+        __syncwarp();
+        const int after = number + kTeam;
+        page = page_of_entry(sm90, entry);
+        if (after < end) {
+          ask_keys(after, page);
+          next = scales_of_key(sm90, tile, key_of(after), page);
+          entry = look_up(after + kTeam);
+        }
+        ptx::mbarrier_wait(codes.full_v, parity);
+        parity ^= 1;
+        ValueRows::expand(slot.v + first_of_warp * kRowBytes, kPanelBytesK, codes.v,
+                          codes.v_scales);
+        __syncwarp();
+        if (after < end) ask_values(after, page);
+        if (number < kTeam) team.enter(sm90);
+        say_expanded(after);
+        rotate();
+      }
+      rotate();
+      first = end;
+    }
+    if (number < kTeam) team.enter(sm90);
+  }
+};
