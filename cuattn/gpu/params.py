@@ -58,6 +58,7 @@ CODE_SCALES = Struct(
     "CodeScales",
     ("const void*", "k_scale v_scale"),
     ("ScaleStrides", "k_scale_stride v_scale_stride"),
+    ("int", "team ring_slots"),
 )
 
 DECODE_PARAMS = Struct(

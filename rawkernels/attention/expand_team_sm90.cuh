@@ -18,37 +18,43 @@
 #include "ptx/bulk.cuh"
 #include "tile/lane_row.cuh"
 
-constexpr int kRingSlots = CodeOptions<Config>::ring_slots;
-constexpr int kExpanders = kTeam * kExpandWarps;  // warps of a team that expand
-static_assert(kExpanders <= 32, "a lane looks at each of them");
+constexpr int kMostTeam = 32 / kExpandWarps;  // a lane looks at each warp that expands
 
 // What a team shares in global memory. Blocks are numbered over all tiles, and dealt out to thread
-// blocks in turn.
+// blocks in turn. Slots follow.
 struct alignas(128) TeamMemory {
   // The rest holds once `initialised` is the launch's launch_id. Any content will do before.
   unsigned long long initialised;
-  unsigned entered;               // warps that know
-  unsigned expanded[kExpanders];  // the number of each warp's next block
-  unsigned loaded[kTeam];         // blocks whose slots each thread block has done with
-  struct Slot {
-    alignas(128) unsigned char k[kPanelsK * kPanelBytesK], v[kPanelsK * kPanelBytesK];
-  } slots[kRingSlots];
+  unsigned entered;            // warps that know
+  unsigned loaded[kMostTeam];  // blocks whose slots each thread block has done with
+  unsigned expanded[kMostTeam * kExpandWarps];  // the number of each warp's next block
+};
+struct alignas(128) TeamSlot {
+  unsigned char k[kPanelsK * kPanelBytesK], v[kPanelsK * kPanelBytesK];
 };
 
 // One warp's view of it; all lanes together.
 struct Team {
+  const int size, rank, ring_slots;
   TeamMemory& memory;
 
-  __device__ __forceinline__ explicit Team(const Sm90Params& sm90)
-      : memory(reinterpret_cast<TeamMemory*>(sm90.scheduler)[blockIdx.x / kTeam]) {}
+  __device__ __forceinline__ explicit Team(const Sm90Arguments& sm90)
+      : size(team_size(sm90)),
+        rank(blockIdx.x % size),
+        ring_slots(sm90.scales.ring_slots),
+        memory(*reinterpret_cast<TeamMemory*>(
+            reinterpret_cast<char*>(sm90.scheduler) +
+            blockIdx.x / size * (sizeof(TeamMemory) + ring_slots * sizeof(TeamSlot)))) {}
 
-  __device__ __forceinline__ static int rank() { return blockIdx.x % kTeam; }
+  __device__ __forceinline__ TeamSlot& slot(int number) const {
+    return reinterpret_cast<TeamSlot*>(&memory + 1)[number & (ring_slots - 1)];
+  }
 
   // By the loading warp of a team's first thread block: others wait for it.
   __device__ __forceinline__ void open(const Sm90Params& sm90) const {
     const int lane = threadIdx.x % 32;
-    if (lane < kExpanders) memory.expanded[lane] = lane / kExpandWarps;
-    if (lane < kTeam) memory.loaded[lane] = 0;
+    memory.expanded[lane] = lane / kExpandWarps;
+    if (lane < kMostTeam) memory.loaded[lane] = 0;
     __syncwarp();
     if (lane == 0) {
       memory.entered = 0;
@@ -62,22 +68,31 @@ struct Team {
       while (ptx::load_acquire(&memory.initialised) != sm90.launch_id) {
       }
       // The last of all: a replay of this launch in a CUDA graph must not find the launch_id.
-      if (atomicAdd(&memory.entered, 1) == kExpanders + kTeam - 1)
+      if (atomicAdd(&memory.entered, 1) == size * (kExpandWarps + 1) - 1)
         memory.initialised = ~sm90.launch_id;
     }
     __syncwarp();
   }
 
+  // How many blocks all warps have expanded, and all thread blocks have loaded.
+  __device__ __forceinline__ int expanded() const {
+    return least(memory.expanded, size * kExpandWarps);
+  }
+  __device__ __forceinline__ int loaded() const { return least(memory.loaded, size); }
+
+  __device__ __forceinline__ void say_expanded(int warp, unsigned next) const {
+    if (threadIdx.x % 32 == 0)
+      ptx::store_release(&memory.expanded[rank * kExpandWarps + warp], next);
+  }
   // What has been loaded has come, and no later write can change it: there is nothing to release.
   __device__ __forceinline__ void say_loaded(unsigned blocks) const {
-    if (threadIdx.x % 32 == 0) ptx::store_relaxed(&memory.loaded[rank()], blocks);
+    if (threadIdx.x % 32 == 0) ptx::store_relaxed(&memory.loaded[rank], blocks);
   }
 
-  // The least of `kNumber` counts.
-  template <int kNumber>
-  __device__ __forceinline__ static int least(const unsigned (&counts)[kNumber]) {
+ private:
+  __device__ __forceinline__ static int least(const unsigned* counts, int number) {
     const int lane = threadIdx.x % 32;
-    return __reduce_min_sync(~0u, lane < kNumber ? ptx::load_acquire(&counts[lane]) : ~0u);
+    return __reduce_min_sync(~0u, lane < number ? ptx::load_acquire(&counts[lane]) : ~0u);
   }
 };
 
@@ -93,15 +108,15 @@ struct CodeWarps<true> : CodeRows {
 
   // Loads the numbers of all tiles: values of a block after the keys of the next, as consumers ask
   // for them. Blocks that none of the thread block's own queries sees are passed over.
-  __device__ __forceinline__ static void load(Smem& smem, const Sm90Params& sm90) {
+  __device__ __forceinline__ static void load(Smem& smem, const Sm90Arguments& sm90) {
     const Team team(sm90);
-    if (Team::rank() == 0) team.open(sm90);
+    if (team.rank == 0) team.open(sm90);
     team.enter(sm90);
     tile::PipelineState<kStages> stage_k, stage_v;
     tile::PipelineState<TileQueue::kSize> queue;
     int first = 0, expanded = 0;  // blocks of the tiles before; those that the team has expanded
     const auto wait_expanded = [&](int count) {
-      while (expanded < count) expanded = Team::least(team.memory.expanded);
+      while (expanded < count) expanded = team.expanded();
       ptx::fence_proxy_async_global();
       __syncwarp();
     };
@@ -123,22 +138,22 @@ struct CodeWarps<true> : CodeRows {
       for (int block = tile.block_end - 1; block >= 0; --block, ++number) {
         wait_expanded(number + 1);
         last_k = stage_k;
-        load_numbers(smem.k[stage_k.index], team.memory.slots[number % kRingSlots].k,
-                     smem.full_k[stage_k.index], smem.empty_k[stage_k.index], stage_k);
+        load_numbers(smem.k[stage_k.index], team.slot(number).k, smem.full_k[stage_k.index],
+                     smem.empty_k[stage_k.index], stage_k);
         if (block + 1 == tile.block_end) continue;
         if (block + 2 < tile.block_end) {
           ptx::mbarrier_wait(smem.full_v[last_v.index], last_v.parity);
           team.say_loaded(number - 1);
         }
         last_v = stage_v;
-        load_numbers(smem.v[stage_v.index], team.memory.slots[(number - 1) % kRingSlots].v,
-                     smem.full_v[stage_v.index], smem.empty_v[stage_v.index], stage_v);
+        load_numbers(smem.v[stage_v.index], team.slot(number - 1).v, smem.full_v[stage_v.index],
+                     smem.empty_v[stage_v.index], stage_v);
       }
       first += tile.team_end;
       if (!tile.empty()) {
         last_v = stage_v;
-        load_numbers(smem.v[stage_v.index], team.memory.slots[(number - 1) % kRingSlots].v,
-                     smem.full_v[stage_v.index], smem.empty_v[stage_v.index], stage_v);
+        load_numbers(smem.v[stage_v.index], team.slot(number - 1).v, smem.full_v[stage_v.index],
+                     smem.empty_v[stage_v.index], stage_v);
         ptx::mbarrier_wait(smem.full_k[last_k.index], last_k.parity);
         ptx::mbarrier_wait(smem.full_v[last_v.index], last_v.parity);
       }
@@ -214,7 +229,8 @@ struct CodeWarps<true> : CodeRows {
     tile::arrive_warp(smem.rotated_q[stage.index][consumer]);
   }
 
-  // Expands one warp's keys, and values, of every kTeam-th block of all tiles of the team.
+  // Expands one warp's keys, and values, of those blocks of all tiles that are the thread
+  // block's share.
   __device__ __forceinline__ static void expand(Smem& smem, const Sm90Arguments& sm90, int warp) {
     const Team team(sm90);
     Codes& codes = smem.of_warp[warp];
@@ -224,11 +240,7 @@ struct CodeWarps<true> : CodeRows {
     unsigned parity = 0;
     // Numbers of blocks over all tiles: the warp's next one, the tile's first; and how many the
     // team has loaded.
-    int number = Team::rank(), first = 0, loaded = 0;
-    const auto say_expanded = [&](int expanded) {
-      if (lane == 0)
-        ptx::store_release(&team.memory.expanded[Team::rank() * kExpandWarps + warp], expanded);
-    };
+    int number = team.rank, first = 0, loaded = 0;
     for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
       const int end = first + tile.team_end;
       // The lane's key of a block.
@@ -260,23 +272,23 @@ struct CodeWarps<true> : CodeRows {
         ask_keys(number, page);
         ask_values(number, page);
         next = scales_of_key(sm90, tile, key_of(number), page);
-        entry = look_up(number + kTeam);
+        entry = look_up(number + team.size);
       }
-      for (; number < end; number += kTeam) {
-        TeamMemory::Slot& slot = team.memory.slots[number % kRingSlots];
+      for (; number < end; number += team.size) {
+        TeamSlot& slot = team.slot(number);
         KeyRows::put_scale(codes.k_scales, next.k);
         ValueRows::put_scale(codes.v_scales, next.v);
-        while (number >= loaded + kRingSlots) loaded = Team::least(team.memory.loaded);
+        while (number >= loaded + team.ring_slots) loaded = team.loaded();
         ptx::mbarrier_wait(codes.full_k, parity);
         __syncwarp();
         KeyRows::expand(slot.k + first_of_warp * kRowBytes, kPanelBytesK, codes.k, codes.k_scales);
         __syncwarp();
-        const int after = number + kTeam;
+        const int after = number + team.size;
         page = page_of_entry(sm90, entry);
         if (after < end) {
           ask_keys(after, page);
           next = scales_of_key(sm90, tile, key_of(after), page);
-          entry = look_up(after + kTeam);
+          entry = look_up(after + team.size);
         }
         ptx::mbarrier_wait(codes.full_v, parity);
         parity ^= 1;
@@ -284,13 +296,13 @@ struct CodeWarps<true> : CodeRows {
                           codes.v_scales);
         __syncwarp();
         if (after < end) ask_values(after, page);
-        if (number < kTeam) team.enter(sm90);
-        say_expanded(after);
+        if (number < team.size) team.enter(sm90);
+        team.say_expanded(warp, after);
         rotate();
       }
       rotate();
       first = end;
     }
-    if (number < kTeam) team.enter(sm90);
+    if (number < team.size) team.enter(sm90);
   }
 };

@@ -49,7 +49,7 @@ constexpr bool kSkipsBlocks = (Config::bound_left || Config::bound_right) && !Co
 // Where costs are unknown a thread block takes a tile when it begins the one before, not earlier:
 // of tiles that it had taken already no other block could relieve it. With one stage of queries it
 // takes them earlier, as keys would wait for the tile.
-constexpr bool kTakesLate = kDynamic && !Config::even_keys && kTeam == 1 && kStagesQ > 1;
+constexpr bool kTakesLate = kDynamic && !Config::even_keys && !kSharesCodes && kStagesQ > 1;
 
 // A consumer's turn to issue products ends when its scores are there, not as soon as its products
 // are issued. Else three consumers whose products take no longer than their exponentials can get
@@ -76,9 +76,9 @@ constexpr int kConsumerRegisters = (kReadsCodes        ? kSharedRegisters / kWar
 constexpr int kKeyCodeBytes = CodeOptions<Config>::k_row_bytes;
 constexpr int kValueCodeBytes = CodeOptions<Config>::v_row_bytes;
 constexpr int kCodeStages = CodeOptions<Config>::code_stages;
-constexpr int kOwnCodeStages = kTeam > 1 ? 0 : kCodeStages;  // of whole blocks
+constexpr int kOwnCodeStages = kSharesCodes ? 0 : kCodeStages;  // of whole blocks
 constexpr int kCodeBytes =
-    kTeam > 1 ? 0 : kTileN * (kKeyCodeBytes > kValueCodeBytes ? kKeyCodeBytes : kValueCodeBytes);
+    kSharesCodes ? 0 : kTileN * (kKeyCodeBytes > kValueCodeBytes ? kKeyCodeBytes : kValueCodeBytes);
 template <int kNumber, int kBytes>
 struct CodeStages {
   alignas(1024) unsigned char codes[kNumber][kBytes];
@@ -96,7 +96,7 @@ template <>
 struct CodeBarriers<0> {};
 
 // With a team: codes of those keys of a block, and of their values, that a warp expands.
-constexpr int kTeamKeys = kTeam > 1 ? kTileN / kExpandWarps : 0;
+constexpr int kTeamKeys = kSharesCodes ? kTileN / kExpandWarps : 0;
 template <int kKeys>
 struct TeamCodes {
   struct OfWarp {

@@ -210,7 +210,7 @@ struct SortedTilesOf<true> {
   using Type = TilesByPlace;
 };
 constexpr bool kSortsByPlace = kDynamic && Config::bound_right && !Config::bound_left &&
-                               !Config::split_kv && !Config::even_keys && kTeam == 1;
+                               !Config::split_kv && !Config::even_keys && !kSharesCodes;
 using SortedTiles = SortedTilesOf<kSortsByPlace>::Type;
 
 // Tiles whose costs the host knows. Where they all cost the same, tile i is that of block i modulo

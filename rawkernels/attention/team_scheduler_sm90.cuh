@@ -4,17 +4,21 @@
 
 #include "attention/even_scheduler_sm90.cuh"
 
-// Config::team thread blocks side by side have neighbouring tiles of a key head at a time, a group,
-// of which the last may be missing. Groups are dealt out to teams in turn, those of the last
+// CodeScales::team thread blocks side by side have neighbouring tiles of a key head at a time, a
+// group, of which the last may be missing. Groups are dealt out to teams in turn, those of the last
 // queries first: they see the most keys.
 struct TeamTileScheduler {
   const ForwardParams& params;
   const Sm90Params& sm90;
-  int group = blockIdx.x / kTeam;  // the next one's number
+  const int team;  // thread blocks
+  int group;       // the next one's number
 
   __device__ __forceinline__ TeamTileScheduler(const ForwardParams& params, const Sm90Params& sm90,
                                                SortedTiles::Shared&)
-      : params(params), sm90(sm90) {}
+      : params(params),
+        sm90(sm90),
+        team(team_size(static_cast<const Sm90Arguments&>(sm90))),
+        group(blockIdx.x / team) {}
 
   __device__ __forceinline__ Tile next(bool) {
     Tile tile;
@@ -22,13 +26,13 @@ struct TeamTileScheduler {
     const int heads = scheduled_heads(params);
     const int sequences = Config::varlen ? 1 : params.batch;  // that have as many groups
     const int groups = Config::varlen
-                           ? divided_by_tile(sm90, params.seqlen_q) / kTeam + params.batch
-                           : groups_before(params.seqlen_q + kTeam * queries_of_tile(params) - 1);
+                           ? divided_by_tile(sm90, params.seqlen_q) / team + params.batch
+                           : groups_before(params.seqlen_q + team * queries_of_tile(params) - 1);
     while (group < groups * sequences * heads && tile.row < 0) {
       const int rest = group / heads, place = groups - 1 - rest / sequences;
       set_head(tile, params, group % heads);
       find(tile, rest % sequences, place);
-      group += gridDim.x / kTeam;
+      group += gridDim.x / team;
     }
     return tile;
   }
@@ -36,7 +40,7 @@ struct TeamTileScheduler {
  private:
   // How many groups end before a query.
   __device__ __forceinline__ int groups_before(int query) const {
-    return divided_by_tile(sm90, query) / kTeam;
+    return divided_by_tile(sm90, query) / team;
   }
 
   // The thread block's tile of a group; a negative row where a slot for ragged rows has none.
@@ -46,7 +50,7 @@ struct TeamTileScheduler {
       tile.batch = tile::sequence_of_slot(params.cu_seqlens_q, params.batch, place, by_group);
       const tile::Sequence found = find_sequence(params, sm90, tile.batch);
       place = tile::tile_of_slot(static_cast<int>(found.begin_q), found.seqlen_q, tile.batch, place,
-                                 kTeam * queries_of_tile(params), by_group);
+                                 team * queries_of_tile(params), by_group);
       tile.queries = tile::ragged_tma_rows(static_cast<int>(found.begin_q), found.seqlen_q);
       tile.keys = {found.seqlen_k, 0, tile.batch};
     } else {
@@ -54,13 +58,13 @@ struct TeamTileScheduler {
       tile.queries = {params.seqlen_q, 0, sequence};
       tile.keys = {find_sequence(params, sm90, sequence).seqlen_k, 0, sequence};
     }
-    tile.row = place * kTeam * kTileM;
+    tile.row = place * team * kTileM;
     if (tile.row < 0) return;
     const int first = tile.row;
-    tile.row = first + (kTeam - 1) * kTileM;
+    tile.row = first + (team - 1) * kTileM;
     tile.find_blocks(params, sm90);
     tile.set_team_end(tile.block_end);
-    tile.row = first + static_cast<int>(blockIdx.x % kTeam) * kTileM;
+    tile.row = first + static_cast<int>(blockIdx.x % team) * kTileM;
     tile.find_blocks(params, sm90);
     if (!tile.exists(params, tile.row)) tile.block_end = tile.block_begin = 0;
   }
@@ -83,7 +87,7 @@ template <>
 struct TileSchedulerOf<Scheduler::kTeam> {
   using Type = TeamTileScheduler;
 };
-using TileScheduler = TileSchedulerOf<(kTeam > 1)         ? Scheduler::kTeam
+using TileScheduler = TileSchedulerOf<kSharesCodes        ? Scheduler::kTeam
                                       : Config::even_keys ? Scheduler::kEven
                                       : kDynamic          ? Scheduler::kDynamic
                                                           : Scheduler::kStatic>::Type;

@@ -78,16 +78,15 @@ struct CodeOptions {
   static constexpr int expand_warps = 0;                  // that make numbers of codes
   static constexpr int expand_registers = 0;              // of their threads
   static constexpr int code_stages = 0;                   // of a block's codes
-  static constexpr int team = 1;  // thread blocks that expand a block's codes together
-  static constexpr bool rotates_queries = false;  // as keys are
-  static constexpr int ring_slots = 0;  // for the numbers of a block's keys, or values, of a team
+  static constexpr bool shares = false;                   // with other thread blocks
+  static constexpr bool rotates_queries = false;          // as keys are
 };
 template <class Any>
 struct CodeOptions<Any, decltype(void(Any::expand_warps))> : Any {};
 
 constexpr int kExpandWarps = CodeOptions<Config>::expand_warps;
 constexpr bool kReadsCodes = kExpandWarps > 0;
-constexpr int kTeam = CodeOptions<Config>::team;
+constexpr bool kSharesCodes = CodeOptions<Config>::shares;
 constexpr bool kRotatesQueries = CodeOptions<Config>::rotates_queries;
 
 // Scales of rows of codes, bfloat16, by page (or sequence), token and head; with codes of 4 bits a
@@ -95,6 +94,8 @@ constexpr bool kRotatesQueries = CodeOptions<Config>::rotates_queries;
 struct CodeScales {
   const void *k_scale, *v_scale;
   ScaleStrides k_scale_stride, v_scale_stride;
+  int team;        // Config::shares: how many thread blocks expand codes together
+  int ring_slots;  // of a team, a power of two: for the numbers of a block's keys and values
 };
 struct Sm90CodesParams : Sm90Params {
   CodeScales scales;
@@ -110,6 +111,10 @@ struct Sm90ArgumentsOf<true> {
                 "the launching code packs the one after the other");
 };
 using Sm90Arguments = Sm90ArgumentsOf<kReadsCodes>::Type;
+
+// How many thread blocks work on tiles together.
+__device__ __forceinline__ int team_size(const Sm90Params&) { return 1; }
+__device__ __forceinline__ int team_size(const Sm90CodesParams& sm90) { return sm90.scales.team; }
 
 __device__ __forceinline__ kvcache::PageTable page_table(const Sm90Params& sm90) {
   return {sm90.page_table, sm90.table_stride, sm90.page_shift, sm90.num_pages};
@@ -179,7 +184,7 @@ struct TeamOfTile<true> {
 
 struct Tile : SplitOfTile<Config::split_kv>,
               EvenPartsOfTile<Config::even_keys>,
-              TeamOfTile<(kTeam > 1)> {
+              TeamOfTile<kSharesCodes> {
   tile::TmaRows queries, keys;
   int row;                     // the first of the tile's rows; negative: no tiles are left
   int head, head_kv, batch;    // with pack_gqa, `head` is the first of the group

@@ -23,11 +23,11 @@ LENS = [300, 0, 1, 128, 513]
 QUERIES = [70, 3, 0, 130, 200]  # of ragged rows
 
 
-@pytest.fixture(params=[1, 4, 8], ids="{} blocks".format)
+@pytest.fixture(params=[1, 3, 8], ids="{} blocks".format)
 def both_ways(request, monkeypatch):
     """Makes a call in the kernel that reads codes, which so many thread blocks expand together, and
     in the one over their numbers, with tiles of as many keys."""
-    monkeypatch.setattr(codes_sm90, "_team_of", lambda spec, multiprocessors: request.param)
+    monkeypatch.setattr(codes_sm90, "team_of", lambda spec, multiprocessors: request.param)
     tiles = tuple(tile for tile in config_sm90.SM90_TILES[128, 128] if tile.tile_n == 128)
     monkeypatch.setitem(config_sm90.SM90_TILES, (128, 128), tiles)
     monkeypatch.setattr(dispatch, "rotates_queries", lambda spec: True)
@@ -109,6 +109,14 @@ def test_several_tiles_of_a_block(rng, both_ways, monkeypatch):
     k, v = (Cache(rng, LENS, 2, 128, "int8") for _ in "kv")
     q = rng.standard_normal((len(LENS), 140, 2, 128)).astype(BFLOAT16)
     assert_same_bits(both_ways(q, k, v, LENS, True))
+
+
+def test_slots_are_used_again(rng, both_ways):
+    """More blocks of keys than a team's ring has slots, and tiles that see fewer of them."""
+    lens = [2800, 900, 0, 2177]
+    k, v = (Cache(rng, lens, 1, 128, "int8", 64, rotate=rotate) for rotate in (True, False))
+    q = rng.standard_normal((len(lens), 700, 1, 128)).astype(BFLOAT16)
+    assert_same_bits(both_ways(q, k, v, lens, True))
 
 
 def test_minima_of_any_size(rng, both_ways):

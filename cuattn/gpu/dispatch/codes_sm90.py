@@ -48,15 +48,15 @@ TIMES = {
     ("int8", "int4"): Times(20.7e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
-#: Of a tile for each key, by thread blocks that expand codes together: about the same in all
+#: Of a tile for each key, where so many thread blocks expand codes together; about the same in all
 #: formats.
-TEAM_TILE_US = {4: 13.9e-3, 8: 13.5e-3}
+TEAM_TILE_US = {3: 14.8e-3, 4: 13.8e-3, 5: 13.6e-3, 6: 13.4e-3, 7: 13.3e-3, 8: 13.2e-3}
 #: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
 #: read in a microsecond.
 SCRATCH_START_US = 14.2
 NUMBERS_TILE_US = 12.5e-3
 NUMBERS_BYTES = 4.0e6
-CLEARLY = 1.04  # how much faster this kernel has to be, by estimate
+CLEARLY = 1.02  # how much faster this kernel has to be, by estimate
 DECODE_ROWS = 32  # up to so many rows of a key head, decoding is no slower
 
 
@@ -71,8 +71,7 @@ class Sm90CodesForwardConfig(Sm90ForwardConfig):
     expand_warps: int = 4  # that make numbers of codes
     expand_registers: int = 56  # of their threads
     code_stages: int = 4  # of a block's codes, of keys or of values
-    team: int = 1  # thread blocks that expand a block's codes together
-    ring_slots: int = 0  # of a team, for the numbers of a block's keys and values
+    shares: bool = False  # thread blocks expand codes for each other: with teams of several
     rotates_queries: bool = False  # as keys are that become codes
 
     @property
@@ -83,32 +82,26 @@ class Sm90CodesForwardConfig(Sm90ForwardConfig):
     @property
     def loaded_keys(self) -> int:
         """The same, and with a team those of the codes that a warp expands."""
-        return self.tile_n // self.expand_warps if self.team > 1 else self.tile_n
+        return self.tile_n // self.expand_warps if self.shares else self.tile_n
 
-    def most_groups(self, spec: AttentionSpec) -> int:
-        """How many groups of a team's tiles a call has, at most."""
-        queries, heads = self.queries_of_tile(spec) * self.team, self.heads_of_tiles(spec)
+    def most_groups(self, spec: AttentionSpec, team: int) -> int:
+        """How many groups of so many tiles a call has, at most."""
+        queries, heads = self.queries_of_tile(spec) * team, self.heads_of_tiles(spec)
         if self.varlen:
             return (spec.seqlen_q // queries + spec.batch) * heads
         return -(-spec.seqlen_q // queries) * spec.batch * heads
 
     @property
-    def team_bytes(self) -> int:
-        """TeamMemory of attention/expand_team_sm90.cuh: counts, and slots for numbers."""
-        counts = 12 + 4 * self.team * (self.expand_warps + 1)
-        return -(-counts // 128) * 128 + self.ring_slots * self.tile_n * self.head_dim * 4
-
-    @property
     def sorts_by_place(self) -> bool:
         """The same, but teams have an order of their own."""
-        return self.team == 1 and Sm90ForwardConfig.sorts_by_place.fget(self)
+        return not self.shares and Sm90ForwardConfig.sorts_by_place.fget(self)
 
     @property
     def smem_bytes(self) -> int:
         """The same with the codes of some blocks, or those that a thread block of a team expands,
         and their scales, rounded up to whole KiB."""
         row_bytes = self.code_stages * max(self.k_row_bytes, self.v_row_bytes)
-        if self.team > 1:
+        if self.shares:
             row_bytes = self.k_row_bytes + self.v_row_bytes + 16
         return Sm90ForwardConfig.smem_bytes.fget(self) + self.tile_n * row_bytes
 
@@ -135,9 +128,10 @@ class Sm90CodesForward:
             or (call.k_scales.rotated and not rotates_in_kernel(spec, call.multiprocessors))
         ):
             return None
-        config = _config_of(spec, call.multiprocessors, call.k_scales.rotated)
-        groups = min(config.most_groups(spec), call.multiprocessors // config.team)
-        blocks = groups * config.team
+        team = team_of(spec, call.multiprocessors)
+        config = _config_of(spec, team, call.k_scales.rotated)
+        groups = min(config.most_groups(spec, team), call.multiprocessors // team)
+        blocks = groups * team
         tensor_maps: dict[str, TensorMap | None] = {
             "q": queries_map(call, config),
             "k": _map(call, config, spec.k_format, call.strides.k),
@@ -155,25 +149,28 @@ class Sm90CodesForward:
             num_pages=call.num_pages,
         )
         strides = CODE_SCALES.arguments(
-            k_scale_stride=call.k_scales.strides, v_scale_stride=call.v_scales.strides
+            k_scale_stride=call.k_scales.strides,
+            v_scale_stride=call.v_scales.strides,
+            team=team,
+            ring_slots=_ring_slots(team),
         )
         return Launch(
             _variant(config),
             (blocks,),
             (forward_arguments(spec, call.strides), arguments.followed_by(strides)),
             tensor_maps,
-            workspace_bytes=groups * config.team_bytes if config.team > 1 else SCHEDULER_BYTES,
+            workspace_bytes=groups * _team_bytes(team) if team > 1 else SCHEDULER_BYTES,
         )
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
-            options = [(1, False), *itertools.product(TEAM_TILE_US, (False, True))]
+            options = (False, False), (True, False), (True, True)
             flags = (False, True)
-            for formats, varlen, pack_gqa, (team, rotates) in itertools.product(
+            for formats, varlen, pack_gqa, of_team in itertools.product(
                 TIMES, flags, flags, options
             ):
-                yield _variant(_config(*formats, varlen, pack_gqa, team, rotates))
+                yield _variant(_config(*formats, varlen, pack_gqa, *of_team))
 
 
 def serves_codes(
@@ -192,7 +189,7 @@ def serves_codes(
         and spec.dropout == 0.0
         and 0 < spec.seqlen_k < 1 << 29
         and spec.seqlen_q < 1 << 29
-        and _config_of(spec, multiprocessors).most_tiles(spec) < 1 << 31
+        and _config_of(spec, 1).most_tiles(spec) < 1 << 31
         and _has_scale_of_row(spec.k_format, k_scales)
         and _has_scale_of_row(spec.v_format, v_scales)
         and not v_scales.rotated
@@ -201,7 +198,7 @@ def serves_codes(
 
 def rotates_in_kernel(spec: AttentionSpec, multiprocessors: int) -> bool:
     """Whether the kernel that serves a call rotates its queries."""
-    return _team_of(spec, multiprocessors) > 1
+    return team_of(spec, multiprocessors) > 1
 
 
 def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
@@ -218,13 +215,13 @@ def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
     rows = rows_of_sequence(spec)
     if times is None or not fits or rows <= DECODE_ROWS:
         return False
-    each_us = _expanding_us(spec, multiprocessors, _team_of(spec, multiprocessors))
+    each_us = _expanding_us(spec, multiprocessors, team_of(spec, multiprocessors))
     pairs = spec.batch * spec.heads_kv
     if rows <= EXPAND_ROWS:
         return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
     nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
     once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
-    tiles = _config_of(spec, multiprocessors).most_tiles(spec)
+    tiles = _config_of(spec, 1).most_tiles(spec)
     tile_us = tiles / multiprocessors * _mean_keys(spec) * NUMBERS_TILE_US
     once_us += max(tile_us, nbytes / NUMBERS_BYTES)
     return CLEARLY * each_us <= once_us
@@ -237,27 +234,38 @@ def _mean_keys(spec: AttentionSpec) -> float:
 
 def _expanding_us(spec: AttentionSpec, multiprocessors: int, team: int) -> float:
     """About how long the kernel takes with so many thread blocks that expand codes together."""
-    packs = spec.heads_q > spec.heads_kv
-    config = _config(spec.k_format, spec.v_format, spec.rows == "ragged", packs, team)
     times = TIMES[spec.k_format, spec.v_format]
-    waves = math.ceil(_likely_groups(spec, config) / (multiprocessors // team))
+    waves = math.ceil(_likely_groups(spec, team) / (multiprocessors // team))
     return START_US + waves * _mean_keys(spec) * TEAM_TILE_US.get(team, times.tile_us)
 
 
 @functools.lru_cache(maxsize=4096)
-def _team_of(spec: AttentionSpec, multiprocessors: int) -> int:
+def team_of(spec: AttentionSpec, multiprocessors: int) -> int:
     """How many thread blocks expand codes together, so that the call is fastest."""
     teams = [1, *(team for team in TEAM_TILE_US if team <= multiprocessors)]
     return min(teams, key=lambda team: _expanding_us(spec, multiprocessors, team))
 
 
-def _likely_groups(spec: AttentionSpec, config: Sm90CodesForwardConfig) -> float:
-    """How many groups of tiles there are; of ragged rows the mean of the most and the fewest."""
-    most = config.most_groups(spec)
+def _likely_groups(spec: AttentionSpec, team: int) -> float:
+    """How many groups of so many tiles there are; of ragged rows the mean of the most and the
+    fewest."""
+    config = _config_of(spec, team)
+    most = config.most_groups(spec, team)
     if not config.varlen:
         return most
-    fewest = max(spec.batch, -(-spec.seqlen_q // (config.queries_of_tile(spec) * config.team)))
+    fewest = max(spec.batch, -(-spec.seqlen_q // (config.queries_of_tile(spec) * team)))
     return (most + fewest * config.heads_of_tiles(spec)) / 2
+
+
+def _ring_slots(team: int) -> int:
+    """Slots of a team's ring: a block in the making by each thread block, and as many that are
+    read."""
+    return 1 << (2 * team - 1).bit_length() if team > 1 else 0
+
+
+def _team_bytes(team: int) -> int:
+    """A TeamMemory of attention/expand_team_sm90.cuh, and its slots of keys and values."""
+    return 256 + _ring_slots(team) * 2 * 128 * HEAD_DIM * 2
 
 
 def addressable_codes(strides: tuple[int, ...], address: int) -> bool:
@@ -270,12 +278,10 @@ def _has_scale_of_row(format: str, scales: Scales) -> bool:
     return scales.groups == 1 and not scales.is_float32 and not scales.has_offset and minimum
 
 
-def _config_of(
-    spec: AttentionSpec, multiprocessors: int, rotated: bool = False
-) -> Sm90CodesForwardConfig:
-    packs, team = spec.heads_q > spec.heads_kv, _team_of(spec, multiprocessors)
+def _config_of(spec: AttentionSpec, team: int, rotated: bool = False) -> Sm90CodesForwardConfig:
+    packs, shares = spec.heads_q > spec.heads_kv, team > 1
     return _config(
-        spec.k_format, spec.v_format, spec.rows == "ragged", packs, team, rotated and team > 1
+        spec.k_format, spec.v_format, spec.rows == "ragged", packs, shares, rotated and shares
     )
 
 
@@ -285,10 +291,9 @@ def _config(
     v_format: str,
     varlen: bool,
     pack_gqa: bool,
-    team: int,
+    shares: bool,
     rotates_queries: bool = False,
 ) -> Sm90CodesForwardConfig:
-    shares = team > 1
     return Sm90CodesForwardConfig(
         "bfloat16",
         HEAD_DIM,
@@ -308,16 +313,15 @@ def _config(
         v_format=format_number(v_format),
         k_row_bytes=code_columns(k_format, HEAD_DIM),
         v_row_bytes=code_columns(v_format, HEAD_DIM),
-        expand_registers=72 if shares else 56,
-        team=team,
-        ring_slots=2 * team if shares else 0,
+        expand_registers=64 if shares else 56,
+        shares=shares,
         rotates_queries=rotates_queries,
     )
 
 
 def _variant(config: Sm90CodesForwardConfig) -> Variant:
-    shares = "_team" if config.team > 1 else ""
-    return Variant(f"attention/forward{shares}_codes_sm90.cu", "forward_sm90", config)
+    team = "_team" if config.shares else ""
+    return Variant(f"attention/forward{team}_codes_sm90.cu", "forward_sm90", config)
 
 
 def _map(
