@@ -1,7 +1,7 @@
-"""Prompts over a paged cache, beside the same attention over contiguous keys; and a few queries
-over many keys.
+"""Prompts over a paged cache, beside the same attention over contiguous keys; over codes of a
+quantised cache, beside pages of bfloat16; and a few queries over many keys.
 
-``pytest benchmarks/bench_prompts.py --benchmark-json=benchmarks/results/NAME.json``; four minutes.
+``pytest benchmarks/bench_prompts.py --benchmark-json=benchmarks/results/NAME.json``; five minutes.
 
 A chunk of new tokens attends to itself and to what the cache holds of its sequence, as in an
 engine that writes long prompts in chunks. The contiguous call computes the same tiles.
@@ -17,6 +17,7 @@ import pytest
 import cuattn
 from benchmarks import peers, timing
 from benchmarks.bench_decoding import draw
+from benchmarks.bench_quantized import CACHES
 
 cupy = pytest.importorskip("cupy")
 
@@ -80,6 +81,61 @@ def bench_chunk(benchmark, chunk, heads):
     seen = batch * tokens * (keys - (tokens - 1) / 2)  # pairs of a query and a key it sees
     contestants = [timing.captured(name, [call]) for name, call in calls.items()]
     report(benchmark, contestants, 4.0 * seen * heads_q * dim)
+
+
+#: ((new tokens of a sequence, keys with them, sequences), (heads of queries, of keys)), of 128
+#: features.
+CODES = [
+    ((512, 8192, 1), (32, 32)),
+    ((512, 32768, 1), (32, 32)),
+    ((512, 8192, 4), (32, 32)),
+    ((384, 8192, 4), (32, 32)),
+    ((128, 8192, 4), (32, 32)),
+    ((1024, 8192, 1), (32, 32)),
+    ((2048, 8192, 1), (32, 32)),
+    ((512, 8192, 1), (32, 8)),
+    ((512, 32768, 1), (32, 8)),
+    ((512, 8192, 4), (32, 8)),
+    ((2048, 8192, 1), (32, 8)),
+    ((768, 8192, 1), (64, 16)),
+    ((8192, 8192, 1), (32, 8)),
+]
+
+
+@pytest.mark.parametrize("page_size", [16, 64], ids="pages of {}".format)
+@pytest.mark.parametrize(
+    ("chunk", "heads"),
+    CODES,
+    ids=[f"{h[0]}/{h[1]}-{c[2]}x{c[0]} over {c[1]}" for c, h in CODES],
+)
+def bench_codes(benchmark, chunk, heads, page_size):
+    """Chunks over codes: bfloat16, then the kinds of codes that `PagedKVCache` has, which rotates
+    integer keys."""
+    (tokens, keys, batch), (heads_q, heads_kv) = chunk, heads
+    q = draw(batch, tokens, heads_q, 128)
+    lens = cupy.full(batch, keys, np.int32)
+    k, v, table = paged(
+        np.random.default_rng(0), [draw(batch, keys, heads_kv, 128) for _ in "kv"], page_size
+    )
+    calls = {"bfloat16": lambda: cuattn.paged_attention(q, k, v, table, lens)}
+    for name, (k_format, v_format) in CACHES.items():
+        rotate = k_format != "float8_e4m3"
+        codes = (
+            cuattn.quantize(k, k_format, symmetric=k_format != "int4", rotate=rotate),
+            cuattn.quantize(v, v_format, symmetric=v_format != "int4"),
+        )
+        calls[name] = lambda codes=codes: cuattn.paged_attention(q, *codes, table, lens)
+    exact = calls["bfloat16"]().astype(np.float32)
+    for name, call in calls.items():
+        difference = float(cupy.linalg.norm(call().astype(np.float32) - exact))
+        assert difference < 0.3 * float(cupy.linalg.norm(exact)), name  # int4 has 4 bits
+    contestants = [timing.captured(name, [call]) for name, call in calls.items()]
+    benchmark.group = "prompts over codes"
+    seconds = timing.race(benchmark, contestants, rounds=7, turn=10e-3)
+    benchmark.extra_info |= {"microseconds": {name: s * 1e6 for name, s in seconds.items()}}
+    base = seconds["bfloat16"]
+    shown = ", ".join(f"{name} {s * 1e6:.0f} us ({s / base:.2f})" for name, s in seconds.items())
+    print(f"\n{benchmark.name}: {shown}")
 
 
 def bench_ragged_chunks(benchmark):

@@ -314,6 +314,25 @@ def prompts(records: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, *comparison(short, what)])
 
 
+def prompts_over_codes(records: list[dict[str, Any]]) -> str:
+    """Chunks of prompts over codes as Markdown: µs over pages of bfloat16, and for each kind of
+    codes how many times as long."""
+    names = [name for name in records[0]["microseconds"] if name != "bfloat16"]
+    lines = [
+        "| tokens over keys | heads | pages of | bfloat16 | " + " | ".join(names) + " |",
+        "|" + " --- |" * (4 + len(names)),
+    ]
+    for r in records:
+        (tokens, keys, batch), (heads_q, heads_kv) = r["chunk"], r["heads"]
+        times = r["microseconds"]
+        cells = [f"{times[name] / times['bfloat16']:.2f}" for name in names]
+        lines.append(
+            f"| {batch} × {tokens} over {keys} | {heads_q}/{heads_kv} | {r['page_size']} | "
+            f"{times['bfloat16']:.0f} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
 def gradients(records: list[dict[str, Any]]) -> str:
     """Backward attention: the table of forward attention, and the comparison."""
     return "\n".join([table(records), "", *comparison(records)])
@@ -552,6 +571,14 @@ def main(argv: list[str] | None = None) -> None:
                 prompts,
                 [r for group in PROMPTS for r in load(files, group)],
                 "bfloat16",
+            ),
+            *section(
+                "Prompts over quantised caches",
+                "`paged_attention` over pages of bfloat16 (µs), and over codes with a scale for "
+                "each token and head (times as long); keys of int8 and int4 are rotated.",
+                prompts_over_codes,
+                load(files, "prompts over codes"),
+                "bfloat16, head_dim 128",
             ),
             *section(
                 "Latent attention",

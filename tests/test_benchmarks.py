@@ -142,6 +142,20 @@ def test_quantized_caches_have_a_column_for_each_format():
     ]
 
 
+def test_prompts_over_codes_are_compared_with_pages_of_numbers():
+    record = {
+        "chunk": [512, 8192, 1],
+        "heads": [32, 8],
+        "page_size": 16,
+        "microseconds": {"bfloat16": 100.0, "int8": 110.0, "int4": 125.4},
+    }
+    assert report.prompts_over_codes([record]).splitlines() == [
+        "| tokens over keys | heads | pages of | bfloat16 | int8 | int4 |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 1 × 512 over 8192 | 32/8 | 16 | 100 | 1.10 | 1.25 |",
+    ]
+
+
 def test_decoding_has_a_row_for_each_shape():
     records = [
         {
