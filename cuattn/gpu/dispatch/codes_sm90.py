@@ -201,6 +201,7 @@ def rotates_in_kernel(spec: AttentionSpec, multiprocessors: int) -> bool:
     return team_of(spec, multiprocessors) > 1
 
 
+@functools.lru_cache(maxsize=4096)
 def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
     """Whether a call is clearly faster with the codes expanded for each tile of queries, or for
     each group of a team's tiles, than otherwise: by numbers made of them first, or, with few rows
