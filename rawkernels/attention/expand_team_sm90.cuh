@@ -135,7 +135,7 @@ struct CodeWarps<true> : CodeRows {
       // Of the values, and of the keys, that were asked for last.
       tile::PipelineState<kStages> last_v = stage_v, last_k = stage_k;
       int number = first + tile.team_end - tile.block_end;
-      for (int block = tile.block_end - 1; block >= tile.block_begin; --block, ++number) {
+      for (int block = tile.block_end - 1; block >= 0; --block, ++number) {
         wait_expanded(number + 1);
         last_k = stage_k;
         load_numbers(smem.k[stage_k.index], team.slot(number).k, smem.full_k[stage_k.index],
@@ -149,7 +149,7 @@ struct CodeWarps<true> : CodeRows {
         load_numbers(smem.v[stage_v.index], team.slot(number - 1).v, smem.full_v[stage_v.index],
                      smem.empty_v[stage_v.index], stage_v);
       }
-      first += tile.team_end - tile.team_begin;
+      first += tile.team_end;
       if (!tile.empty()) {
         last_v = stage_v;
         load_numbers(smem.v[stage_v.index], team.slot(number - 1).v, smem.full_v[stage_v.index],
@@ -242,10 +242,10 @@ struct CodeWarps<true> : CodeRows {
     // team has loaded.
     int number = team.rank, first = 0, loaded = 0;
     for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
-      const int end = first + tile.team_end - tile.team_begin;
+      const int end = first + tile.team_end;
       // The lane's key of a block.
       const auto key_of = [&](int number) {
-        return (tile.team_begin + end - 1 - number) * kTileN + first_of_warp + lane;
+        return (end - 1 - number) * kTileN + first_of_warp + lane;
       };
       const auto look_up = [&](int number) {
         return entry_of_key(sm90, tile, number < end ? key_of(number) : -1);

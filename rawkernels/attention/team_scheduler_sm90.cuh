@@ -23,15 +23,14 @@ struct TeamTileScheduler {
   __device__ __forceinline__ Tile next(bool) {
     Tile tile;
     tile.row = -1;
-    const int heads = scheduled_heads(params) * num_splits(sm90);
+    const int heads = scheduled_heads(params);
     const int sequences = Config::varlen ? 1 : params.batch;  // that have as many groups
     const int groups = Config::varlen
                            ? divided_by_tile(sm90, params.seqlen_q) / team + params.batch
                            : groups_before(params.seqlen_q + team * queries_of_tile(params) - 1);
     while (group < groups * sequences * heads && tile.row < 0) {
       const int rest = group / heads, place = groups - 1 - rest / sequences;
-      set_head(tile, params, group % heads % scheduled_heads(params));
-      tile.set_split(group % heads / scheduled_heads(params));
+      set_head(tile, params, group % heads);
       find(tile, rest % sequences, place);
       group += gridDim.x / team;
     }
@@ -62,11 +61,9 @@ struct TeamTileScheduler {
     tile.row = place * team * kTileM;
     if (tile.row < 0) return;
     const int first = tile.row;
-    tile.find_blocks(params, sm90);
-    const int begin = tile.block_begin;
     tile.row = first + (team - 1) * kTileM;
     tile.find_blocks(params, sm90);
-    tile.set_team_blocks(begin, tile.block_end);
+    tile.set_team_end(tile.block_end);
     tile.row = first + static_cast<int>(blockIdx.x % team) * kTileM;
     tile.find_blocks(params, sm90);
     if (!tile.exists(params, tile.row)) tile.block_end = tile.block_begin = 0;

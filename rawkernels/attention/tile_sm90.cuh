@@ -170,19 +170,16 @@ struct EvenPartsOfTile<true> {
   }
 };
 
-// With a team, the blocks of keys that some of its tiles sees, as a base that is empty where a
-// thread block expands codes for itself.
+// With a team, the end of the blocks of keys that some of its tiles sees, as a base that is empty
+// where a thread block expands codes for itself.
 template <bool kIsShared>
 struct TeamOfTile {
-  __device__ __forceinline__ void set_team_blocks(int, int) {}
+  __device__ __forceinline__ void set_team_end(int) {}
 };
 template <>
 struct TeamOfTile<true> {
-  int team_begin, team_end;
-  __device__ __forceinline__ void set_team_blocks(int begin, int end) {
-    team_begin = begin;
-    team_end = end;
-  }
+  int team_end;
+  __device__ __forceinline__ void set_team_end(int block) { team_end = block; }
 };
 
 struct Tile : SplitOfTile<Config::split_kv>,

@@ -28,7 +28,6 @@ def both_ways(request, monkeypatch):
     """Makes a call in the kernel that reads codes, which so many thread blocks expand together, and
     in the one over their numbers, with tiles of as many keys."""
     monkeypatch.setattr(codes_sm90, "team_of", lambda spec, multiprocessors: request.param)
-    monkeypatch.setattr(codes_sm90, "_parts_of", lambda spec, multiprocessors, team: 1)
     tiles = tuple(tile for tile in config_sm90.SM90_TILES[128, 128] if tile.tile_n == 128)
     monkeypatch.setitem(config_sm90.SM90_TILES, (128, 128), tiles)
     monkeypatch.setattr(dispatch, "rotates_queries", lambda spec: True)
@@ -118,24 +117,6 @@ def test_slots_are_used_again(rng, both_ways):
     k, v = (Cache(rng, lens, 1, 128, "int8", 64, rotate=rotate) for rotate in (True, False))
     q = rng.standard_normal((len(lens), 700, 1, 128)).astype(BFLOAT16)
     assert_same_bits(both_ways(q, k, v, lens, True))
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("formats", FORMAT_PAIRS[:3:2], ids="/".join)
-def test_keys_in_parts(rng, monkeypatch, formats, group):
-    """Parts without keys, and tiles that see a block less of theirs than others of the team."""
-    monkeypatch.setattr(codes_sm90, "team_of", lambda spec, multiprocessors: 3)
-    monkeypatch.setattr(codes_sm90, "_parts_of", lambda spec, multiprocessors, team: 4)
-    monkeypatch.setattr(codes_sm90, "expands_each_tile", lambda spec, multiprocessors: True)
-    lens = [1000, 0, 130, 513]
-    k = Cache(rng, lens, 2, 128, formats[0], 64, rotate=True)
-    v = Cache(rng, lens, 2, 128, formats[1], 64)
-    q = rng.standard_normal((len(lens), 500 // group, 2 * group, 128)).astype(BFLOAT16)
-    with dispatch.use_tiers("forward_codes_sm90"):
-        results = decode(q, k, v, lens, True)
-    queries, keys = rotated_queries(q, k)
-    others = [(queries, keys), (queries, in_bfloat16(keys))]
-    check(results, q, k.values, v.values, lens, others, causal=True)
 
 
 def test_minima_of_any_size(rng, both_ways):

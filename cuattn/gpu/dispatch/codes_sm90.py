@@ -22,13 +22,7 @@ from cuattn.gpu.dispatch.config_sm90 import Sm90ForwardConfig
 from cuattn.gpu.dispatch.decoding_times import rows_of_sequence, tokens_of_sequence
 from cuattn.gpu.dispatch.launch import LEAST_SCALE, Call, Launch, shapes
 from cuattn.gpu.dispatch.order_sm90 import sm90_section
-from cuattn.gpu.dispatch.parts_sm90 import (
-    MERGE_BYTES,
-    MERGE_US,
-    PART_US,
-    WARPGROUP_ROWS,
-    part_strides,
-)
+from cuattn.gpu.dispatch.parts_sm90 import WARPGROUP_ROWS
 from cuattn.gpu.dispatch.quantization import EXPAND_ROWS
 from cuattn.gpu.dispatch.routing import MIN_PAGE
 from cuattn.gpu.dispatch.sm90 import SCHEDULER_BYTES
@@ -57,10 +51,6 @@ START_US = 9.1
 #: Of a tile for each key, where so many thread blocks expand codes together; about the same in all
 #: formats.
 TEAM_TILE_US = {3: 14.8e-3, 4: 13.8e-3, 5: 13.6e-3, 6: 13.4e-3, 7: 13.3e-3, 8: 13.2e-3}
-TILE_US = 1.5  # of a tile that is not a thread block's first
-#: Keys are cut into parts of no fewer, and into no more parts.
-MIN_PART_KEYS = 1024
-MOST_PARTS = 16
 #: Over numbers: of both launches, of a tile for each key, and how many bytes of keys and values are
 #: read in a microsecond.
 SCRATCH_START_US = 14.2
@@ -139,9 +129,8 @@ class Sm90CodesForward:
         ):
             return None
         team = team_of(spec, call.multiprocessors)
-        parts = _parts_of(spec, call.multiprocessors, team)
-        config = _config_of(spec, team, call.k_scales.rotated, parts > 1)
-        groups = min(config.most_groups(spec, team) * parts, call.multiprocessors // team)
+        config = _config_of(spec, team, call.k_scales.rotated)
+        groups = min(config.most_groups(spec, team), call.multiprocessors // team)
         blocks = groups * team
         tensor_maps: dict[str, TensorMap | None] = {
             "q": queries_map(call, config),
@@ -158,9 +147,7 @@ class Sm90CodesForward:
             section=sm90_section(spec, config, blocks),
             table_stride=call.table_stride,
             num_pages=call.num_pages,
-            num_splits=parts,
         )
-        call_strides = part_strides(spec, call.strides) if parts > 1 else call.strides
         strides = CODE_SCALES.arguments(
             k_scale_stride=call.k_scales.strides,
             v_scale_stride=call.v_scales.strides,
@@ -170,21 +157,20 @@ class Sm90CodesForward:
         return Launch(
             _variant(config),
             (blocks,),
-            (forward_arguments(spec, call_strides), arguments.followed_by(strides)),
+            (forward_arguments(spec, call.strides), arguments.followed_by(strides)),
             tensor_maps,
             workspace_bytes=groups * _team_bytes(team) if team > 1 else SCHEDULER_BYTES,
-            parts=parts,
         )
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if arch == "sm_90a":
+            options = (False, False), (True, False), (True, True)
             flags = (False, True)
-            for formats, varlen, pack_gqa in itertools.product(TIMES, flags, flags):
-                yield _variant(_config(*formats, varlen, pack_gqa, False))
-                for rotates, splits in itertools.product(flags, flags):
-                    if not (varlen and splits):
-                        yield _variant(_config(*formats, varlen, pack_gqa, True, rotates, splits))
+            for formats, varlen, pack_gqa, of_team in itertools.product(
+                TIMES, flags, flags, options
+            ):
+                yield _variant(_config(*formats, varlen, pack_gqa, *of_team))
 
 
 def serves_codes(
@@ -230,7 +216,7 @@ def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
     rows = rows_of_sequence(spec)
     if times is None or not fits or rows <= DECODE_ROWS:
         return False
-    each_us = _best_us(spec, multiprocessors, team_of(spec, multiprocessors))
+    each_us = _expanding_us(spec, multiprocessors, team_of(spec, multiprocessors))
     pairs = spec.batch * spec.heads_kv
     if rows <= EXPAND_ROWS:
         return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
@@ -247,37 +233,18 @@ def _mean_keys(spec: AttentionSpec) -> float:
     return spec.seqlen_k - min(tokens_of_sequence(spec), spec.seqlen_k) / 2
 
 
-def _expanding_us(spec: AttentionSpec, multiprocessors: int, team: int, parts: int) -> float:
-    """About how long the kernel takes with so many thread blocks that expand codes together, and
-    parts of the keys."""
+def _expanding_us(spec: AttentionSpec, multiprocessors: int, team: int) -> float:
+    """About how long the kernel takes with so many thread blocks that expand codes together."""
     times = TIMES[spec.k_format, spec.v_format]
-    waves = math.ceil(_likely_groups(spec, team) * parts / (multiprocessors // team))
-    tile_us = _mean_keys(spec) / parts * TEAM_TILE_US.get(team, times.tile_us)
-    merging_us = 0.0
-    if parts > 1:
-        part_us = spec.batch * spec.seqlen_q * spec.heads_q * 4 * HEAD_DIM / MERGE_BYTES
-        merging_us = MERGE_US + parts * max(PART_US, part_us)
-    return START_US + waves * tile_us + (waves - 1) * TILE_US + merging_us
-
-
-def _best_us(spec: AttentionSpec, multiprocessors: int, team: int) -> float:
-    return _expanding_us(spec, multiprocessors, team, _parts_of(spec, multiprocessors, team))
-
-
-def _parts_of(spec: AttentionSpec, multiprocessors: int, team: int) -> int:
-    """Into how many parts keys are best cut."""
-    most = MOST_PARTS if team > 1 and spec.rows == "batched" else 1
-    most = min(most, -(-spec.seqlen_k // MIN_PART_KEYS))
-    return min(
-        range(1, most + 1), key=lambda parts: _expanding_us(spec, multiprocessors, team, parts)
-    )
+    waves = math.ceil(_likely_groups(spec, team) / (multiprocessors // team))
+    return START_US + waves * _mean_keys(spec) * TEAM_TILE_US.get(team, times.tile_us)
 
 
 @functools.lru_cache(maxsize=4096)
 def team_of(spec: AttentionSpec, multiprocessors: int) -> int:
     """How many thread blocks expand codes together, so that the call is fastest."""
     teams = [1, *(team for team in TEAM_TILE_US if team <= multiprocessors)]
-    return min(teams, key=lambda team: _best_us(spec, multiprocessors, team))
+    return min(teams, key=lambda team: _expanding_us(spec, multiprocessors, team))
 
 
 def _likely_groups(spec: AttentionSpec, team: int) -> float:
@@ -312,12 +279,11 @@ def _has_scale_of_row(format: str, scales: Scales) -> bool:
     return scales.groups == 1 and not scales.is_float32 and not scales.has_offset and minimum
 
 
-def _config_of(
-    spec: AttentionSpec, team: int, rotated: bool = False, splits: bool = False
-) -> Sm90CodesForwardConfig:
-    formats, ragged = (spec.k_format, spec.v_format), spec.rows == "ragged"
+def _config_of(spec: AttentionSpec, team: int, rotated: bool = False) -> Sm90CodesForwardConfig:
     packs, shares = spec.heads_q > spec.heads_kv, team > 1
-    return _config(*formats, ragged, packs, shares, rotated and shares, splits)
+    return _config(
+        spec.k_format, spec.v_format, spec.rows == "ragged", packs, shares, rotated and shares
+    )
 
 
 @functools.cache
@@ -328,7 +294,6 @@ def _config(
     pack_gqa: bool,
     shares: bool,
     rotates_queries: bool = False,
-    split_kv: bool = False,
 ) -> Sm90CodesForwardConfig:
     return Sm90CodesForwardConfig(
         "bfloat16",
@@ -345,8 +310,6 @@ def _config(
         pack_gqa=pack_gqa,
         paged_kv=True,
         seq_lens=True,
-        split_kv=split_kv,
-        out_dtype="float32" if split_kv else "",
         k_format=format_number(k_format),
         v_format=format_number(v_format),
         k_row_bytes=code_columns(k_format, HEAD_DIM),

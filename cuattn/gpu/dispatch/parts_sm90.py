@@ -22,7 +22,6 @@ from cuattn.gpu.dispatch.config_sm90 import (
     Sm90ForwardConfig,
     configs_of,
 )
-from cuattn.gpu.dispatch.launch import Strides
 from cuattn.gpu.dispatch.order_sm90 import blocks_of_keys, time_of_call, unit_of_time
 
 WARPGROUP_ROWS = 64
@@ -212,11 +211,3 @@ def _reading_us(spec: AttentionSpec) -> float:
     """What it takes to read all keys and values once."""
     columns = spec.head_dim + spec.head_dim_v
     return spec.batch * spec.heads_kv * spec.seqlen_k * columns * spec.dtype.itemsize / READ_BYTES
-
-
-def part_strides(spec: AttentionSpec, strides: Strides) -> Strides:
-    """The strides of a call whose out is that of parts, (parts, batch, seqlen_q, heads_q,
-    head_dim_v), contiguous; in units of the inputs' dtype, as of any call."""
-    row = spec.heads_q * spec.head_dim_v
-    out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
-    return strides._replace(out=tuple(out))

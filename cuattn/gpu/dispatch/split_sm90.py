@@ -18,7 +18,6 @@ from cuattn.gpu.dispatch.parts_sm90 import (
     packed_warpgroups,
     part_config,
     part_head_dim,
-    part_strides,
     plain_packings,
 )
 from cuattn.gpu.dispatch.routing import (
@@ -147,7 +146,11 @@ def _launch(call: Call, config: Sm90ForwardConfig, parts: int) -> Launch | None:
     tiles = config.most_tiles(spec) * parts
     if tiles >= 1 << 31:
         return None
-    strides = part_strides(spec, call.strides) if config.split_kv else call.strides
+    strides = call.strides
+    if config.split_kv:
+        row = spec.heads_q * spec.head_dim_v
+        out = [n * spec.dtype.itemsize for n in (spec.seqlen_q * row, row, spec.head_dim_v, 1)]
+        strides = strides._replace(out=tuple(out))
     blocks = min(tiles, call.multiprocessors)
     workspace_bytes = SCHEDULER_BYTES if config.seq_lens else 0
     section = spec.heads_kv * parts if config.seq_lens else 0
