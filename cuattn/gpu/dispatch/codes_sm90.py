@@ -48,6 +48,7 @@ TIMES = {
     ("int8", "int4"): Times(20.7e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
+TEAM_START_US = 16.0
 #: Of a tile for each key, where so many thread blocks expand codes together; about the same in all
 #: formats.
 TEAM_TILE_US = {3: 14.8e-3, 4: 13.8e-3, 5: 13.6e-3, 6: 13.4e-3, 7: 13.3e-3, 8: 13.2e-3}
@@ -237,7 +238,8 @@ def _expanding_us(spec: AttentionSpec, multiprocessors: int, team: int) -> float
     """About how long the kernel takes with so many thread blocks that expand codes together."""
     times = TIMES[spec.k_format, spec.v_format]
     waves = math.ceil(_likely_groups(spec, team) / (multiprocessors // team))
-    return START_US + waves * _mean_keys(spec) * TEAM_TILE_US.get(team, times.tile_us)
+    start_us = TEAM_START_US if team > 1 else START_US
+    return start_us + waves * _mean_keys(spec) * TEAM_TILE_US.get(team, times.tile_us)
 
 
 @functools.lru_cache(maxsize=4096)
