@@ -17,6 +17,7 @@ from cuattn._arrays import (
 )
 from cuattn._backend import backend, folded_mask, indices
 from cuattn._decoding_spec import (
+    check_after_prefix,
     add_token,
     check_capacity,
     check_num_splits,
@@ -357,8 +358,8 @@ def paged_attention(
         of page_size, promises that the first so many keys of every sequence are in the same pages
         and come before all its queries; the result is what it is without. A pair of arrays
         (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
-        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window`,
-        `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"`` each sequence
+        sequence's own, which alone `page_table` and `seq_lens` then count, the queries' among them;
+        not with `window`, `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"`` each sequence
         reads it by itself.
     bias, mask, key_mask : array, optional
         As in :func:`flash_decode`: keys are counted from the first of each sequence, whatever pages
@@ -480,9 +481,11 @@ def paged_attention(
     if xp is np:
         lens = np.clip(seq_lens, 0, max_pages * page_size)
         check_used_pages(name, page_table, lens, k_pages.shape[0], page_size)
+        counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
         if isinstance(prefix, int):
-            counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
             check_shared_pages(name, page_table, lens - counts, prefix, page_size)
+        elif prefix is not None and causal:
+            check_after_prefix(name, lens, counts)
     result, lse = _decode(
         name,
         xp,

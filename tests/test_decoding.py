@@ -323,3 +323,12 @@ def test_out_may_overlap_the_prefix(quantized, rng):
         right = cuattn.paged_attention(q, *pages, table, lens, prefix=tuple(prefix))
         cuattn.paged_attention(q, *pages, table, lens, prefix=tuple(own), out=out)
         np.testing.assert_array_equal(out, right)
+
+
+def test_a_prefix_before_no_pages_at_all(rng):
+    q, (k, v) = rng.standard_normal((2, 1, 4, 8)), rng.standard_normal((2, 5, 2, 8))
+    pages, table = np.zeros((0, 4, 2, 8)), np.zeros((2, 3), np.int32)
+    lens = np.zeros(2, np.int32)
+    out = paged_attention(q, pages, pages, table, lens, prefix=(k, v), causal=False)
+    want = cuattn.flash_attention(q, *(np.stack([part] * 2) for part in (k, v)))
+    np.testing.assert_allclose(out, want, atol=1e-13)

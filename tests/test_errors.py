@@ -421,6 +421,12 @@ PAGED_CASES = [
         ValueError,
         "prefix is 4, and sequence 1 has 3 keys before its queries, must have at least as many",
     ),
+    (
+        {"prefix": (zeros(3, 4, 16), zeros(3, 4, 24)), "seq_lens": np.int32([12, 0])},
+        ValueError,
+        "prefix is a pair (k, v), and seq_lens has 0 for sequence 1, must be its number of "
+        "queries, 2, at least",
+    ),
     ({"prefix": True}, TypeError, "prefix must be an integer or a pair (k, v), got bool"),
     ({"causal": 0}, TypeError, "causal must be True or False, got 0"),
 ]
