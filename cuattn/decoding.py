@@ -17,8 +17,8 @@ from cuattn._arrays import (
 )
 from cuattn._backend import backend, folded_mask, indices
 from cuattn._decoding_spec import (
-    check_after_prefix,
     add_token,
+    check_after_prefix,
     check_capacity,
     check_num_splits,
     check_page_table,
@@ -359,8 +359,8 @@ def paged_attention(
         and come before all its queries; the result is what it is without. A pair of arrays
         (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
         sequence's own, which alone `page_table` and `seq_lens` then count, the queries' among them;
-        not with `window`, `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"`` each sequence
-        reads it by itself.
+        not with `window`, `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"``
+        each sequence reads it by itself.
     bias, mask, key_mask : array, optional
         As in :func:`flash_decode`: keys are counted from the first of each sequence, whatever pages
         they lie in; with `cu_seqlens_q` queries likewise.
