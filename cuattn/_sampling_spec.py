@@ -166,7 +166,8 @@ def penalties(
                 f"{name}: allowed has dtype {allowed.dtype}, must be bool, int32 or uint32"
             )
         width = -(-vocab // 32) if packed else vocab
-        allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
+        label = f"allowed of {allowed.dtype}, 32 tokens a word," if packed else "allowed"
+        allowed = _broadcast_rows(name, label, allowed, batch, width, xp)
     return Penalties(
         token_rows(name, xp, tokens, batch),
         row_values(name, xp, "repetition", repetition, batch),
@@ -353,7 +354,7 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
     if values.dtype in LOGIT_DTYPES:  # bfloat16 is no float to NumPy
         values = values.astype(np.float32)
     integral = dtype is np.int32
-    if values.dtype.kind not in ("iu" if integral else "iuf"):
+    if values.size and values.dtype.kind not in ("iu" if integral else "iuf"):
         wanted = "an integer or integers" if integral else "a number or numbers"
         raise TypeError(f"{name}: {parameter} must be {wanted}, got {given!r}")
     inside = (values >= low if closed else values > low) & (values <= high)

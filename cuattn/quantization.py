@@ -135,7 +135,10 @@ def quantize(
         allowed = ", ".join(FLOAT_DTYPES.values())
         raise TypeError(f"{name}: x has dtype {x.dtype}, must be one of {allowed}")
     if x.ndim < 2 or not shape[-1]:
-        raise ValueError(f"{name}: x has shape {shape}, must be (..., heads, head_dim)")
+        raise ValueError(
+            f"{name}: x has shape {shape}, must be (..., heads, head_dim) with a head_dim of at "
+            "least 1"
+        )
     if dtype == "int4" and shape[-1] % 2:
         raise ValueError(
             f"{name}: x has head_dim {shape[-1]}, must be even for int4, which has two in a byte"

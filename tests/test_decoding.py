@@ -208,6 +208,15 @@ def test_merge_of_nothing_seen_is_zero():
     assert np.isneginf(lse).all()
 
 
+def test_merge_takes_anything_without_a_warning():
+    """Rows of no sequence are undefined."""
+    outs = np.array([np.inf, np.nan, 0, 1]).reshape(2, 1, 2, 1, 1) * np.ones(8)
+    lses = np.array([np.inf, np.nan, -np.inf, 800]).reshape(2, 1, 1, 2)
+    with np.errstate(all="raise"):
+        out, lse = merge_attention(outs, lses)
+    assert np.isnan(out[0, 1]).all() and np.isnan(lse[0, 0, 1])
+
+
 def test_merge_takes_every_layout(rng):
     outs = rng.standard_normal((2, 5, 3, 8))
     lses = rng.standard_normal((2, 3, 5))

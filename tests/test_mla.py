@@ -617,6 +617,23 @@ def test_prefill_of_ragged_rows(rng, absorbed):
 
 
 @pytest.mark.parametrize("absorbed", [True, False])
+def test_rows_of_no_sequence_may_hold_anything(rng, absorbed):
+    layer = Layer(rng, [20, 5], 2, 4, joined=True)
+    cu = np.array([0, 4, 5], np.int32)
+    q_nope, q_rope = layer.queries(rng, 9)
+    arguments = [
+        *(q_nope, q_rope, layer.latent_pages, layer.rope_pages, layer.table, layer.lens),
+        *(layer.w_uk, layer.w_uv),
+    ]
+    options = {"scale": 0.1, "cu_seqlens_q": cu, "absorbed": absorbed, "chunk": 8}
+    want = mla_prefill(*arguments, **options)[:5]
+    q_nope[5:], q_rope[5:] = np.inf, np.nan
+    with np.errstate(all="raise"):
+        got = mla_prefill(*arguments, **options)[:5]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
 def test_prefill_where_nothing_is_rotated(rng, absorbed):
     layer = Layer(rng, [20, 7], 2, 4, rope=0)
     q_nope, q_rope = layer.queries(rng, 2, 5)

@@ -107,8 +107,9 @@ def multiply_heads(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     columns), in the accumulator's dtype; one rounding."""
     acc = acc_dtype(x.dtype)
     rows = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1).astype(acc)
-    product = (rows @ weights.astype(acc)).swapaxes(0, 1)
-    return product.reshape(*x.shape[:-1], weights.shape[2]).astype(x.dtype)
+    with np.errstate(all="ignore"):  # rows of no sequence may hold anything
+        product = (rows @ weights.astype(acc)).swapaxes(0, 1)
+        return product.reshape(*x.shape[:-1], weights.shape[2]).astype(x.dtype)
 
 
 def _sparse_parts(
