@@ -416,8 +416,8 @@ def _check_head_array(
         shapes = " or ".join(map(str, allowed))
         raise ValueError(f"{function}: {name} has shape {array.shape}, must be {shapes}")
     if array.dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(FLOAT_DTYPES.values())
-        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be one of {allowed}")
+        dtypes = ", ".join(FLOAT_DTYPES.values())
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be one of {dtypes}")
 
 
 def check_cu_seqlens(function: str, name: str, array: Any) -> None:

@@ -68,8 +68,12 @@ def test_files(tmp_path):
     whole = path.read_bytes()
     for broken in (b"", b"no zip file", whole[:-200], pickle.dumps({"config": 1})):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"load: .* is not what PagedKVCache.save writes"):
+        with pytest.raises(ValueError, match=r"load: .* what PagedKVCache.save writes: it is no"):
             PagedKVCache.load(path)
+    path.write_bytes(b"before" + whole)
+    with open(path, "rb") as file:
+        file.seek(6)
+        assert list(PagedKVCache.load(file)) == [a]
     path.write_bytes(whole)
     with np.load(path) as saved:
         arrays = dict(saved)
@@ -80,6 +84,12 @@ def test_files(tmp_path):
         np.savez(tmp_path / "broken.npz", **{**arrays, name: value})
         with pytest.raises(ValueError, match=r"is not what PagedKVCache.save writes"):
             PagedKVCache.load(tmp_path / "broken.npz")
+
+
+def test_what_is_no_file_is_named():
+    for call in (new_cache().save, PagedKVCache.load):
+        with pytest.raises(TypeError, match=rf"^PagedKVCache.{call.__name__}: file must be a path"):
+            call(None)
 
 
 def test_what_is_not_the_files_fault_is_not_said_of_it(tmp_path, monkeypatch):

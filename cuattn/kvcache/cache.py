@@ -566,6 +566,7 @@ class PagedKVCache:
         file : path or binary file
             Where to. A file of that name is replaced once all has been written.
         """
+        _check_file("save", file, "write")
         files.write(file, files.Saved(self._config(), *self._snapshot()))
 
     @classmethod
@@ -589,6 +590,7 @@ class PagedKVCache:
             The pages do not fit.
         """
         xp = _library("PagedKVCache.load", xp)
+        _check_file("load", file, "read")
         try:
             saved = files.read(file)
             cache = cls(**saved.config, xp=xp)
@@ -824,6 +826,14 @@ class PagedKVCache:
 
 def _loaded(saved: bytes, xp: str) -> PagedKVCache:
     return PagedKVCache.load(io.BytesIO(saved), xp=importlib.import_module(xp))
+
+
+def _check_file(function: str, file: Any, method: str) -> None:
+    if not isinstance(file, (str, os.PathLike)) and not hasattr(file, method):
+        raise TypeError(
+            f"PagedKVCache.{function}: file must be a path or a binary file, got "
+            f"{type(file).__qualname__}"
+        )
 
 
 def _library(function: str, xp: Any) -> ModuleType:
