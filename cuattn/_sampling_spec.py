@@ -33,10 +33,13 @@ class Range(NamedTuple):
     high: float
     closed: bool  # whether `low` itself is valid
     dtype: type
+    most: float = _MAX_FLOAT  # what stands for larger ones
 
 
 RANGES = {
-    "temperature": Range(0.0, np.inf, True, np.float32),
+    # Kernels multiply differences of logits by log2(e) / temperature, in float32: products that
+    # count must not be flushed to 0.
+    "temperature": Range(0.0, np.inf, True, np.float32, most=2.0**100),
     "top_k": Range(1, np.inf, True, np.int32),
     "top_p": Range(0.0, 1.0, True, np.float32),
     "min_p": Range(0.0, 1.0, True, np.float32),
@@ -349,7 +352,7 @@ def _number(name: str, parameter: str, given: Any, vocab: int) -> Any:
 
 def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
     """A scalar or an array on the host, checked, in the parameter's dtype."""
-    low, high, closed, dtype = RANGES[parameter]
+    low, high, closed, dtype, most = RANGES[parameter]
     values = _host_array(name, parameter, given)
     if values.dtype in LOGIT_DTYPES:  # bfloat16 is no float to NumPy
         values = values.astype(np.float32)
@@ -368,7 +371,7 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
         )
     if integral:
         return np.minimum(values.astype(np.uint64), np.uint64(vocab)).astype(dtype)
-    return np.clip(values.astype(np.float64), -_MAX_FLOAT, _MAX_FLOAT).astype(dtype)
+    return np.clip(values.astype(np.float64), -_MAX_FLOAT, most).astype(dtype)
 
 
 def _host_array(name: str, parameter: str, given: Any) -> np.ndarray:
