@@ -54,7 +54,8 @@ def _exclusive(
         if self._owner == me and self._lock.locked():  # to wait for it would be for ever
             raise RuntimeError(
                 f"PagedKVCache.{method.__name__}: called in the middle of another call of this "
-                "thread on the same cache, by a finalizer or a signal handler; call it afterwards"
+                "thread on the same cache, by an argument's iterator, a finalizer or a signal "
+                "handler; call it before or afterwards"
             )
         with self._lock:
             self._owner = me
@@ -704,10 +705,10 @@ class PagedKVCache:
         """
         return len(self._manager.find(_tokens("match_prefix", tokens))) * self.page_size
 
-    @_exclusive
     def __iter__(self) -> Iterator[int]:
-        """The ids of all sequences, oldest first."""
-        return iter(list(self._manager.row_of))
+        """The ids of all sequences, oldest first: a cache stands for them where a method takes
+        ids."""
+        return iter(list(self._manager.row_of))  # at once, and so without the lock
 
     def __contains__(self, id: object) -> bool:
         return id in self._manager.row_of
