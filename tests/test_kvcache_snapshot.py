@@ -139,6 +139,17 @@ def test_a_swap_makes_room_and_shares_again():
         new_cache(num_layers=LAYERS, max_seqlen=8).swap_in(swapped)
 
 
+def test_swapped_sequences_may_be_in_lists_and_sets():
+    cache = new_cache(num_layers=LAYERS)
+    swapped = []
+    for _ in range(3):
+        id, _ = filled(cache, [1, 2, 3])
+        swapped.append(cache.swap_out(id))
+    assert len(set(swapped)) == 3
+    swapped.remove(swapped[2])
+    assert len(swapped) == 2
+
+
 def test_what_is_not_written_is_not_found_after_a_swap():
     cache = new_cache(num_layers=LAYERS)
     a = cache.add_sequence(range(9))

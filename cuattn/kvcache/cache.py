@@ -67,7 +67,7 @@ def _exclusive(
     return call
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # each is one of its own, in lists and sets
 class SwappedSequence:
     """A sequence on the host: what :meth:`PagedKVCache.swap_out` returns.
 
