@@ -334,6 +334,17 @@ def test_out_may_overlap_the_prefix(quantized, rng):
         np.testing.assert_array_equal(out, right)
 
 
+def test_out_may_overlap_the_page_table(rng):
+    q, pages = rng.standard_normal((3, 1, 2, 8)), rng.standard_normal((6, 4, 2, 8))
+    lens = np.array([8, 5, 7], np.int32)
+    out = np.zeros_like(q)
+    table = out.reshape(-1).view(np.int32)[2:8].reshape(3, 2)
+    table[...] = rng.permutation(6).reshape(3, 2)
+    right = paged_attention(q, pages, pages, table.copy(), lens)
+    assert paged_attention(q, pages, pages, table, lens, out=out) is out
+    np.testing.assert_array_equal(out, right)
+
+
 def test_a_prefix_before_no_pages_at_all(rng):
     q, (k, v) = rng.standard_normal((2, 1, 4, 8)), rng.standard_normal((2, 5, 2, 8))
     pages, table = np.zeros((0, 4, 2, 8)), np.zeros((2, 3), np.int32)

@@ -272,6 +272,21 @@ def test_q_without_a_token_axis_and_out(rng):
     assert np.array_equal(lse, want_lse)
 
 
+def test_out_may_overlap_sinks_and_page_table(rng):
+    layer = Layer(rng, [9, 30], 3)
+    q_latent, q_rope = (rng.standard_normal((2, 1, 3, n)) for n in (layer.latent, layer.rope))
+    arguments = q_latent, q_rope, layer.latent_pages, layer.rope_pages
+    sinks, table = rng.standard_normal(3), layer.table
+    right = mla_decode(*arguments, table, layer.lens, scale=0.3, sinks=sinks)
+    for overlapped in (sinks, table):
+        out = np.zeros_like(q_latent)
+        place = out.reshape(-1).view(overlapped.dtype)[: overlapped.size].reshape(overlapped.shape)
+        place[...] = overlapped
+        own = (place, table) if overlapped is sinks else (sinks, place)
+        mla_decode(*arguments, own[1], layer.lens, scale=0.3, sinks=own[0], out=out)
+        np.testing.assert_array_equal(out, right)
+
+
 def test_permuting_the_batch_permutes_the_output(rng):
     layer = Layer(rng, [5, 0, 30, 12], 2)
     q_latent, q_rope = rng.standard_normal((4, 1, 2, 96)), rng.standard_normal((4, 1, 2, 16))

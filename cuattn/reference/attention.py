@@ -147,7 +147,7 @@ def forward(
     """
     dtype = spec.acc_dtype
     own_prefix = prefix if isinstance(prefix, tuple) else None
-    inputs = [q, k, v, bias, mask, *(own_prefix or ())]
+    inputs = [q, k, v, bias, mask, page_table, *(own_prefix or ())]
     overlaps = out is not None and any(
         np.may_share_memory(out, codes_of(array)) for array in inputs if array is not None
     )

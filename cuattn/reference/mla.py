@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from cuattn._arrays import acc_dtype
-from cuattn._quantized import QuantizedArray
+from cuattn._quantized import QuantizedArray, codes_of
 from cuattn._spec import AttentionSpec
 from cuattn.reference import attention
 from cuattn.reference.layouts import Rows
@@ -54,10 +54,10 @@ def forward(
     lse : numpy.ndarray or None
         Of ``spec.lse_shape``, where asked for.
     """
-    inputs = (q_latent, q_rope, rope_pages)
-    if not isinstance(latent_pages, QuantizedArray):
-        inputs = (*inputs, latent_pages)
-    overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
+    inputs = [q_latent, q_rope, codes_of(latent_pages), rope_pages, page_table, indices, sinks]
+    overlaps = out is not None and any(
+        np.may_share_memory(out, array) for array in inputs if array is not None
+    )
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
     lse = np.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
     rows = Rows(spec, cu_seqlens_q)
