@@ -78,7 +78,8 @@ def quantize(
         With scales in bfloat16, as far as they are found here: ``max|x| / largest code`` rounded
         up, at least 2**-126, and 1 where all is 0 or there is nothing. An infinity or NaN makes the
         scale NaN, and all that shares it, and so does what is so large that the value of the
-        largest code would overflow float32.
+        largest code would overflow float32. A `scale` and an `offset` that are given become part
+        of it without a copy: codes mean something else where they are changed later.
 
     Raises
     ------
