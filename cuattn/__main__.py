@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
+import re
 import sys
 
 
@@ -22,15 +24,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     compile_.add_argument(
         "--arch",
-        type=lambda text: text.split(","),
+        type=_architectures,
         help="comma-separated, such as sm_80,sm_90a,sm_120 (default: those of this machine's GPUs)",
     )
     compile_.add_argument(
-        "--jobs", type=int, help="processes to compile in (default: one a core of this machine)"
+        "--jobs", type=_count, help="processes to compile in (default: one a core of this machine)"
     )
     compile_.add_argument(
         "--digest",
         metavar="FILE",
+        type=_file,
         help="write a digest of each variant's machine code; where FILE exists, compare with it",
     )
     commands.add_parser("config", help="print versions, devices, tiers and the kernel cache")
@@ -50,6 +53,28 @@ def main(argv: list[str] | None = None) -> int:
     from cuattn.gpu.report import compile_report
 
     return compile_report(arguments.arch, arguments.jobs, arguments.digest)
+
+
+def _architectures(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if not re.fullmatch(r"sm_\d+[af]?", name):
+            raise argparse.ArgumentTypeError(f"{name!r} is no architecture such as sm_90a")
+    return names
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _file(text: str) -> str:
+    """A file that is written at the end, after minutes."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that is there")
+    return text
 
 
 if __name__ == "__main__":

@@ -90,6 +90,21 @@ def check_shared_pages(
         )
 
 
+def check_after_prefix(function: str, own: np.ndarray, counts: Any) -> None:
+    """Check, on the host, that all queries under a causal mask come after a prefix that is a pair
+    of arrays: a kernel lets them see all of it. `own` are the keys of each sequence beside the
+    prefix, `counts` its queries."""
+    counts = np.broadcast_to(counts, own.shape)
+    # One before the first own key still sees the whole prefix: the one query of padding, say.
+    early = own < counts - 1
+    if early.any():
+        b = int(early.argmax())
+        raise ValueError(
+            f"{function}: prefix is a pair (k, v), and seq_lens has {own[b]} for sequence {b}, "
+            f"must be its number of queries, {counts[b]}, at least"
+        )
+
+
 def check_page_size(function: str, name: str, page_size: int) -> None:
     """Check how many tokens a page has."""
     if page_size & (page_size - 1) or not 1 <= page_size <= MAX_PAGE_SIZE:

@@ -33,10 +33,13 @@ class Range(NamedTuple):
     high: float
     closed: bool  # whether `low` itself is valid
     dtype: type
+    most: float = _MAX_FLOAT  # what stands for larger ones
 
 
 RANGES = {
-    "temperature": Range(0.0, np.inf, True, np.float32),
+    # Kernels multiply differences of logits by log2(e) / temperature, in float32: products that
+    # count must not be flushed to 0.
+    "temperature": Range(0.0, np.inf, True, np.float32, most=2.0**100),
     "top_k": Range(1, np.inf, True, np.int32),
     "top_p": Range(0.0, 1.0, True, np.float32),
     "min_p": Range(0.0, 1.0, True, np.float32),
@@ -166,7 +169,8 @@ def penalties(
                 f"{name}: allowed has dtype {allowed.dtype}, must be bool, int32 or uint32"
             )
         width = -(-vocab // 32) if packed else vocab
-        allowed = _broadcast_rows(name, "allowed", allowed, batch, width, xp)
+        label = f"allowed of {allowed.dtype}, 32 tokens a word," if packed else "allowed"
+        allowed = _broadcast_rows(name, label, allowed, batch, width, xp)
     return Penalties(
         token_rows(name, xp, tokens, batch),
         row_values(name, xp, "repetition", repetition, batch),
@@ -348,12 +352,12 @@ def _number(name: str, parameter: str, given: Any, vocab: int) -> Any:
 
 def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
     """A scalar or an array on the host, checked, in the parameter's dtype."""
-    low, high, closed, dtype = RANGES[parameter]
+    low, high, closed, dtype, most = RANGES[parameter]
     values = _host_array(name, parameter, given)
     if values.dtype in LOGIT_DTYPES:  # bfloat16 is no float to NumPy
         values = values.astype(np.float32)
     integral = dtype is np.int32
-    if values.dtype.kind not in ("iu" if integral else "iuf"):
+    if values.size and values.dtype.kind not in ("iu" if integral else "iuf"):
         wanted = "an integer or integers" if integral else "a number or numbers"
         raise TypeError(f"{name}: {parameter} must be {wanted}, got {given!r}")
     inside = (values >= low if closed else values > low) & (values <= high)
@@ -367,7 +371,7 @@ def _in_range(name: str, parameter: str, given: Any, vocab: int) -> np.ndarray:
         )
     if integral:
         return np.minimum(values.astype(np.uint64), np.uint64(vocab)).astype(dtype)
-    return np.clip(values.astype(np.float64), -_MAX_FLOAT, _MAX_FLOAT).astype(dtype)
+    return np.clip(values.astype(np.float64), -_MAX_FLOAT, most).astype(dtype)
 
 
 def _host_array(name: str, parameter: str, given: Any) -> np.ndarray:

@@ -121,9 +121,9 @@ class AttentionSpec:
 
 
 def _cached(function: Callable[..., AttentionSpec]) -> Callable[..., AttentionSpec]:
-    """Remember results by arguments; one that cannot be hashed goes to the checks, which name it.
-    A window may be a list."""
-    cached = functools.lru_cache(maxsize=4096)(function)
+    """Remember results by arguments, and their types, since True is 1 to a dictionary; one that
+    cannot be hashed goes to the checks, which name it. A window may be a list."""
+    cached = functools.lru_cache(maxsize=4096, typed=True)(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> AttentionSpec:
@@ -300,9 +300,10 @@ def check_scores(
                 + ("; what is added to scores is bias" if added else "")
             )
         if name == "bias" and array.dtype not in FLOAT_DTYPES:
+            allowed = ", ".join(FLOAT_DTYPES.values())
             hint = "; what keeps or removes scores is mask" if array.dtype == np.bool_ else ""
             raise TypeError(
-                f"{function}: bias has dtype {array.dtype}, must be a floating dtype{hint}"
+                f"{function}: bias has dtype {array.dtype}, must be one of {allowed}{hint}"
             )
 
 
@@ -415,7 +416,8 @@ def _check_head_array(
         shapes = " or ".join(map(str, allowed))
         raise ValueError(f"{function}: {name} has shape {array.shape}, must be {shapes}")
     if array.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be a floating dtype")
+        dtypes = ", ".join(FLOAT_DTYPES.values())
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, must be one of {dtypes}")
 
 
 def check_cu_seqlens(function: str, name: str, array: Any) -> None:

@@ -18,6 +18,7 @@ from cuattn._arrays import (
 from cuattn._backend import backend, folded_mask, indices
 from cuattn._decoding_spec import (
     add_token,
+    check_after_prefix,
     check_capacity,
     check_num_splits,
     check_page_table,
@@ -357,9 +358,9 @@ def paged_attention(
         of page_size, promises that the first so many keys of every sequence are in the same pages
         and come before all its queries; the result is what it is without. A pair of arrays
         (prefix_len, heads_kv, head_dim) and (..., head_dim_v) are keys and values before every
-        sequence's own, which alone `page_table` and `seq_lens` then count; not with `window`,
-        `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"`` each sequence
-        reads it by itself.
+        sequence's own, which alone `page_table` and `seq_lens` then count, the queries' among them;
+        not with `window`, `alibi_slopes`, `bias`, `mask` or `key_mask`. With ``num_splits="fixed"``
+        each sequence reads it by itself.
     bias, mask, key_mask : array, optional
         As in :func:`flash_decode`: keys are counted from the first of each sequence, whatever pages
         they lie in; with `cu_seqlens_q` queries likewise.
@@ -480,9 +481,11 @@ def paged_attention(
     if xp is np:
         lens = np.clip(seq_lens, 0, max_pages * page_size)
         check_used_pages(name, page_table, lens, k_pages.shape[0], page_size)
+        counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
         if isinstance(prefix, int):
-            counts = np.diff(cu_seqlens_q) if ragged else q.shape[1]
             check_shared_pages(name, page_table, lens - counts, prefix, page_size)
+        elif prefix is not None and causal:
+            check_after_prefix(name, lens, counts)
     result, lse = _decode(
         name,
         xp,

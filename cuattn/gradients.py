@@ -368,6 +368,9 @@ def flash_attention_vjp(
     name = "flash_attention_vjp"
     _check_options(name, options)
     return_lse = check_bool(name, "return_lse", return_lse)
+    check_bool(name, "deterministic", deterministic)
+    slopes = options.get("alibi_slopes")
+    _check_wanted(name, grad_bias, options.get("bias"), grad_alibi, slopes)
     result, lse = attend_for(name, q, k, v, return_lse=True, **options)
     _check_head_dims(name, q, v)
 
@@ -530,12 +533,7 @@ def _backward(
     for label, array in (("lse", lse), ("dlse", dlse)):
         if array is not None:
             _check_like(function, label, array, spec.lse_shape, spec.acc_dtype)
-    for label, wanted, array, of in (
-        ("grad_bias", grad_bias, bias, "bias"),
-        ("grad_alibi", grad_alibi, alibi_slopes, "alibi_slopes"),
-    ):
-        if check_bool(function, label, wanted) and array is None:
-            raise ValueError(f"{function}: {label} is True, but {of} is None")
+    _check_wanted(function, grad_bias, bias, grad_alibi, alibi_slopes)
     results = backend(xp, "gradients").backward(
         *(contiguous_last_axis(xp, array) for array in (dout, q, k, v, out)),
         lse,
@@ -553,6 +551,18 @@ def _backward(
         grad_alibi=grad_alibi,
     )
     return AttentionGrads(*results)
+
+
+def _check_wanted(
+    function: str, grad_bias: Any, bias: Any, grad_alibi: Any, alibi_slopes: Any
+) -> None:
+    """Check that gradients are asked for of what there is."""
+    for label, wanted, array, of in (
+        ("grad_bias", grad_bias, bias, "bias"),
+        ("grad_alibi", grad_alibi, alibi_slopes, "alibi_slopes"),
+    ):
+        if check_bool(function, label, wanted) and array is None:
+            raise ValueError(f"{function}: {label} is True, but {of} is None")
 
 
 def _check_head_dims(function: str, q: Any, v: Any) -> None:

@@ -283,8 +283,9 @@ def _check_weights(
     columns = (
         f"{count_name} * head_dim) for {count} {count_name}" if count_name else "out_features)"
     )
-    if weights.ndim != 2 or weights.shape[0] != rows or weights.shape[1] % count:
-        transposed = weights.ndim == 2 and weights.shape[1] == rows
+    fits = weights.ndim == 2 and weights.shape[0] == rows
+    if not fits or weights.shape[1] % count or (count_name and not weights.shape[1]):
+        transposed = weights.ndim == 2 and weights.shape[1] == rows and not fits
         raise ValueError(
             f"{function}: {name} has shape {weights.shape}, must be ({rows}, {columns}"
             + (f"; {name}.T where weights are torch's" if transposed else "")

@@ -71,8 +71,9 @@ def rope(
 
     Pair ``i`` of a token at position ``p`` turns by the angle ``p * f_i`` with ``f_i = base ** (-2
     i / rotary_dim)``: ``(a, b)`` becomes ``(a cos - b sin, b cos + a sin)``. Scores of rotated
-    queries and keys depend on the distance of their positions alone. Angles are computed exactly,
-    whatever the position, and rounded once.
+    queries and keys depend on the distance of their positions alone. Angles are computed in units
+    of 2**-64 of a turn, which wrap around without rounding, and are rounded once: up to position
+    2**31 they are within 1e-9 of exact ones, whatever the dtype.
 
     Parameters
     ----------

@@ -78,7 +78,8 @@ def quantize(
         With scales in bfloat16, as far as they are found here: ``max|x| / largest code`` rounded
         up, at least 2**-126, and 1 where all is 0 or there is nothing. An infinity or NaN makes the
         scale NaN, and all that shares it, and so does what is so large that the value of the
-        largest code would overflow float32.
+        largest code would overflow float32. A `scale` and an `offset` that are given become part
+        of it without a copy: codes mean something else where they are changed later.
 
     Raises
     ------
@@ -135,7 +136,10 @@ def quantize(
         allowed = ", ".join(FLOAT_DTYPES.values())
         raise TypeError(f"{name}: x has dtype {x.dtype}, must be one of {allowed}")
     if x.ndim < 2 or not shape[-1]:
-        raise ValueError(f"{name}: x has shape {shape}, must be (..., heads, head_dim)")
+        raise ValueError(
+            f"{name}: x has shape {shape}, must be (..., heads, head_dim) with a head_dim of at "
+            "least 1"
+        )
     if dtype == "int4" and shape[-1] % 2:
         raise ValueError(
             f"{name}: x has head_dim {shape[-1]}, must be even for int4, which has two in a byte"

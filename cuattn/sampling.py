@@ -2,10 +2,11 @@
 
 Logits are (batch, vocab), or (vocab,) for one row; float16, bfloat16 or float32; NumPy or CuPy;
 rows may be any stride apart. Every parameter is a scalar or one value per row. A scalar, or an
-array on the host, that is out of range is a ValueError; an array on the device is never read back,
-and its values are clamped: temperature to [0, inf), top_k to [1, vocab], top_p, min_p and typical_p
-to [0, 1], NaN to the lowest; tokens and rows that do not fit into int32 to the nearest that do,
-which is out of range. While a CUDA graph is captured, arrays on the host are a ValueError.
+array on the host, that is out of range is a ValueError, and a temperature there above 2**100 counts
+as 2**100; an array on the device is never read back, and its values are clamped: temperature to [0,
+inf), top_k to [1, vocab], top_p, min_p and typical_p to [0, 1], NaN to the lowest; tokens and rows
+that do not fit into int32 to the nearest that do, which is out of range. While a CUDA graph is
+captured, arrays on the host are a ValueError.
 
 A row that holds a NaN or +inf is bad: it gives token -1 and results of NaN, and leaves the other
 rows alone. A row of nothing but -inf gives token -1 and probabilities of 0.

@@ -121,7 +121,12 @@ def parse_arguments() -> argparse.Namespace:
         default=1.0,
         help="above 1: repeat less",
     )
-    add("--seed", metavar="N", type=int, help="the same seed writes the same text")
+    add(
+        "--seed",
+        metavar="N",
+        type=between(0, 2**63 - 1),
+        help="the same seed writes the same text",
+    )
     add(
         "--draft",
         metavar="K",
@@ -155,7 +160,7 @@ def between(low: float, high: float = math.inf) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         value = type(low)(text)
-        if not low <= value <= high:
+        if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
         return value
 

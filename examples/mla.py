@@ -15,6 +15,9 @@ parser.add_argument("--heads", type=int, default=8)
 parser.add_argument("--prompt", type=int, default=200, help="tokens of the prompt")
 parser.add_argument("--tokens", type=int, default=24, help="tokens to write")
 args = parser.parse_args()
+for name, value in vars(args).items():
+    if value < 1:
+        parser.error(f"--{name} is {value}, must be at least 1")
 
 rng = np.random.default_rng(0)
 HIDDEN, VOCABULARY = 256, 1000
@@ -103,13 +106,15 @@ def step(cache: cuattn.PagedKVCache, layers: list[Layer], ids: list[int], x: np.
     return x
 
 
-angles = np.outer(np.arange(4096), 10000.0 ** (-np.arange(ROPE // 2) / (ROPE // 2)))
+length = args.prompt + args.tokens
+angles = np.outer(np.arange(length), 10000.0 ** (-np.arange(ROPE // 2) / (ROPE // 2)))
 TABLES = np.cos(angles), np.sin(angles)
 layers = [Layer.random(args.heads) for _ in range(args.layers)]
 embeddings, w_out = rng.standard_normal((VOCABULARY, HIDDEN)), weights(VOCABULARY, HIDDEN)
 cache = cuattn.PagedKVCache(
-    64, PAGE, 1, ROPE, head_dim_v=LATENT, num_layers=args.layers, joined=True, dtype=np.float64
-)
+    -(-length // PAGE), PAGE, 1, ROPE, head_dim_v=LATENT, num_layers=args.layers, joined=True,
+    dtype=np.float64,
+)  # fmt: skip
 ids = [cache.add_sequence()]
 
 tokens = rng.integers(VOCABULARY, size=args.prompt).tolist()

@@ -45,11 +45,13 @@ TALES = 1500  # some 600 kB
 def main() -> None:
     arguments = parse_arguments()
     xp = array_module(arguments.device)
-    text = Path(arguments.text).read_text(encoding="utf-8") if arguments.text else tales(TALES)
+    text = read(arguments.text) if arguments.text else tales(TALES)
     alphabet = sorted(set(text))
     tokens = np.array([alphabet.index(c) for c in text], np.int32)
     held_out = len(tokens) // 20  # the end of the text, which training does not see
-    train, test = xp.asarray(tokens[:-held_out]), xp.asarray(tokens[-held_out:])
+    train, test = xp.asarray(tokens[: len(tokens) - held_out]), xp.asarray(tokens[-held_out:])
+    if len(train) <= arguments.context or held_out < 2:
+        sys.exit(f"--text has {len(text)} characters: too few for --context {arguments.context}")
 
     rng = np.random.default_rng(arguments.seed)
     model = Model(
@@ -77,7 +79,7 @@ def main() -> None:
     if arguments.plot:
         plot(losses, arguments.plot)
         print(f"loss curve: {arguments.plot}")
-    if arguments.sample:
+    if arguments.samples and arguments.sample:
         print("what it writes:\n")
         for written in write(model, alphabet, xp, arguments.sample, arguments.samples):
             print(written.strip(), end="\n\n")
@@ -107,7 +109,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", default="train_chars.png", help="PNG of the loss; '' for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    least = dict.fromkeys(("steps", "batch", "context", "layers", "features", "heads"), 1)
+    for name, low in {**least, "dropout": 0, "samples": 0, "sample": 0, "seed": 0}.items():
+        if getattr(arguments, name) < low:
+            parser.error(f"--{name} is {getattr(arguments, name)}, must be at least {low}")
+    if arguments.features % arguments.heads:
+        parser.error(f"--heads is {arguments.heads}, must divide --features, {arguments.features}")
+    if arguments.dropout >= 1:
+        parser.error(f"--dropout is {arguments.dropout}, must be less than 1")
+    if arguments.plot and not Path(arguments.plot).parent.is_dir():
+        parser.error(f"--plot is {arguments.plot}, must be in a folder that is there")
+    return arguments
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"--text {path}: {error}")
 
 
 def array_module(device: str) -> ModuleType:

@@ -138,6 +138,11 @@ TABLES = zeros(8, 4), zeros(8, 4)
             ValueError,
             "page_table must be None where slots are given",
         ),
+        (
+            {"slots": np.arange(4), "page_table": np.array([[0], [1]]), "seq_lens": None},
+            ValueError,
+            "page_table must be None where slots are given",
+        ),
         ({"left_padding": np.zeros(3, np.int32)}, ValueError, r"left_padding has shape \(3,\)"),
         ({"left_padding": np.array([0, -1])}, ValueError, "left_padding has -1, must be at least"),
         ({"left_padding": zeros(2)}, TypeError, "left_padding has dtype float32"),

@@ -391,3 +391,20 @@ def test_command_without_the_compiler_says_what_brings_it(monkeypatch, capsys):
         main(["compile"])
     assert exit.value.code == 1
     assert "pip install '.[cuda13]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "sm_80,compute_90"], "argument --arch: 'compute_90' is no architecture"),
+        (["--arch", "sm_80,"], "argument --arch: '' is no architecture"),
+        (["--jobs", "0"], "argument --jobs: '0' is no number from 1 on"),
+        (["--digest", "."], "argument --digest: '.' is no file in a folder that is there"),
+        (["--digest", "nowhere/x"], "argument --digest: 'nowhere/x' is no file"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_compiled(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -208,6 +208,15 @@ def test_merge_of_nothing_seen_is_zero():
     assert np.isneginf(lse).all()
 
 
+def test_merge_takes_anything_without_a_warning():
+    """Rows of no sequence are undefined."""
+    outs = np.array([np.inf, np.nan, 0, 1]).reshape(2, 1, 2, 1, 1) * np.ones(8)
+    lses = np.array([np.inf, np.nan, -np.inf, 800]).reshape(2, 1, 1, 2)
+    with np.errstate(all="raise"):
+        out, lse = merge_attention(outs, lses)
+    assert np.isnan(out[0, 1]).all() and np.isnan(lse[0, 0, 1])
+
+
 def test_merge_takes_every_layout(rng):
     outs = rng.standard_normal((2, 5, 3, 8))
     lses = rng.standard_normal((2, 3, 5))
@@ -323,3 +332,23 @@ def test_out_may_overlap_the_prefix(quantized, rng):
         right = cuattn.paged_attention(q, *pages, table, lens, prefix=tuple(prefix))
         cuattn.paged_attention(q, *pages, table, lens, prefix=tuple(own), out=out)
         np.testing.assert_array_equal(out, right)
+
+
+def test_out_may_overlap_the_page_table(rng):
+    q, pages = rng.standard_normal((3, 1, 2, 8)), rng.standard_normal((6, 4, 2, 8))
+    lens = np.array([8, 5, 7], np.int32)
+    out = np.zeros_like(q)
+    table = out.reshape(-1).view(np.int32)[2:8].reshape(3, 2)
+    table[...] = rng.permutation(6).reshape(3, 2)
+    right = paged_attention(q, pages, pages, table.copy(), lens)
+    assert paged_attention(q, pages, pages, table, lens, out=out) is out
+    np.testing.assert_array_equal(out, right)
+
+
+def test_a_prefix_before_no_pages_at_all(rng):
+    q, (k, v) = rng.standard_normal((2, 1, 4, 8)), rng.standard_normal((2, 5, 2, 8))
+    pages, table = np.zeros((0, 4, 2, 8)), np.zeros((2, 3), np.int32)
+    lens = np.zeros(2, np.int32)
+    out = paged_attention(q, pages, pages, table, lens, prefix=(k, v), causal=False)
+    want = cuattn.flash_attention(q, *(np.stack([part] * 2) for part in (k, v)))
+    np.testing.assert_allclose(out, want, atol=1e-13)

@@ -165,12 +165,13 @@ FLASH_ATTENTION_CASES = [
     (
         {"bias": zeros(5, 7, dtype=np.int64)},
         TypeError,
-        "bias has dtype int64, must be a floating dtype",
+        "bias has dtype int64, must be one of float16, bfloat16, float32, float64",
     ),
     (
         {"bias": zeros(5, 7, dtype=bool)},
         TypeError,
-        "bias has dtype bool, must be a floating dtype; what keeps or removes scores is mask",
+        "bias has dtype bool, must be one of float16, bfloat16, float32, float64"
+        "; what keeps or removes scores is mask",
     ),
     (
         {"mask": zeros(3, 1, 5, 7, dtype=bool)},
@@ -201,13 +202,13 @@ FLASH_ATTENTION_CASES = [
     (
         {"alibi_slopes": zeros(8, dtype=np.int32)},
         TypeError,
-        "alibi_slopes has dtype int32, must be a floating dtype",
+        "alibi_slopes has dtype int32, must be one of float16, bfloat16, float32, float64",
     ),
     ({"sinks": zeros(2, 8)}, ValueError, "sinks has shape (2, 8), must be (8,)"),
     (
         {"sinks": zeros(8, dtype=bool)},
         TypeError,
-        "sinks has dtype bool, must be a floating dtype",
+        "sinks has dtype bool, must be one of float16, bfloat16, float32, float64",
     ),
     # Out
     (
@@ -421,6 +422,12 @@ PAGED_CASES = [
         ValueError,
         "prefix is 4, and sequence 1 has 3 keys before its queries, must have at least as many",
     ),
+    (
+        {"prefix": (zeros(3, 4, 16), zeros(3, 4, 24)), "seq_lens": np.int32([12, 0])},
+        ValueError,
+        "prefix is a pair (k, v), and seq_lens has 0 for sequence 1, must be its number of "
+        "queries, 2, at least",
+    ),
     ({"prefix": True}, TypeError, "prefix must be an integer or a pair (k, v), got bool"),
     ({"causal": 0}, TypeError, "causal must be True or False, got 0"),
 ]
@@ -519,6 +526,13 @@ def test_message(function, arguments, error, words):
 )
 def test_the_call_itself_is_right(function, arguments):
     getattr(cuattn, function)(**arguments)
+
+
+def test_a_right_call_before_does_not_make_a_wrong_one_right():
+    for right, wrong in (({"scale": 1}, {"scale": True}), ({"dropout": 0}, {"dropout": False})):
+        cuattn.flash_attention(**FLASH_ATTENTION, **right)
+        with pytest.raises(TypeError, match="must be a number, got bool"):
+            cuattn.flash_attention(**FLASH_ATTENTION, **wrong)
 
 
 def test_no_result_is_written_where_an_argument_is_wrong():

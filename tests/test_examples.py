@@ -24,6 +24,10 @@ def test_mla():
     assert run.returncode == 0, run.stderr
     assert "absorbed and by the paper's formulas" in run.stdout
     assert "where heads would take 240" in run.stdout
+    run = run_example("examples/mla.py", "--heads", 1, "--layers", 1, "--prompt", 1100)
+    assert run.returncode == 0, run.stderr
+    run = run_example("examples/mla.py", "--prompt", 0)
+    assert run.returncode == 2 and "--prompt is 0, must be at least 1" in run.stderr
 
 
 #: Imported by programs, which are named, and not run themselves.

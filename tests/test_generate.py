@@ -213,7 +213,13 @@ def test_prompts_together_and_alone(model):
         assert alone == [reply]
 
 
-@pytest.mark.parametrize("option", ["top-k=0", "top-p=2", "min-p=nan", "temperature=-1", "draft=x"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("top-k=0", "top-p=2", "min-p=nan", "temperature=-1", "temperature=inf", "draft=x"),
+        *("seed=-1", f"seed={2**64}"),
+    ],
+)
 def test_options_out_of_range(option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", f"--{option}"])
     with pytest.raises(SystemExit):

@@ -604,6 +604,20 @@ def test_errors_name_the_argument(change, error, message):
         cuattn.flash_attention_backward(**right_call() | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"grad_bias": True}, ValueError, "grad_bias is True, but bias is None"),
+        ({"grad_alibi": 1}, TypeError, "grad_alibi must be True or False, got 1"),
+        ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
+    ],
+)
+def test_vjp_says_at_once_what_its_pullback_cannot_do(change, error, message):
+    call = right_call()
+    with pytest.raises(error, match=re.escape(f"flash_attention_vjp: {message}")):
+        cuattn.flash_attention_vjp(call["q"], call["k"], call["v"], **change)
+
+
 def test_vjp_takes_no_out():
     call = right_call()
     with pytest.raises(TypeError, match="flash_attention_vjp: out is not one of its keywords"):

@@ -280,6 +280,16 @@ def test_threads_lose_nothing(monkeypatch):
     check_books(cache, {id: cache.num_tokens(id) for id in cache})
 
 
+def test_a_cache_stands_for_its_sequences():
+    cache = new_cache()
+    ids = [cache.add_sequence() for _ in range(3)]
+    cache.extend(cache, 2)
+    assert [cache.num_tokens(id) for id in ids] == [2, 2, 2]
+    assert np.array_equal(cache.seq_lens(cache), [2, 2, 2])
+    cache.rollback(id for id in cache if id != ids[1])
+    assert [cache.num_tokens(id) for id in cache] == [0, 2, 0]
+
+
 def test_a_call_within_a_call_is_an_error():
     """It would wait for ever for the lock that its own thread has."""
     cache = new_cache()

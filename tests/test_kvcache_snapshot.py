@@ -68,8 +68,12 @@ def test_files(tmp_path):
     whole = path.read_bytes()
     for broken in (b"", b"no zip file", whole[:-200], pickle.dumps({"config": 1})):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"load: .* is not what PagedKVCache.save writes"):
+        with pytest.raises(ValueError, match=r"load: .* what PagedKVCache.save writes: it is no"):
             PagedKVCache.load(path)
+    path.write_bytes(b"before" + whole)
+    with open(path, "rb") as file:
+        file.seek(6)
+        assert list(PagedKVCache.load(file)) == [a]
     path.write_bytes(whole)
     with np.load(path) as saved:
         arrays = dict(saved)
@@ -80,6 +84,12 @@ def test_files(tmp_path):
         np.savez(tmp_path / "broken.npz", **{**arrays, name: value})
         with pytest.raises(ValueError, match=r"is not what PagedKVCache.save writes"):
             PagedKVCache.load(tmp_path / "broken.npz")
+
+
+def test_what_is_no_file_is_named():
+    for call in (new_cache().save, PagedKVCache.load):
+        with pytest.raises(TypeError, match=rf"^PagedKVCache.{call.__name__}: file must be a path"):
+            call(None)
 
 
 def test_what_is_not_the_files_fault_is_not_said_of_it(tmp_path, monkeypatch):
@@ -127,6 +137,17 @@ def test_a_swap_makes_room_and_shares_again():
             wrong.swap_in(swapped)
     with pytest.raises(ValueError, match=r"swap_in: the sequence has 9 tokens, .* max_seqlen=8"):
         new_cache(num_layers=LAYERS, max_seqlen=8).swap_in(swapped)
+
+
+def test_swapped_sequences_may_be_in_lists_and_sets():
+    cache = new_cache(num_layers=LAYERS)
+    swapped = []
+    for _ in range(3):
+        id, _ = filled(cache, [1, 2, 3])
+        swapped.append(cache.swap_out(id))
+    assert len(set(swapped)) == 3
+    swapped.remove(swapped[2])
+    assert len(swapped) == 2
 
 
 def test_what_is_not_written_is_not_found_after_a_swap():

@@ -272,6 +272,21 @@ def test_q_without_a_token_axis_and_out(rng):
     assert np.array_equal(lse, want_lse)
 
 
+def test_out_may_overlap_sinks_and_page_table(rng):
+    layer = Layer(rng, [9, 30], 3)
+    q_latent, q_rope = (rng.standard_normal((2, 1, 3, n)) for n in (layer.latent, layer.rope))
+    arguments = q_latent, q_rope, layer.latent_pages, layer.rope_pages
+    sinks, table = rng.standard_normal(3), layer.table
+    right = mla_decode(*arguments, table, layer.lens, scale=0.3, sinks=sinks)
+    for overlapped in (sinks, table):
+        out = np.zeros_like(q_latent)
+        place = out.reshape(-1).view(overlapped.dtype)[: overlapped.size].reshape(overlapped.shape)
+        place[...] = overlapped
+        own = (place, table) if overlapped is sinks else (sinks, place)
+        mla_decode(*arguments, own[1], layer.lens, scale=0.3, sinks=own[0], out=out)
+        np.testing.assert_array_equal(out, right)
+
+
 def test_permuting_the_batch_permutes_the_output(rng):
     layer = Layer(rng, [5, 0, 30, 12], 2)
     q_latent, q_rope = rng.standard_normal((4, 1, 2, 96)), rng.standard_normal((4, 1, 2, 16))
@@ -614,6 +629,23 @@ def test_prefill_of_ragged_rows(rng, absorbed):
         want, want_lse = layer.unabsorbed(b, q_nope[rows], q_rope[rows])
         np.testing.assert_allclose(out[rows], want, atol=1e-12)
         np.testing.assert_allclose(lse[:, rows], want_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_rows_of_no_sequence_may_hold_anything(rng, absorbed):
+    layer = Layer(rng, [20, 5], 2, 4, joined=True)
+    cu = np.array([0, 4, 5], np.int32)
+    q_nope, q_rope = layer.queries(rng, 9)
+    arguments = [
+        *(q_nope, q_rope, layer.latent_pages, layer.rope_pages, layer.table, layer.lens),
+        *(layer.w_uk, layer.w_uv),
+    ]
+    options = {"scale": 0.1, "cu_seqlens_q": cu, "absorbed": absorbed, "chunk": 8}
+    want = mla_prefill(*arguments, **options)[:5]
+    q_nope[5:], q_rope[5:] = np.inf, np.nan
+    with np.errstate(all="raise"):
+        got = mla_prefill(*arguments, **options)[:5]
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("absorbed", [True, False])

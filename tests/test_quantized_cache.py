@@ -258,6 +258,8 @@ def test_wrong_arguments_of_kvquantization():
         KVQuantization(None, "int8", rotate_k=True)
     with pytest.raises(ValueError, match="v is None, so v_scale must be None"):
         KVQuantization("int8", None, v_scale=np.ones((2, 1), np.float32))
+    with pytest.raises(ValueError, match=r"KVQuantization: k_scale has 0.0, must be above 0"):
+        KVQuantization(k_scale=np.array([[0.5], [0]], np.float32))
 
 
 @pytest.mark.parametrize(

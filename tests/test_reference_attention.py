@@ -198,3 +198,12 @@ def test_small_and_large_scores(rng, options, size):
         options = {"mask": rng.random((70, 90)) < 0.5}
     q[:, 35:] *= size
     check(q, k, v, **options)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 100])
+def test_a_sink_that_is_no_number_makes_its_head_none(rng, seqlen_q):
+    q, k = rng.standard_normal((2, seqlen_q, 3, 8)), rng.standard_normal((2, 300, 3, 8))
+    sinks = np.array([0.5, np.nan, -np.inf])
+    out, lse = cuattn.flash_attention(q, k, k, sinks=sinks, return_lse=True)
+    assert np.isnan(out[:, :, 1]).all() and np.isnan(lse[:, 1]).all()
+    assert np.isfinite(out[:, :, [0, 2]]).all() and np.isfinite(lse[:, [0, 2]]).all()

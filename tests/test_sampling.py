@@ -535,6 +535,10 @@ def test_integers_of_any_size_are_clamped_where_they_count():
         (lambda x: sampling.sample(x, repetition=1.2), "repetition is given, and tokens are not"),
         (lambda x: sampling.sample(x, tokens=np.zeros((3, 1), int)), "tokens"),
         (lambda x: sampling.sample(x, allowed=np.ones(7, bool)), "allowed"),
+        (
+            lambda x: sampling.sample(x, allowed=np.ones(8, np.int32)),
+            r"allowed of int32, 32 tokens a word, must be \(1,\) or",
+        ),
         (lambda x: sampling.top_k(x, 9), "k must be from 1 to 8"),
         (lambda x: sampling.sample(x, top_k=0), "top_k must be in .*, got 0; None keeps all"),
         (
@@ -657,6 +661,19 @@ def test_rows_may_be_any_stride_apart(rng):
     )
     across = rng.standard_normal((64, 6)).astype(np.float32).T
     assert np.array_equal(sampling.greedy(across), across.argmax(axis=1))
+
+
+def test_numbers_too_small_for_float32_are_no_fault():
+    """With NumPy's errors raised, probabilities that come to 0 are as they are without."""
+    with np.errstate(all="raise"):
+        probabilities = sampling.softmax(np.array([[0, -90, -200, -np.inf]], np.float32))
+    assert probabilities[0, 0] == 1 and (probabilities[0, 2:] == 0).all()
+
+
+@pytest.mark.parametrize("parameter", ["temperature", "top_k", "top_p", "min_p", "typical_p"])
+def test_parameters_of_an_empty_batch_may_be_an_empty_list(parameter):
+    logits = np.zeros((0, 40), np.float32)
+    assert sampling.sample(logits, seed=[], offset=[], **{parameter: []}).shape == (0,)
 
 
 def test_an_empty_batch():

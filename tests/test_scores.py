@@ -110,7 +110,7 @@ def paged(**options):
         ),
         (decode, {"key_mask": KEEP[:, :4]}, ValueError, "key_mask has .* 5 keys"),
         (decode, {"mask": np.ones((2, 1, 4, 5), bool)}, ValueError, "mask has shape .* broadcast"),
-        (paged, {"bias": KEEP[:1]}, TypeError, "bias has dtype bool, must be a floating dtype"),
+        (paged, {"bias": KEEP[:1]}, TypeError, "bias has dtype bool, must be one of float16"),
         (paged, {"key_mask": KEEP[:1]}, ValueError, r"key_mask has shape \(1, 5\)"),
         (whole, {"window": (-1, -1)}, ValueError, "leaves no key .* None, and not -1"),
         (whole, {"window": (-1, 0)}, ValueError, "leaves no key to any query"),

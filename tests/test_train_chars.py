@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 import tales  # noqa: E402
 import train_chars  # noqa: E402
 
+from tests.programs import run_example  # noqa: E402
+
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_of_the_model(rng, dropout):
@@ -102,6 +104,30 @@ def test_a_few_steps(tmp_path):
     assert last < first - 0.5
     assert (tmp_path / "train_chars.png").read_bytes().startswith(b"\x89PNG")
     assert "what it writes" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps is 0, must be at least 1"),
+        (["--heads", "5"], "--heads is 5, must divide --features, 96"),
+        (["--dropout", "1"], "--dropout is 1.0, must be less than 1"),
+        (["--plot", "nowhere/loss.png"], "--plot is nowhere/loss.png, must be in a folder"),
+        (["--text", "nowhere"], "--text nowhere: [Errno 2]"),
+        (["--text", "tests/programs.py", "--context", "3000"], "too few for --context 3000"),
+    ],
+)
+def test_wrong_arguments_are_named_before_training(arguments, message):
+    run = run_example("examples/train_chars.py", "--device", "cpu", *arguments)
+    assert run.returncode and message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_training_without_samples():
+    arguments = ["--steps", 1, "--context", 8, "--layers", 1, "--features", 8, "--samples", 0]
+    run = run_example("examples/train_chars.py", "--device", "cpu", *arguments, "--plot", "")
+    assert run.returncode == 0, run.stderr
+    assert "what it writes" not in run.stdout
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cuattn._decoding_spec import check_after_prefix, check_shared_pages
 from cuattn._spec import AttentionSpec, check_reach
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def check_attention(
     cu_seqlens_k: Any = None,
     seq_lens: Any = None,
     page_table: Any = None,
+    prefix: Any = None,
     bias: Any = None,
     mask: Any = None,
     **_: Any,
@@ -103,13 +105,16 @@ def check_attention(
     ------
     ValueError
         Cumulative lengths do not rise from 0 to at most the total, a length is negative, an entry
-        of the page table that is used is not the number of a page, or bias or mask is too small.
+        of the page table that is used is not the number of a page, bias or mask is too small, or
+        the prefix is not what all sequences share and have before their queries.
     """
+    counts: Any = spec.seqlen_q
     queries, keys = spec.seqlen_q, spec.seqlen_k
     if cu_seqlens_q is not None:
         bounds = _host(cu_seqlens_q)
         _check_rising(function, "cu_seqlens_q", bounds, spec.seqlen_q)
-        queries = int(np.diff(bounds).max(initial=0))
+        counts = np.diff(bounds)
+        queries = int(counts.max(initial=0))
     if cu_seqlens_k is not None:
         bounds = _host(cu_seqlens_k)
         _check_rising(function, "cu_seqlens_k", bounds, spec.seqlen_k)
@@ -120,9 +125,22 @@ def check_attention(
         keys = min(int(lengths.max(initial=0)), spec.seqlen_k)
         if page_table is not None:
             table = _host(page_table)
-            used = np.arange(table.shape[1]) < -(-lengths[:, None] // spec.page_size)
-            _check_range(function, "page_table", table, used, k.shape[0])
+            check_table(function, table, lengths, k.shape[0], spec.page_size)
+            own = np.minimum(lengths, spec.seqlen_k)
+            if isinstance(prefix, int):
+                check_shared_pages(function, table, own - counts, prefix, spec.page_size)
+            elif prefix is not None and spec.window_right == 0:
+                check_after_prefix(function, own, counts)
     check_reach(function, queries, keys, bias=bias, mask=mask, key_mask=None)
+
+
+def check_table(
+    function: str, page_table: Any, seq_lens: Any, num_pages: int, page_size: int
+) -> None:
+    """Check that each entry of the page table that is used is the number of a page."""
+    table, lengths = _host(page_table), _host(seq_lens)
+    used = np.arange(table.shape[1]) < -(-lengths[:, None] // page_size)
+    _check_range(function, "page_table", table, used, num_pages)
 
 
 def _check_rising(function: str, name: str, bounds: np.ndarray, total: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import cupy
 
 from cuattn._quantized import QuantizedArray
 from cuattn._spec import AttentionSpec
-from cuattn.gpu import compiler, dispatch
+from cuattn.gpu import compiler, debug, dispatch
 from cuattn.gpu.arguments import Scales
 from cuattn.gpu.memory import (
     contiguous,
@@ -25,6 +26,17 @@ from cuattn.gpu.quantization import operand, scale_addresses
 from cuattn.gpu.structs import launch_id
 
 
+def _check(
+    function: str, q_latent: Any, _: Any, latent_pages: Any, rope_pages: Any, spec: Any, **more: Any
+) -> None:
+    debug.check_attention(function, q_latent, latent_pages, rope_pages, spec, **more)
+
+
+def _check_taken(function: str, pages: Any, page_table: Any, seq_lens: Any, *_: Any) -> None:
+    debug.check_table(function, page_table, seq_lens, *pages.shape[:2])
+
+
+@debug.checks(_check)
 def forward(
     q_latent: cupy.ndarray,
     q_rope: cupy.ndarray,
@@ -182,6 +194,7 @@ def _prompt_plan(
     return None if launch is None else Plan(launch, device)
 
 
+@debug.checks(_check_taken)
 def take_tokens(
     pages: cupy.ndarray,
     page_table: cupy.ndarray,

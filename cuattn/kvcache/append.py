@@ -128,11 +128,11 @@ head_dim_v)
             f"{name}: seq_lens is None, must be an array unless slots are given, and neither rope "
             "nor left_padding"
         )
+    if places is not None and table is not None:
+        raise ValueError(f"{name}: page_table must be None where slots are given, got an array")
     batch = _check_new(name, keys, values, new_k, new_v, lens, table, places, bounds)
     total = math.prod(new_k.shape[:-2])
     if places is not None:
-        if table is not None:
-            raise ValueError(f"{name}: page_table must be None where slots are given, got an array")
         if places.shape != (total,):
             raise ValueError(f"{name}: slots has shape {places.shape}, must be ({total},)")
         check_index_dtype(name, "slots", places)

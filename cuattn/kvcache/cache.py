@@ -54,7 +54,8 @@ def _exclusive(
         if self._owner == me and self._lock.locked():  # to wait for it would be for ever
             raise RuntimeError(
                 f"PagedKVCache.{method.__name__}: called in the middle of another call of this "
-                "thread on the same cache, by a finalizer or a signal handler; call it afterwards"
+                "thread on the same cache, by an argument's iterator, a finalizer or a signal "
+                "handler; call it before or afterwards"
             )
         with self._lock:
             self._owner = me
@@ -66,7 +67,7 @@ def _exclusive(
     return call
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # each is one of its own, in lists and sets
 class SwappedSequence:
     """A sequence on the host: what :meth:`PagedKVCache.swap_out` returns.
 
@@ -566,6 +567,7 @@ class PagedKVCache:
         file : path or binary file
             Where to. A file of that name is replaced once all has been written.
         """
+        _check_file("save", file, "write")
         files.write(file, files.Saved(self._config(), *self._snapshot()))
 
     @classmethod
@@ -589,6 +591,7 @@ class PagedKVCache:
             The pages do not fit.
         """
         xp = _library("PagedKVCache.load", xp)
+        _check_file("load", file, "read")
         try:
             saved = files.read(file)
             cache = cls(**saved.config, xp=xp)
@@ -702,10 +705,10 @@ class PagedKVCache:
         """
         return len(self._manager.find(_tokens("match_prefix", tokens))) * self.page_size
 
-    @_exclusive
     def __iter__(self) -> Iterator[int]:
-        """The ids of all sequences, oldest first."""
-        return iter(list(self._manager.row_of))
+        """The ids of all sequences, oldest first: a cache stands for them where a method takes
+        ids."""
+        return iter(list(self._manager.row_of))  # at once, and so without the lock
 
     def __contains__(self, id: object) -> bool:
         return id in self._manager.row_of
@@ -824,6 +827,14 @@ class PagedKVCache:
 
 def _loaded(saved: bytes, xp: str) -> PagedKVCache:
     return PagedKVCache.load(io.BytesIO(saved), xp=importlib.import_module(xp))
+
+
+def _check_file(function: str, file: Any, method: str) -> None:
+    if not isinstance(file, (str, os.PathLike)) and not hasattr(file, method):
+        raise TypeError(
+            f"PagedKVCache.{function}: file must be a path or a binary file, got "
+            f"{type(file).__qualname__}"
+        )
 
 
 def _library(function: str, xp: Any) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zipfile
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -56,6 +57,13 @@ def write(file: str | os.PathLike | BinaryIO, saved: Saved) -> None:
 
 def read(file: str | os.PathLike | BinaryIO) -> Saved:
     """Read what :func:`write` has written; fails in any way where it is something else."""
+    if isinstance(file, (str, os.PathLike)):
+        with open(file, "rb") as opened:
+            return read(opened)
+    place = file.tell()
+    if not zipfile.is_zipfile(file):  # NumPy's message would be about pickle
+        raise ValueError("it is no archive of arrays")
+    file.seek(place)
     with np.load(file, allow_pickle=False) as arrays:
         config = json.loads(arrays["config"].tobytes())
         if config.pop("version") != VERSION:

@@ -45,7 +45,7 @@ class KVQuantization:
         Subtracted from keys before, and part of every score again: what all keys of a head have in
         common. With num_layers before, one for each layer.
     k_scale : float32 or bfloat16 array (num_kv_heads, 1) or (num_kv_heads, head_dim), optional
-        Scales of keys, the same for all tokens, by head or by channel; ``"int4"`` is then
+        Scales of keys, above 0, the same for all tokens, by head or by channel; ``"int4"`` is then
         symmetric. With num_layers before, one for each layer.
     v_scale : float32 or bfloat16 array (num_kv_heads, 1) or (num_kv_heads, head_dim_v), optional
         Likewise of values.
@@ -84,6 +84,8 @@ class KVQuantization:
         for label in ("k_offset", "k_scale", "v_scale"):
             if getattr(self, label) is not None:
                 _, (array,) = as_arrays(name, **{label: getattr(self, label)})
+                if label != "k_offset" and isinstance(array, np.ndarray) and (array <= 0).any():
+                    raise ValueError(f"{name}: {label} has {array.min()}, must be above 0")
                 checked[label] = array.copy()  # the caller's may change, and codes stay
         for label, value in checked.items():  # plain numbers and arrays, which can be saved
             object.__setattr__(self, label, value)

@@ -147,7 +147,7 @@ def forward(
     """
     dtype = spec.acc_dtype
     own_prefix = prefix if isinstance(prefix, tuple) else None
-    inputs = [q, k, v, bias, mask, *(own_prefix or ())]
+    inputs = [q, k, v, bias, mask, page_table, *(own_prefix or ())]
     overlaps = out is not None and any(
         np.may_share_memory(out, codes_of(array)) for array in inputs if array is not None
     )
@@ -369,7 +369,7 @@ def _online(
         row_sum = np.zeros_like(shift)
     else:  # the score of a key that comes before all others and has no value
         sinks = np.repeat(sequence.sinks[heads], size_of(rows), axis=1)
-        row_sum = (sinks > -np.inf).astype(dtype)
+        row_sum = (sinks != -np.inf).astype(dtype)
         shift = np.where(sinks == -np.inf, 0, sinks)
     out[...] = 0
     product = out if first else np.empty_like(out)

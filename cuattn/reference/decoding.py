@@ -21,15 +21,16 @@ def merge(
         has shape ``out.shape[:-1]``.
     """
     stacked = np.stack(lses)
-    peak = np.max(stacked, axis=0)
-    shift = np.where(peak == -np.inf, 0, peak)
-    weights = np.exp(stacked - shift)
-    total = weights.sum(axis=0)
-    weights /= np.where(total == 0, 1, total)
     acc = np.zeros(outs[0].shape, stacked.dtype)
-    for out, weight in zip(outs, weights, strict=True):
-        weight = weight.transpose(lse_axes)[..., None]
-        acc += np.where(weight == 0, 0, weight * out.astype(acc.dtype))
-    with np.errstate(divide="ignore"):
+    # Rows of no sequence may hold anything: no warnings of what comes of it.
+    with np.errstate(all="ignore"):
+        peak = np.max(stacked, axis=0)
+        shift = np.where(peak == -np.inf, 0, peak)
+        weights = np.exp(stacked - shift)
+        total = weights.sum(axis=0)
+        weights /= np.where(total == 0, 1, total)
+        for out, weight in zip(outs, weights, strict=True):
+            weight = weight.transpose(lse_axes)[..., None]
+            acc += np.where(weight == 0, 0, weight * out.astype(acc.dtype))
         lse = np.log(total) + shift
-    return acc.astype(outs[0].dtype), lse
+        return acc.astype(outs[0].dtype), lse

@@ -3,6 +3,8 @@ of the call's arrays, or copies where a sequence's pages do not follow each othe
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from cuattn._quantized import QuantizedArray
@@ -148,7 +150,7 @@ class Keys:
         """
         k, v = self._arrays
         tokens = before + -(-max(self._own) // self._page_size) * self._page_size
-        sizes = [tokens * array[0, 0].size for array in (k, v)]
+        sizes = [tokens * math.prod(array.shape[2:]) for array in (k, v)]
         room = np.empty(sum(sizes), k.dtype)
         parts = room[: sizes[0]], room[sizes[0] :]
         self._room = [

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from cuattn._arrays import acc_dtype
-from cuattn._quantized import QuantizedArray
+from cuattn._quantized import QuantizedArray, codes_of
 from cuattn._spec import AttentionSpec
 from cuattn.reference import attention
 from cuattn.reference.layouts import Rows
@@ -54,10 +54,10 @@ def forward(
     lse : numpy.ndarray or None
         Of ``spec.lse_shape``, where asked for.
     """
-    inputs = (q_latent, q_rope, rope_pages)
-    if not isinstance(latent_pages, QuantizedArray):
-        inputs = (*inputs, latent_pages)
-    overlaps = out is not None and any(np.may_share_memory(out, array) for array in inputs)
+    inputs = [q_latent, q_rope, codes_of(latent_pages), rope_pages, page_table, indices, sinks]
+    overlaps = out is not None and any(
+        np.may_share_memory(out, array) for array in inputs if array is not None
+    )
     result = np.empty(spec.out_shape, spec.dtype) if out is None or overlaps else out
     lse = np.empty(spec.lse_shape, spec.acc_dtype) if return_lse else None
     rows = Rows(spec, cu_seqlens_q)
@@ -107,8 +107,9 @@ def multiply_heads(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     columns), in the accumulator's dtype; one rounding."""
     acc = acc_dtype(x.dtype)
     rows = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1).astype(acc)
-    product = (rows @ weights.astype(acc)).swapaxes(0, 1)
-    return product.reshape(*x.shape[:-1], weights.shape[2]).astype(x.dtype)
+    with np.errstate(all="ignore"):  # rows of no sequence may hold anything
+        product = (rows @ weights.astype(acc)).swapaxes(0, 1)
+        return product.reshape(*x.shape[:-1], weights.shape[2]).astype(x.dtype)
 
 
 def _sparse_parts(

@@ -46,7 +46,8 @@ def softmax(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:
         x[cold] = np.arange(x.shape[1]) == first[:, None]
         x[top == -np.inf] = 0
         x[~(top < np.inf)] = np.nan
-        result[rows] = x
+        with np.errstate(under="ignore"):  # a float32 is 0 where the probability is smaller
+            result[rows] = x
     return result
 
 

@@ -309,8 +309,21 @@ def test_temperatures_past_what_float32_averages_end(rng, temperature):
     logits[2] *= np.float32(1e33)
     logits[3, 7:] = -3e38
     for filters in ({"typical_p": 0.9}, {"typical_p": 1e-6}, {"top_p": 0.5}, {"min_p": 0.5}):
-        tokens = sampling.sample(cupy.asarray(logits), seed=1, temperature=temperature, **filters)
+        there = {"temperature": cupy.full(4, temperature, np.float32), **filters}
+        tokens = sampling.sample(cupy.asarray(logits), seed=1, **there)
         assert (tokens.get() >= -1).all() and (tokens.get() < 4097).all()
+
+
+@pytest.mark.parametrize("temperature", [1e37, 3e38, 10**60])
+@pytest.mark.parametrize("filters", [{"typical_p": 0.5}, {"min_p": 1.0}, {"top_p": 0.5}, {}])
+def test_temperatures_of_the_host_have_a_largest_one(rng, temperature, filters):
+    """Beyond it typical-p found no token, and softmax gave NaN."""
+    logits = rng.standard_normal((3, 1000), np.float32)
+    options = {"temperature": temperature, "seed": 5, **filters}
+    expected = sampling.sample(logits, **options)
+    assert np.array_equal(sampling.sample(cupy.asarray(logits), **options).get(), expected)
+    probabilities = sampling.softmax(cupy.asarray(logits), temperature=temperature).get()
+    np.testing.assert_allclose(probabilities, np.full((3, 1000), 1e-3), rtol=1e-5)
 
 
 @pytest.mark.not_emulated("a row of 134 million tokens takes hours")
