@@ -16,7 +16,7 @@
 #include "attention/produce_sm90.cuh"
 #include "ptx/acquire_release.cuh"
 #include "ptx/bulk.cuh"
-#include "tile/lane_row.cuh"
+#include "tile/quantized.cuh"
 
 constexpr int kMostTeam = 32 / kExpandWarps;  // a lane looks at each warp that expands
 
@@ -135,6 +135,7 @@ struct CodeWarps<true> : CodeRows {
       // Of the values, and of the keys, that were asked for last.
       tile::PipelineState<kStages> last_v = stage_v, last_k = stage_k;
       int number = first + tile.team_end - tile.block_end;
+      if (number > first) team.say_loaded(number);
       for (int block = tile.block_end - 1; block >= 0; --block, ++number) {
         wait_expanded(number + 1);
         last_k = stage_k;
@@ -208,10 +209,15 @@ struct CodeWarps<true> : CodeRows {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         x[e] = tile::with_rotation_sign(static_cast<float>(read.x[e]), 4 * lane + e);
-      tile::butterfly(x[0], x[1]);
-      tile::butterfly(x[2], x[3]);
-      tile::butterfly(x[0], x[2]);
-      tile::butterfly(x[1], x[3]);
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (e & distance) continue;
+          const float a = x[e], b = x[e + distance];
+          x[e] = ptx::add_rn(a, b);
+          x[e + distance] = ptx::sub_rn(a, b);
+        }
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const float sign = lane & distance ? -1.0f : 1.0f;

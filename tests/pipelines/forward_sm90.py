@@ -3,7 +3,9 @@
 A tile of work is its number of blocks of keys and the consumers that skip one of them, which is all
 that the warps' waits depend on. Counts, sizes and the switches between variants come from the
 source and from `Config`; forward_sm90.txt shows what the roles below were written after, and
-forward_codes_sm90.txt those of attention/forward_codes_sm90.cu, which adds some.
+forward_codes_sm90.txt those of attention/forward_codes_sm90.cu, which adds some, and
+forward_team_codes_sm90.txt those of attention/forward_team_codes_sm90.cu, whose thread blocks wait
+for each other as test_forward_team_codes_sm90.py has it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from tests.pipelines.explorer import (
 
 KERNEL = "attention/forward_sm90.cu"
 CODES_KERNEL = "attention/forward_codes_sm90.cu"
+TEAM_KERNEL = "attention/forward_team_codes_sm90.cu"
 WARPS = 4  # of a warpgroup
 
 
@@ -65,11 +68,16 @@ class Protocol:
     value_warps: int  # beside the warp that loads keys, or keys and values
     expand_warps: int  # that make numbers of codes
     code_stages: int
+    shares_codes: bool  # thread blocks expand codes for each other
+    rotates_queries: bool
     turn_threads: int
     arrivals: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        flags = ("elementwise", "skips_blocks", "keeps_turn", "releases_late", "takes_late")
+        flags = (
+            *("elementwise", "skips_blocks", "keeps_turn", "releases_late", "takes_late"),
+            *("shares_codes", "rotates_queries"),
+        )
         names = [flag for flag in flags if getattr(self, flag)]
         counted = (
             (self.consumers, "consumers"),
@@ -91,10 +99,17 @@ def protocols() -> dict[str, Protocol]:
     return named
 
 
+def kernel_of(config: dispatch.Sm90ForwardConfig) -> str:
+    """The source of a variant."""
+    if not hasattr(config, "expand_warps"):
+        return KERNEL
+    return TEAM_KERNEL if config.shares else CODES_KERNEL
+
+
 @functools.cache
 def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
     """The protocol of a variant."""
-    text = source.text(CODES_KERNEL if hasattr(config, "expand_warps") else KERNEL)
+    text = source.text(kernel_of(config))
     constants = source.Constants(text, config)
     return Protocol(
         consumers=constants["kWarpgroups"],
@@ -110,7 +125,9 @@ def protocol(config: dispatch.Sm90ForwardConfig) -> Protocol:
         takes_late=bool(constants["kTakesLate"]),
         value_warps=constants["kValueWarps"],
         expand_warps=constants["kExpandWarps"],
-        code_stages=constants["kCodeStages"],
+        code_stages=constants["kOwnCodeStages"],
+        shares_codes=bool(constants["kSharesCodes"]),
+        rotates_queries=bool(constants["kRotatesQueries"]),
         turn_threads=constants.value(re.search(r"bar_sync\(1 \+ consumer, (.*?)\)", text)[1]),
         arrivals=tuple(sorted(source.arrivals(text, constants).items())),
     )
@@ -227,6 +244,51 @@ def expand(p: Protocol, own, tile) -> Iterator[NamedTuple]:
         yield Advance(what)
 
 
+def load_numbers(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """Copies what the team has expanded, and waits for the copies before it says so."""
+    yield from read_tile()
+    if tile == END or tile.blocks == 0:
+        return
+    for block in range(tile.blocks):
+        yield from load(p, "k")
+        if block + 1 < tile.blocks:
+            yield Advance("k")
+        if block > 0:
+            if block > 1:
+                yield Wait("full_v")
+                yield Advance("v")
+            yield from load(p, "v", *value_parts(p))
+    if tile.blocks > 1:
+        yield Wait("full_v")
+        yield Advance("v")
+    yield from load(p, "v", *value_parts(p))
+    for what in "kv":
+        yield Wait(f"full_{what}")
+        yield Advance(what)
+
+
+def expand_for_team(p: Protocol, own, tile) -> Iterator[NamedTuple]:
+    """All warps that expand codes, as one process: of as many blocks as the tile has, which need
+    not be the tile's. Their codes concern nobody else."""
+    yield from read_tile(p.expand_warps)
+    if tile == END:
+        return
+    for block in range(tile.blocks):
+        for what in "kv":
+            yield Arrive(f"of_warp.full_{what}", copies=1)
+            yield Copy(f"of_warp.full_{what}", f"codes.{what}")
+        for what in "kv":
+            yield Wait(f"of_warp.full_{what}")
+            yield Read(f"codes.{what}")
+        yield Advance("codes")
+        if block == 0 and p.rotates_queries:
+            for consumer in range(p.consumers):
+                yield Wait(f"full_q.{consumer}")
+                yield Write(f"q.{consumer}")
+                yield Arrive(f"rotated_q.{consumer}", p.expand_warps // p.consumers)
+            yield Advance("q")
+
+
 def schedule_tiles(p: Protocol, own, tile) -> Iterator[NamedTuple]:
     """Finds tiles, too: it is the one that takes the inputs."""
     for consumer in range(p.consumers if p.takes_late else 0):
@@ -266,6 +328,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
     """Some warps of a consumer, as one process. What it does about a tile begins with the end of
     the tile before, whose last values it multiplies beside the first scores of this one."""
     q = f"q.{consumer}"
+    queries = f"rotated_{q}" if p.rotates_queries else f"full_{q}"
 
     def wait_turn() -> Iterator[NamedTuple]:
         if p.consumers > 1:
@@ -324,7 +387,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
     def first_scores(last: bool) -> Iterator[NamedTuple]:
         yield from skip_keys()
         yield from skip_values()
-        yield Wait(f"full_{q}")
+        yield Wait(queries)
         yield Wait("full_k")
         if p.first_turn:
             yield from wait_turn()
@@ -372,7 +435,7 @@ def consume(consumer: int, warps: int, p: Protocol, own, tile) -> Iterator[Named
     blocks = tile.blocks - skips_first - skips_last
     if own.computing:
         yield from skip_keys()
-        yield Wait(f"full_{q}")
+        yield Wait(queries)
         yield from step(fresh=True, last=blocks == 1)
     else:
         yield from first_scores(last=blocks == 1)
@@ -419,7 +482,14 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
     if p.filter_warps:
         barriers["filtered_v"] = "v", count["filtered_v"]
         memory |= {f"replaced.{number}": "number" for number in filter_warps}
-    if p.expand_warps:
+    if p.shares_codes:
+        rings["codes"] = 1
+        memory |= {f"codes.{what}": "codes" for what in "kv"}
+        for what in "kv":
+            barriers[f"of_warp.full_{what}"] = "codes", count[f"of_warp.full_{what}"]
+        for consumer in consumers if p.rotates_queries else ():
+            barriers[f"rotated_q.{consumer}"] = "q", count["rotated_q"]
+    elif p.expand_warps:
         rings["codes"] = p.code_stages
         memory["codes"] = "codes"
         barriers |= {f"{end}_codes": ("codes", count[f"{end}_codes"]) for end in ("full", "empty")}
@@ -434,7 +504,9 @@ def pipeline(p: Protocol, loader=load_keys_and_values, warps: int = WARPS) -> Pi
         return functools.partial(function, *number, p)
 
     processes = {"finder": role(schedule_tiles)}
-    if p.expand_warps:
+    if p.shares_codes:
+        processes |= {"loader": role(load_numbers), "expander": role(expand_for_team)}
+    elif p.expand_warps:
         processes |= {"loader": role(load_codes), "expander": role(expand)}
     elif p.value_warps:
         processes |= {f"loader of {what}": role(load_one_of_both, what) for what in "kv"}

@@ -17,6 +17,7 @@ SKELETONS = {
     f"{kernel}.cu": pathlib.Path(__file__).with_name(f"{kernel.partition('/')[2]}.txt")
     for kernel in (
         *("attention/forward_sm90", "attention/forward_codes_sm90"),
+        "attention/forward_team_codes_sm90",
         *("decoding/decode_sm90", "decoding/decode_sm80"),
         *("gradients/backward_sm90", "gradients/backward_keys_sm90"),
         *("gradients/backward_192_sm90", "gradients/backward_queries_sm90"),

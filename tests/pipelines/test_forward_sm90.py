@@ -86,7 +86,9 @@ def test_values_that_wait_for_a_tile_with_keys_stop_a_block(name):
         )
         for barrier, count in PROTOCOLS[name].arrivals
         if count and ("rows" not in barrier or "elementwise" in name)
-        if "codes" not in barrier or PROTOCOLS[name].expand_warps
+        if "codes" not in barrier or PROTOCOLS[name].code_stages
+        if "of_warp" not in barrier or PROTOCOLS[name].shares_codes
+        if "rotated" not in barrier or PROTOCOLS[name].rotates_queries
     ],
 )
 def test_a_count_that_changes_alone_is_found(name, barrier, change):
