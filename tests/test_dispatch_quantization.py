@@ -106,49 +106,69 @@ def _over_codes(formats, heads, batch, tokens, keys, total=None):
 
 
 @pytest.mark.parametrize(
-    ("formats", "heads", "batch", "tokens", "keys", "each"),
+    ("formats", "heads", "batch", "tokens", "keys", "team"),
     [
-        (INT8, (32, 32), 4, 128, 8192, True),  # a tile of each key head, in one wave
-        (INT4, (32, 32), 4, 128, 8192, True),
-        (INT8, (32, 8), 16, 32, 8192, True),  # of four query heads
-        (INT8, (32, 8), 16, 17, 8192, True),
-        (INT8, (32, 8), 16, 16, 8192, True),  # by decoding 311 us, 162
-        (INT8, (32, 8), 16, 12, 8192, True),  # 226, 155
-        (INT8, (32, 8), 16, 8, 8192, False),  # 152, 151
-        (K8V4, (32, 8), 16, 16, 8192, True),  # 236, 188
-        (K8V4, (32, 8), 16, 12, 8192, False),  # 169, 175
-        (INT4, (32, 8), 16, 16, 8192, True),  # 199, 165
-        (INT4, (32, 8), 16, 12, 8192, False),  # 152, 165
-        (INT4, (32, 8), 16, 64, 8192, True),  # by numbers 401, 358
-        (INT4, (32, 32), 2, 256, 8192, True),  # 209, 182
-        (K8V4, (32, 32), 2, 256, 8192, True),
-        (INT8, (32, 32), 8, 48, 8192, True),  # 410, 300
-        (INT8, (32, 8), 5, 16, 8192, False),  # 40 tiles: 88, 151
-        (INT8, (32, 8), 1, 16, 32768, False),  # 8 tiles: 86, 545
-        (INT8, (32, 32), 1, 512, 8192, True),  # four tiles: 155 and 168 us
-        (E4M3, (32, 32), 1, 512, 8192, False),  # 163 and 165
-        (K8V4, (32, 32), 1, 512, 8192, False),  # 172 and 167
-        (INT4, (32, 32), 1, 512, 8192, False),  # 172 and 159
-        (INT8, (32, 32), 4, 512, 8192, False),  # 627 and 644, within 4%
-        (INT4, (32, 32), 4, 512, 8192, False),  # 683 and 599
-        (INT8, (32, 32), 1, 1024, 8192, False),  # 312 and 273
-        (INT8, (32, 8), 1, 512, 8192, False),  # 16 tiles
-        (INT8, (8, 8), 1, 512, 8192, False),  # 32 tiles in all
-        (INT8, (8, 1), 32, 16, 8192, False),  # again
-        (INT8, (130, 2), 16, 128, 8192, False),  # more heads than a warpgroup has rows
-        (("int4", "int8"), (32, 32), 4, 128, 8192, False),
+        (INT8, (32, 32), 4, 128, 8192, 1),  # a tile of each key head, in one wave
+        (INT4, (32, 32), 4, 128, 8192, 1),
+        (INT8, (32, 8), 16, 32, 8192, 1),  # of four query heads
+        (INT8, (32, 8), 16, 17, 8192, 1),
+        (INT8, (32, 8), 16, 16, 8192, 1),  # by decoding 311 us, 162
+        (INT8, (32, 8), 16, 12, 8192, 1),  # 226, 155
+        (INT8, (32, 8), 16, 8, 8192, 0),  # 152, 151
+        (K8V4, (32, 8), 16, 16, 8192, 1),  # 236, 188
+        (K8V4, (32, 8), 16, 12, 8192, 0),  # 169, 175
+        (INT4, (32, 8), 16, 16, 8192, 1),  # 199, 165
+        (INT4, (32, 8), 16, 12, 8192, 0),  # 152, 165
+        (INT4, (32, 8), 16, 64, 8192, 1),  # two tiles: by numbers 401, 358
+        (INT4, (32, 32), 2, 256, 8192, 1),  # 209, 182
+        (K8V4, (32, 32), 2, 256, 8192, 1),
+        (INT8, (32, 32), 8, 48, 8192, 1),  # 410, 300
+        (INT8, (32, 8), 5, 16, 8192, 0),  # 40 tiles: 88, 151
+        (INT8, (32, 8), 1, 16, 32768, 0),  # 8 tiles: 86, 545
+        (INT8, (32, 32), 4, 384, 8192, 3),  # by numbers 492 us, by teams 398
+        (E4M3, (32, 32), 4, 384, 8192, 3),  # 530, 405
+        (INT8, (32, 32), 1, 384, 32768, 4),  # 611, 451; 465 by teams of 3
+        (INT8, (32, 32), 1, 512, 8192, 4),  # 163, 131
+        (E4M3, (32, 32), 1, 512, 8192, 4),
+        (K8V4, (32, 32), 1, 512, 8192, 4),
+        (INT4, (32, 32), 1, 512, 8192, 4),
+        (INT8, (32, 32), 4, 512, 8192, 4),  # 683, 538
+        (INT4, (32, 32), 4, 512, 8192, 4),
+        (INT8, (32, 32), 1, 512, 2048, 4),  # 49, 42
+        (INT8, (32, 32), 1, 1024, 8192, 8),  # 280, 241
+        (INT8, (32, 32), 1, 2048, 8192, 8),  # 475, 461
+        (INT8, (16, 16), 1, 1024, 16384, 8),  # 277, 243
+        (INT8, (32, 8), 1, 512, 8192, 8),  # 131, 124
+        (INT8, (32, 8), 4, 512, 8192, 8),  # 514, 485
+        (INT8, (32, 8), 4, 256, 8192, 8),  # 265, 225
+        (INT8, (32, 8), 1, 2048, 8192, 0),  # 399, 433
+        (INT8, (32, 32), 1, 640, 8192, 0),  # 204, 240
+        (INT8, (64, 16), 1, 768, 8192, 0),  # 329, 361
+        (INT8, (16, 16), 1, 512, 8192, 0),  # 64 tiles in all
+        (INT8, (8, 8), 1, 512, 8192, 0),  # 32 tiles
+        (INT8, (8, 1), 32, 16, 8192, 0),  # again
+        (INT8, (130, 2), 16, 128, 8192, 0),  # more heads than a warpgroup has rows
+        (("int4", "int8"), (32, 32), 4, 128, 8192, 0),
     ],
 )
 @pytest.mark.parametrize("ragged", [False, True])
-def test_codes_are_expanded_for_each_tile_where_tiles_are_few(
-    formats, heads, batch, tokens, keys, each, ragged
+def test_how_many_thread_blocks_expand_codes_together(
+    formats, heads, batch, tokens, keys, team, ragged
 ):
+    """0 where codes become numbers first, or are decoded over."""
     spec = _over_codes(formats, heads, batch, tokens, keys, batch * tokens if ragged else None)
+    expands = codes_sm90.expands_each_tile(spec, 132)
     # Of ragged rows more tiles are counted than of batched ones.
     if not ragged or (64 < tokens * heads[0] // heads[1] <= 128 and tokens < 128):
-        assert codes_sm90.expands_each_tile(spec, 132) == each
+        assert expands == (team > 0)
+        assert not expands or codes_sm90.team_of(spec, 132) == team
     else:
-        assert codes_sm90.expands_each_tile(spec, 132) <= each
+        assert expands <= (team > 0)
+
+
+def test_teams_have_no_more_thread_blocks_than_run():
+    spec = _over_codes(INT8, (32, 32), 1, 1024, 8192)
+    assert [codes_sm90.team_of(spec, n) for n in (2, 3, 132)] == [1, 3, 8]
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,8 @@ def codes_of_four_heads(rng: np.random.Generator, dtype: np.dtype) -> None:
 
 
 def codes_of_prompts(rng: np.random.Generator, dtype: np.dtype, format: str) -> None:
-    """Codes that the forward kernel expands, of batched rows and of ragged ones."""
+    """Codes that the forward kernel expands, by single thread blocks and by teams, of batched rows
+    and of ragged ones."""
     codes_sm90.expands_each_tile = lambda *call: True  # however few tiles there are
     cache = cuattn.PagedKVCache(40, 16, 2, 128, dtype=dtype, quantization=format, xp=cupy)
     ids = [cache.add_sequence() for _ in range(3)]
@@ -250,7 +251,8 @@ def codes_of_prompts(rng: np.random.Generator, dtype: np.dtype, format: str) -> 
     cache.write(0, ids, *arrays(rng, dtype, (371, 2, 128), (371, 2, 128)))
     of_cache = (*cache.pages(0), cache.page_table(ids), cache.seq_lens(ids))
     with dispatch.use_tiers("forward_codes_sm90"):
-        for heads in (2, 6):
+        for team, heads in ((1, 2), (1, 6), (3, 4), (3, 8)):
+            codes_sm90.team_of = lambda *call, team=team: team
             q, ragged = arrays(rng, dtype, (3, 70, heads, 128), (150, heads, 128))
             cuattn.paged_attention(q, *of_cache)
             cu_seqlens = cupy.asarray(np.array([0, 0, 20, 150], np.int32))
