@@ -96,7 +96,8 @@ def sparse(q: Any, qr: Any, k: Any, kr: Any, table: Any, lens: Any, indices: Any
 
 
 def speculated(probs: Any) -> Any:
-    probs = sampling.softmax(probs.reshape(-1, probs.shape[2])).reshape(probs.shape)
+    batch, nodes, vocab = probs.shape
+    probs = sampling.softmax(probs.reshape(batch * nodes, vocab)).reshape(probs.shape)
     tokens = probs[:, 1:, 0].astype(np.int32)
     return sampling.speculative_sample(tokens, probs[:, 1:], probs, seed=1)
 

@@ -48,7 +48,8 @@ TIMES = {
     ("int8", "int4"): Times(20.7e-3, 1.96e-4, 5.4e-5),
 }
 START_US = 9.1
-TEAM_START_US = 16.0
+TEAM_START_US = 11.0
+TEAM_WAVE_US = 6.0  # of each further wave of teams
 #: Of a tile for each key, where so many thread blocks expand codes together; about the same in all
 #: formats.
 TEAM_TILE_US = {3: 14.8e-3, 4: 13.8e-3, 5: 13.6e-3, 6: 13.4e-3, 7: 13.3e-3, 8: 13.2e-3}
@@ -223,9 +224,9 @@ def expands_each_tile(spec: AttentionSpec, multiprocessors: int) -> bool:
         return CLEARLY * each_us <= -(-rows // 16) * pairs * spec.seqlen_k * times.decode_us
     nbytes = pairs * spec.seqlen_k * 2 * HEAD_DIM * spec.dtype.itemsize
     once_us = SCRATCH_START_US + pairs * spec.seqlen_k * times.scratch_us
-    tiles = _config_of(spec, 1).most_tiles(spec)
-    tile_us = tiles / multiprocessors * _mean_keys(spec) * NUMBERS_TILE_US
-    once_us += max(tile_us, nbytes / NUMBERS_BYTES)
+    waves = _config_of(spec, 1).most_tiles(spec) / multiprocessors
+    waves = math.ceil(waves) if waves > 2 else waves  # fewer tiles have their keys cut into parts
+    once_us += max(waves * _mean_keys(spec) * NUMBERS_TILE_US, nbytes / NUMBERS_BYTES)
     return CLEARLY * each_us <= once_us
 
 
@@ -238,7 +239,7 @@ def _expanding_us(spec: AttentionSpec, multiprocessors: int, team: int) -> float
     """About how long the kernel takes with so many thread blocks that expand codes together."""
     times = TIMES[spec.k_format, spec.v_format]
     waves = math.ceil(_likely_groups(spec, team) / (multiprocessors // team))
-    start_us = TEAM_START_US if team > 1 else START_US
+    start_us = TEAM_START_US + (waves - 1) * TEAM_WAVE_US if team > 1 else START_US
     return start_us + waves * _mean_keys(spec) * TEAM_TILE_US.get(team, times.tile_us)
 
 
