@@ -1,15 +1,15 @@
 // The warps of attention/forward_team_codes_sm90.cu that expand codes of keys and values, and that
 // load their numbers: thread blocks with neighbouring tiles of a key head are a team, and each
-// expands its share of every block of keys for all of them.
+// expands every so many blocks of keys for all of them.
 //
-// Numbers go to a ring of slots in global memory that is small enough to stay in L2, one slot for
+// Numbers go to a ring of slots in global memory that is small enough to stay in L2: one slot for
 // each block, in which its keys and its values lie as they are to lie in shared memory. Who expands
 // is ahead of who loads by as many slots as are free, so that no thread block waits for another in
 // step.
 //
-// A thread block waits for the others of its team, which have numbers next to its own: thread
-// blocks begin in the order of their numbers, and those of all teams but the last that began are
-// there. They end without waiting for anybody else, so what the last one lacks begins.
+// A thread block waits for all others of its team. Their numbers follow each other, and thread
+// blocks begin in the order of their numbers, so that only the last team which has begun may lack
+// some. The other teams end without it, and make room for what it lacks.
 #pragma once
 
 #include "attention/code_rows_sm90.cuh"
