@@ -4,6 +4,7 @@ when a call fails.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -278,6 +279,32 @@ def test_threads_lose_nothing(monkeypatch):
         sys.setswitchinterval(interval)
     assert cache.hit_pages
     check_books(cache, {id: cache.num_tokens(id) for id in cache})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_finds_no_other_thread_in_the_middle_of_a_call(monkeypatch):
+    """Of the child, where that thread is not: it would wait for ever, or find half of a step."""
+    cache = new_cache()
+    id = cache.add_sequence()
+    cache.extend([id], [5])
+    begun, row = threading.Event(), PageManager.row
+
+    def slow(*args):
+        begun.set()
+        time.sleep(0.2)
+        return row(*args)
+
+    monkeypatch.setattr(PageManager, "row", slow)
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(cache.num_tokens, id)
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if cache._lock.acquire(timeout=5) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert answer.result() == 5
+    assert cache.num_tokens(id) == 5
 
 
 def test_a_cache_stands_for_its_sequences():

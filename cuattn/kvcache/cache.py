@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from types import ModuleType
@@ -65,6 +66,31 @@ def _exclusive(
                 self._owner = None
 
     return call
+
+
+#: Every cache: a fork waits until no other thread is in the middle of a call, since the child has
+#: nobody who would end it.
+_CACHES: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
+_forking = threading.local()  # the locks that a thread which forks holds meanwhile
+
+
+def _before_fork() -> None:
+    _forking.locks = []
+    for cache in list(_CACHES):
+        if cache._owner != get_ident():
+            cache._lock.acquire()
+            _forking.locks.append(cache._lock)
+
+
+def _after_fork() -> None:
+    for lock in _forking.locks:
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # each is one of its own, in lists and sets
@@ -250,6 +276,7 @@ class PagedKVCache:
         # What `write` checked last: new tokens, and what arrays of this type have to be like.
         self._checked: tuple[Any, ...] | None = None
         self._quick_type = None if self._store.xp is np else self._store.xp.ndarray
+        _CACHES.add(self)
 
     # ------------------------------------------------------------------------------------------
     # sequences
