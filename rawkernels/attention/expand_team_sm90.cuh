@@ -131,18 +131,22 @@ struct CodeWarps<true> : CodeRows {
       __syncwarp();
       stage.advance();
     };
+    // Waits for what has been asked for into all stages: copies come in any order.
+    const auto wait_loaded = [](ptx::Mbarrier(&full)[kStages], tile::PipelineState<kStages> stage) {
+      for (int i = 0; i < kStages; ++i, stage.advance())
+        ptx::mbarrier_wait(full[stage.index], stage.parity ^ 1);
+    };
     for (Tile tile = read_tile(smem, queue); tile.row >= 0; tile = read_tile(smem, queue)) {
-      // Of the values, and of the keys, that were asked for last.
-      tile::PipelineState<kStages> last_v = stage_v, last_k = stage_k;
+      tile::PipelineState<kStages> last_v = stage_v;  // of the values that were asked for last
       int number = first + tile.team_end - tile.block_end;
       if (number > first) team.say_loaded(number);
       for (int block = tile.block_end - 1; block >= 0; --block, ++number) {
         wait_expanded(number + 1);
-        last_k = stage_k;
         load_numbers(smem.k[stage_k.index], team.slot(number).k, smem.full_k[stage_k.index],
                      smem.empty_k[stage_k.index], stage_k);
         if (block + 1 == tile.block_end) continue;
         if (block + 2 < tile.block_end) {
+          // Keys of that block have come, as their stage has been free for this one's.
           ptx::mbarrier_wait(smem.full_v[last_v.index], last_v.parity);
           team.say_loaded(number - 1);
         }
@@ -152,11 +156,10 @@ struct CodeWarps<true> : CodeRows {
       }
       first += tile.team_end;
       if (!tile.empty()) {
-        last_v = stage_v;
         load_numbers(smem.v[stage_v.index], team.slot(number - 1).v, smem.full_v[stage_v.index],
                      smem.empty_v[stage_v.index], stage_v);
-        ptx::mbarrier_wait(smem.full_k[last_k.index], last_k.parity);
-        ptx::mbarrier_wait(smem.full_v[last_v.index], last_v.parity);
+        wait_loaded(smem.full_k, stage_k);
+        wait_loaded(smem.full_v, stage_v);
       }
       team.say_loaded(first);
     }

@@ -119,6 +119,18 @@ def test_slots_are_used_again(rng, both_ways):
     assert_same_bits(both_ways(q, k, v, lens, True))
 
 
+@pytest.mark.parametrize("blocks", [2, 3, 10])
+def test_slots_of_the_tile_before_are_used_again(rng, both_ways, monkeypatch, blocks):
+    """One team, whose expanding warps are at the next tile while keys and values of the last blocks
+    of a tile are loaded."""
+    team = codes_sm90.team_of(None, 0)
+    monkeypatch.setattr(compiler, "multiprocessors", lambda device: team)
+    lens = [128 * blocks, 128 * (codes_sm90._ring_slots(team) + 1)]
+    k, v = (Cache(rng, lens, 1, 128, "int8") for _ in "kv")
+    q = rng.standard_normal((2, 257, 1, 128)).astype(BFLOAT16)
+    assert_same_bits(both_ways(q, k, v, lens, True))
+
+
 def test_minima_of_any_size(rng, both_ways):
     """Codes of 4 bits whose minimum is far from the scale, in some rows: their sum is rounded to
     float32 and then to bfloat16."""

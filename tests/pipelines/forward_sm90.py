@@ -251,20 +251,21 @@ def load_numbers(p: Protocol, own, tile) -> Iterator[NamedTuple]:
         return
     for block in range(tile.blocks):
         yield from load(p, "k")
-        if block + 1 < tile.blocks:
-            yield Advance("k")
+        yield Advance("k")
+        if block > 1:
+            yield Advance("v", -1)
+            yield Wait("full_v")
+            yield Advance("v")
         if block > 0:
-            if block > 1:
-                yield Wait("full_v")
-                yield Advance("v")
             yield from load(p, "v", *value_parts(p))
-    if tile.blocks > 1:
-        yield Wait("full_v")
-        yield Advance("v")
+            yield Advance("v")
     yield from load(p, "v", *value_parts(p))
+    yield Advance("v")
     for what in "kv":
-        yield Wait(f"full_{what}")
-        yield Advance(what)
+        yield Advance(what, -p.stages)
+        for _ in range(p.stages):
+            yield Wait(f"full_{what}")
+            yield Advance(what)
 
 
 def expand_for_team(p: Protocol, own, tile) -> Iterator[NamedTuple]:
