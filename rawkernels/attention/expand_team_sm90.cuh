@@ -25,7 +25,7 @@ constexpr int kMostTeam = 32 / kExpandWarps;  // a lane looks at each warp that 
 struct alignas(128) TeamMemory {
   // The rest holds once `initialised` is the launch's launch_id. Any content will do before.
   unsigned long long initialised;
-  unsigned entered;            // warps that know
+  unsigned entered;            // how many warps have found it so
   unsigned loaded[kMostTeam];  // blocks whose slots each thread block has done with
   unsigned expanded[kMostTeam * kExpandWarps];  // the number of each warp's next block
 };
@@ -84,7 +84,8 @@ struct Team {
     if (threadIdx.x % 32 == 0)
       ptx::store_release(&memory.expanded[rank * kExpandWarps + warp], next);
   }
-  // What has been loaded has come, and no later write can change it: there is nothing to release.
+  // To be called when the copies from these blocks' slots have come, by waits for their stages: no
+  // later write can change what has come, so that there is nothing to release.
   __device__ __forceinline__ void say_loaded(unsigned blocks) const {
     if (threadIdx.x % 32 == 0) ptx::store_relaxed(&memory.loaded[rank], blocks);
   }

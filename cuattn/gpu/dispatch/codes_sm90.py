@@ -263,7 +263,7 @@ def _likely_groups(spec: AttentionSpec, team: int) -> float:
 
 def _ring_slots(team: int) -> int:
     """Slots of a team's ring: a block in the making by each thread block, and as many that are
-    read."""
+    read. With fewer than three, or than thread blocks, the team would stop."""
     return 1 << (2 * team - 1).bit_length() if team > 1 else 0
 
 
