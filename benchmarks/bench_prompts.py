@@ -17,7 +17,7 @@ import pytest
 import cuattn
 from benchmarks import peers, timing
 from benchmarks.bench_decoding import draw
-from benchmarks.bench_quantized import CACHES
+from benchmarks.bench_quantized import CACHES, stored
 
 cupy = pytest.importorskip("cupy")
 
@@ -119,11 +119,7 @@ def bench_codes(benchmark, chunk, heads, page_size):
     )
     calls = {"bfloat16": lambda: cuattn.paged_attention(q, k, v, table, lens)}
     for name, (k_format, v_format) in CACHES.items():
-        rotate = k_format != "float8_e4m3"
-        codes = (
-            cuattn.quantize(k, k_format, symmetric=k_format != "int4", rotate=rotate),
-            cuattn.quantize(v, v_format, symmetric=v_format != "int4"),
-        )
+        codes = stored(k, k_format, rotate=k_format != "float8_e4m3"), stored(v, v_format)
         calls[name] = lambda codes=codes: cuattn.paged_attention(q, *codes, table, lens)
     exact = calls["bfloat16"]().astype(np.float32)
     for name, call in calls.items():

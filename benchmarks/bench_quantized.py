@@ -33,9 +33,9 @@ CACHES = {
 }
 
 
-def stored(x, format):
+def stored(x, format, rotate=False):
     """Keys or values as a cache of that format has them."""
-    return cuattn.quantize(x, format, symmetric=format != "int4")
+    return cuattn.quantize(x, format, symmetric=format != "int4", rotate=rotate)
 
 
 def nbytes(*arrays):

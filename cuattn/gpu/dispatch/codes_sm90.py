@@ -86,13 +86,6 @@ class Sm90CodesForwardConfig(Sm90ForwardConfig):
         """The same, and with a team those of the codes that a warp expands."""
         return self.tile_n // self.expand_warps if self.shares else self.tile_n
 
-    def most_groups(self, spec: AttentionSpec, team: int) -> int:
-        """How many groups of so many tiles a call has, at most."""
-        queries, heads = self.queries_of_tile(spec) * team, self.heads_of_tiles(spec)
-        if self.varlen:
-            return (spec.seqlen_q // queries + spec.batch) * heads
-        return -(-spec.seqlen_q // queries) * spec.batch * heads
-
     @property
     def sorts_by_place(self) -> bool:
         """The same, but teams have an order of their own."""
@@ -132,7 +125,7 @@ class Sm90CodesForward:
             return None
         team = team_of(spec, call.multiprocessors)
         config = _config_of(spec, team, call.k_scales.rotated)
-        groups = min(config.most_groups(spec, team), call.multiprocessors // team)
+        groups = min(config.most_tiles(spec, team), call.multiprocessors // team)
         blocks = groups * team
         tensor_maps: dict[str, TensorMap | None] = {
             "q": queries_map(call, config),
@@ -254,7 +247,7 @@ def _likely_groups(spec: AttentionSpec, team: int) -> float:
     """How many groups of so many tiles there are; of ragged rows the mean of the most and the
     fewest."""
     config = _config_of(spec, team)
-    most = config.most_groups(spec, team)
+    most = config.most_tiles(spec, team)
     if not config.varlen:
         return most
     fewest = max(spec.batch, -(-spec.seqlen_q // (config.queries_of_tile(spec) * team)))

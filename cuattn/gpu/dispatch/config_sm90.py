@@ -60,10 +60,10 @@ class Sm90ForwardConfig(Config):
         """How many heads have tiles of their own: the query heads, or with pack_gqa key heads."""
         return spec.heads_kv if self.pack_gqa else spec.heads_q
 
-    def most_tiles(self, spec: AttentionSpec) -> int:
-        """How many tiles a call has, at most: where rows are ragged, each sequence may end within
-        one."""
-        queries, heads = self.queries_of_tile(spec), self.heads_of_tiles(spec)
+    def most_tiles(self, spec: AttentionSpec, together: int = 1) -> int:
+        """How many tiles a call has, at most, or groups of so many together: where rows are ragged,
+        each sequence may end within one."""
+        queries, heads = self.queries_of_tile(spec) * together, self.heads_of_tiles(spec)
         if self.varlen:
             return (spec.seqlen_q // queries + spec.batch) * heads
         return -(-spec.seqlen_q // queries) * spec.batch * heads
