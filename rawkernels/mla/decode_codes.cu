@@ -63,7 +63,7 @@ __device__ __forceinline__ void compute(Smem& smem, const DecodeParams& params,
     if (stage > 0) loader.put_scales(ring[stage - 1]);
     load(ring[stage], first + stage * kStep < end);
   }
-  load_queries(smem, params, mla, threadIdx.x);
+  load_queries(smem, params, mla);
   Slice<Smem> slice = {smem, params, mla};
   slice.start();
   __syncthreads();  // queries are there

@@ -1,5 +1,4 @@
-// What mla/decode_codes.cu and decode_codes_sm90.cu have in shared memory, and the queries' way
-// there.
+// What mla/decode_codes.cu has in shared memory, and the queries' way there.
 #pragma once
 
 #include "mla/codes.cuh"
@@ -23,8 +22,6 @@ constexpr int kWarpKeys = kKeys / 4;  // whose scores a warp has
 constexpr int kQuarters = 4;          // of the columns: a warp's of O
 constexpr int kQuarter = kLatent / kQuarters;
 constexpr int kSteps = kQuarter / 16;
-constexpr bool kFewRegisters = kGroups > 2;
-constexpr int kTurns = kFewRegisters ? 2 : kQuarters;  // quarters whose scores are summed at a time
 constexpr int kRowBlocks = kRows / 8;
 constexpr int kOStride = kLatent + 4;                     // of rows of O: without bank conflicts
 constexpr bool kHasExcess = Codes::value_excess(0) != 0;  // operands exceed codes by something
@@ -51,15 +48,14 @@ struct QueryRow {
 __device__ __forceinline__ void sync_group(int group) { ptx::bar_sync(1 + group, kGroupThreads); }
 
 // Queries of a split to shared memory; by the groups' warps, which take rows in turn. Where float16
-// is too narrow for them, they are multiplied by a power of two for each row. `thread` is divided
-// as what it is, signed or not, which decides what registers the compiler allots.
-template <class Smem, class Thread>
+// is too narrow for them, they are multiplied by a power of two for each row.
+template <class Smem>
 __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& params,
-                                             const MlaParams& mla, Thread thread) {
+                                             const MlaParams& mla) {
   const decoding::Split& split = smem.split;
-  const int lane = thread % 32, rows = split.seq.seqlen_q * params.group;
+  const int lane = threadIdx.x % 32, rows = split.seq.seqlen_q * params.group;
 #pragma unroll 1
-  for (int row = thread / 32; row < kRows; row += kGroups * kGroupThreads / 32) {
+  for (int row = threadIdx.x / 32; row < kRows; row += kGroups * kGroupThreads / 32) {
     const int index = split.row_tile * kRows + row;
     const bool exists = index < rows;
     const int token = divided_by_group(params, index);

@@ -1,4 +1,4 @@
-// A warp's work in mla/decode_codes.cu and decode_codes_sm90.cu: scores, softmax and products.
+// A warp's work in mla/decode_codes.cu: scores, softmax and products.
 #pragma once
 
 #include "mla/layout_codes.cuh"
@@ -10,15 +10,6 @@
 
 namespace mla {
 
-// The largest maximum that groups have put for a row.
-template <class Smem>
-__device__ __forceinline__ float largest_max(const Smem& smem, int row) {
-  float max = tile::negative_infinity();
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) max = fmaxf(max, smem.max_sum[group][0][row].x);
-  return max;
-}
-
 // A warp's work on a split: with g = lane / 4 and t = lane % 4, its scores s[r] are of keys g (and
 // + 8 in the last two) of its own and rows 8 r + 2 t (and + 1 in every second), o[block][r] of
 // columns 16 block + 2 g (and + 1 in the last two) of its quarter and these rows.
@@ -27,7 +18,8 @@ struct Slice {
   Smem& smem;
   const DecodeParams& params;
   const MlaParams& mla;
-  int group = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4,
+            lane = threadIdx.x % 32;
   // Which of smem.p this warp's values take: one for all where tokens have one scale.
   const bool scaled_alike = params.v_group > 2 * kScaleColumns;
   const float scale_log2 = static_cast<float>(params.scale) * tile::kLog2e;
@@ -69,46 +61,41 @@ struct Slice {
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[r][i] = 0.0f;
-#pragma unroll 1
-    for (int begin = 0; begin < kQuarters; begin += kTurns) {
-      // Of each quarter, in turns: so no product waits for the one before.
-      float product[kTurns][kRowBlocks][4];
+    // Of each quarter, in turns: so no product waits for the one before.
+    float product[kQuarters][kRowBlocks][4];
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn)
+    for (int quarter = 0; quarter < kQuarters; ++quarter)
 #pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r)
+      for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            product[turn][r][i] =
-                kHasExcess ? smem.query_rows[own_row(r, i)].minus_excess[begin + turn] : 0.0f;
+        for (int i = 0; i < 4; ++i)
+          product[quarter][r][i] =
+              kHasExcess ? smem.query_rows[own_row(r, i)].minus_excess[quarter] : 0.0f;
 #pragma unroll
-      for (int pair = 0; pair < kSteps / 2; ++pair)
+    for (int pair = 0; pair < kSteps / 2; ++pair)
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-          const int quarter = begin + turn;
-          unsigned codes[4];  // of keys g and g + 8, of one step and of the next
-          ptx::ldmatrix_x4(codes, Tile::at_chunks(k + quarter * kKeys * Tile::kRowBytes, pair));
+      for (int quarter = 0; quarter < kQuarters; ++quarter) {
+        unsigned codes[4];  // of keys g and g + 8, of one step and of the next
+        ptx::ldmatrix_x4(codes, Tile::at_chunks(k + quarter * kKeys * Tile::kRowBytes, pair));
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            unsigned b[4], upper[2], lower[2];
-            ptx::ldmatrix_x4(b, QTile::at_chunks(q, quarter * kSteps + 2 * pair + i));
-            Codes::expand_keys(upper, codes[2 * i]);
-            Codes::expand_keys(lower, codes[2 * i + 1]);
-            const unsigned a[4] = {upper[0], lower[0], upper[1], lower[1]};
+        for (int i = 0; i < 2; ++i) {
+          unsigned b[4], upper[2], lower[2];
+          ptx::ldmatrix_x4(b, QTile::at_chunks(q, quarter * kSteps + 2 * pair + i));
+          Codes::expand_keys(upper, codes[2 * i]);
+          Codes::expand_keys(lower, codes[2 * i + 1]);
+          const unsigned a[4] = {upper[0], lower[0], upper[1], lower[1]};
 #pragma unroll
-            for (int r = 0; r < kRowBlocks; ++r)
-              ptx::mma_m16n8k16<__half>(product[turn][r], a, b[2 * r], b[2 * r + 1]);
-          }
+          for (int r = 0; r < kRowBlocks; ++r)
+            ptx::mma_m16n8k16<__half>(product[quarter][r], a, b[2 * r], b[2 * r + 1]);
         }
+      }
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn)
+    for (int quarter = 0; quarter < kQuarters; ++quarter)
 #pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r)
+      for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[r][i] =
-                fmaf(product[turn][r][i], stage.scales[own_key(i / 2)][begin + turn], s[r][i]);
-    }
+        for (int i = 0; i < 4; ++i)
+          s[r][i] = fmaf(product[quarter][r][i], stage.scales[own_key(i / 2)][quarter], s[r][i]);
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
@@ -257,7 +244,7 @@ struct Slice {
     const unsigned p =
         ptx::shared_address(smem.p[group][scaled_alike ? 0 : warp]) + column_major<QTile>();
     const unsigned v = ptx::shared_address(stage.codes[warp]) + column_major<Tile>();
-#pragma unroll(kFewRegisters ? 2 : kKeys / 16)
+#pragma unroll
     for (int j = 0; j < kKeys / 16; ++j) {
       unsigned b[4];
       ptx::ldmatrix_x4(b, QTile::at_chunks(p, j));
@@ -312,27 +299,6 @@ struct Slice {
         for (int step = 0; step < kSteps; ++step)
           *reinterpret_cast<float2*>(to + 16 * step) = {column(step, r, c, 0),
                                                         column(step, r, c, 1)};
-      }
-  }
-
-  // The group's O to `sums`, relative to the largest maximum of all groups' sums, or added to what
-  // is there.
-  __device__ __forceinline__ void add_to(float (&sums)[kRows][kOStride], bool is_first) const {
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = own_row(r, c);
-        const float max = largest_max(smem, row);
-        const float factor = ptx::ex2(row_max[r][c] - tile::OnlineSoftmax::offset(max, 1.0f));
-        float* const to = sums[row] + warp * kQuarter + lane / 4 * 2;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          float2& both = *reinterpret_cast<float2*>(to + 16 * step);
-          const float2 before = is_first ? float2{0.0f, 0.0f} : both;
-          both = {fmaf(factor, column(step, r, c, 0), before.x),
-                  fmaf(factor, column(step, r, c, 1), before.y)};
-        }
       }
   }
 

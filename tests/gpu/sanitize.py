@@ -266,6 +266,7 @@ def codes_of_latents(rng: np.random.Generator, dtype: np.dtype, format: str) -> 
         (128, 1, ("mla_sm90", "mla_simt")),
         (16, 3, ("mla_sm90",)),
         (16, 1, ("mla_codes",)),
+        (24, 1, ("mla_codes",)),
     ):
         latents, rope = arrays(rng, dtype, (20, 64, 1, 512), (20, 64, 1, 64))
         latents = cuattn.quantize(latents, format)

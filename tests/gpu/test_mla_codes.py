@@ -204,7 +204,7 @@ def test_scales_of_tokens_that_are_far_apart(rng, tier, dtype, heads):
     cache.check(rng, heads, dtype=dtype)
 
 
-@pytest.mark.parametrize("heads", [1, 40, 64, 65, 128])
+@pytest.mark.parametrize("heads", [1, 17, 32, 40, 64, 65, 128])
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 def test_every_number_of_rows(rng, tier, heads, seqlen_q):
     lens = [150, 17, 64] * (8 if heads * seqlen_q < 8 else 1)  # an error of few rows is chance
@@ -223,9 +223,10 @@ def test_pages_and_options(rng, tier, page_size, option):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, "fixed"])
-def test_splits(rng, tier, num_splits):
+@pytest.mark.parametrize("heads", [16, 24])
+def test_splits(rng, tier, heads, num_splits):
     cache = Cache(rng, [1300, 3, 0, 500], BFLOAT16, "float8_e4m3")
-    cache.check(rng, 16, num_splits=num_splits)
+    cache.check(rng, heads, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("widths", [(256, 32), (512, 0), (192, 64), (320, 64), (40, 24), (511, 63)])
@@ -235,9 +236,10 @@ def test_every_width(rng, tier, widths):
     cache.check(rng, 16)
 
 
-def test_many_blocks(rng, tier):
+@pytest.mark.parametrize("heads", [8, 32, 128])
+def test_many_blocks(rng, tier, heads):
     """Blocks of keys one after the other in one split, of which the last is alone in its pair."""
-    Cache(rng, [64 * 9 - 5], BFLOAT16, "int8").check(rng, 128, num_splits=1)
+    Cache(rng, [64 * 9 - 5], BFLOAT16, "int8").check(rng, heads, num_splits=1)
 
 
 def test_sparse(rng, tier):

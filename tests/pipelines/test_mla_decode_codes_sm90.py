@@ -10,54 +10,60 @@ import pytest
 from tests.pipelines import explorer
 from tests.pipelines.mla_decode_codes_sm90 import Split, pipeline, protocols
 
-(PROTOCOL,) = protocols()
+PROTOCOLS = {f"{p.warpgroups} warpgroups": p for p in protocols()}
 
 
-def test_every_sequence_of_splits_ends():
-    model = pipeline(PROTOCOL)
+@pytest.fixture(params=sorted(PROTOCOLS))
+def protocol(request):
+    return PROTOCOLS[request.param]
+
+
+def test_every_sequence_of_splits_ends(protocol):
+    model = pipeline(protocol)
     explorer.explore(model)
     explorer.run(model, explorer.windows(model, 2))
     # A stage is used again after so many splits that are short.
-    short = tuple(Split(tiles, tiles == 1) for tiles in range(3))
+    short = tuple(Split(blocks, blocks == 1) for blocks in range(3))
     model = dataclasses.replace(model, inputs=short)
-    explorer.run(model, explorer.windows(model, PROTOCOL.stages + 1))
+    explorer.run(model, explorer.windows(model, protocol.stages + 1))
 
 
-@pytest.mark.parametrize("name", [name for name, _ in PROTOCOL.arrivals])
+@pytest.mark.parametrize("name", ["empty", "full"])
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_count_that_changes_alone_is_found(name, change):
-    arrivals = tuple((n, c + change * (n == name)) for n, c in PROTOCOL.arrivals)
+def test_a_count_that_changes_alone_is_found(protocol, name, change):
+    arrivals = tuple((n, c + change * (n == name)) for n, c in protocol.arrivals)
     with pytest.raises(explorer.Fault):
-        explorer.explore(pipeline(dataclasses.replace(PROTOCOL, arrivals=arrivals)))
+        explorer.explore(pipeline(dataclasses.replace(protocol, arrivals=arrivals)))
 
 
 @pytest.mark.parametrize(
     ("kind", "barrier"),
     [
         (explorer.Wait, "full"),
-        (explorer.Wait, "empty"),
-        (explorer.Sync, "group.0"),
-        (explorer.Sync, "group.2"),
-        (explorer.Sync, "groups"),
+        (explorer.Wait, "empty.0"),
+        (explorer.Wait, "empty.1"),
+        (explorer.Sync, "own.0"),
+        (explorer.Sync, "own.1"),
+        (explorer.Sync, "all"),
     ],
 )
-def test_every_barrier_is_needed(kind, barrier):
+def test_every_barrier_is_needed(protocol, kind, barrier):
     with pytest.raises(explorer.Fault):
-        explorer.explore(explorer.without(pipeline(PROTOCOL), kind, barrier))
+        explorer.explore(explorer.without(pipeline(protocol), kind, barrier))
 
 
-def test_tiles_have_to_become_full_in_their_order():
-    """Without the loading warps' wait for the tile before."""
-    model = pipeline(PROTOCOL)
+def test_blocks_have_to_become_full_in_their_order():
+    """Without the loading warps' wait for the block before."""
+    model = pipeline(PROTOCOLS["3 warpgroups"])
     out_of_order = {
-        name: role if name.startswith("group") else without_waits_for_the_tile_before(role)
+        name: without_waits_for_the_block_before(role) if name.startswith("loader") else role
         for name, role in model.processes.items()
     }
     with pytest.raises(explorer.Fault):
         explorer.explore(dataclasses.replace(model, processes=out_of_order))
 
 
-def without_waits_for_the_tile_before(role):
+def without_waits_for_the_block_before(role):
     def other(own, split):
         return (operation for operation in role(own, split) if operation != explorer.Wait("full"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,11 +15,13 @@ from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.decoding import partitioned
 from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, Strides, capability
 from cuattn.gpu.dispatch.mla_config import (
+    CODE_ROWS,
     FEW_CLUSTER,
     LATENT,
     LATENT_FORMATS,
     SCALE_COLUMNS,
     Sm90MlaConfig,
+    codes_sm90_variant,
     codes_variant,
     combine_variant,
     combine_variants,
@@ -299,16 +302,14 @@ def _head_tiles(spec: AttentionSpec, rows: int) -> int:
 
 
 class CodesMla:
-    """Calls over codes where a multiprocessor has shared memory for them: on Hopper those of few
-    rows."""
+    """Calls over codes where a multiprocessor has shared memory for them."""
 
     name = "mla_codes"
 
     def serves(self, call: MlaCall) -> MlaLaunches | None:
         """The launch for a call, or None."""
         spec = call.spec
-        variant = codes_variant(spec.dtype.name, spec.k_format, call.arch)
-        if variant is None or call.scales is None or not call.vectors or not call.expandable:
+        if call.scales is None or not call.vectors or not call.expandable:
             return None
         if (
             spec.head_dim_v % 16
@@ -317,21 +318,34 @@ class CodesMla:
             or not call.within_places
         ):
             return None
-        if capability(call.arch) == 90 and spec.head_dim_v % 64 == 0:
-            one = call.as_call().spec
-            # With splits that do not depend on the batch ragged rows count as single tokens.
-            tokens = 1 if (call.num_splits, one.rows) == ("fixed", "ragged") else one.seqlen_q
-            if one.heads_q * tokens > variant.config.rows:  # mla_sm90's
-                return None
-        return _merged(call, variant)
+        variant = self._variant(call)
+        return None if variant is None else _merged(call, variant)
+
+    def _variant(self, call: MlaCall) -> Variant | None:
+        dtype, format = call.spec.dtype.name, call.spec.k_format
+        if capability(call.arch) != 90 or call.spec.dtype.itemsize != 2:
+            return codes_variant(dtype, format, call.arch)
+        one = call.as_call().spec
+        # With splits that do not depend on the batch ragged rows count as single tokens.
+        tokens = 1 if (call.num_splits, one.rows) == ("fixed", "ragged") else one.seqlen_q
+        rows = one.heads_q * tokens
+        if rows > CODE_ROWS[-1] and call.spec.head_dim_v % 64 == 0:  # mla_sm90's
+            return None
+        tile = min([n for n in CODE_ROWS if rows <= n], default=CODE_ROWS[-1])
+        several = call.scales is not None and call.scales.groups > 1
+        return codes_sm90_variant(dtype, format, tile, several_scales=several)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         for dtype in ("float16", "bfloat16"):
-            variants = [codes_variant(dtype, format, arch) for format in LATENT_FORMATS[1:]]
-            if None not in variants:
-                yield from variants
-                yield from combine_variants(dtype, variants[0].config.rows)
+            for format in LATENT_FORMATS[1:]:
+                if capability(arch) == 90:
+                    for rows, several in itertools.product(CODE_ROWS, (False, True)):
+                        yield codes_sm90_variant(dtype, format, rows, several_scales=several)
+                elif (variant := codes_variant(dtype, format, arch)) is not None:
+                    yield variant
+            for rows in CODE_ROWS if capability(arch) == 90 else CODE_ROWS[:1]:
+                yield from combine_variants(dtype, rows)
 
 
 class Sm80Mla:

@@ -17,6 +17,8 @@ LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
 #: Columns of a latent that share a scale in these kernels, or twice as many, or all: kScaleColumns
 #: of mla/codes.cuh.
 SCALE_COLUMNS = 128
+#: Rows of a tile of mla/decode_codes_sm90.cu; mla/decode_codes.cu has the first.
+CODE_ROWS = (16, 32)
 FEW_CLUSTER = 8  # thread blocks of a cluster of mla/decode_few_sm90.cu
 
 
@@ -198,34 +200,56 @@ class CodesMlaConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sm90CodesMlaConfig(CodesMlaConfig):
-    """mla/decode_codes_sm90.cu, whose groups have one ring."""
+class Sm90CodesMlaConfig(Config):
+    """mla/decode_codes_sm90.cu."""
 
-    computing_registers: int = 144
-    loading_registers: int = 80
+    dtype: str
+    latent: int
+    rows: int
+    stages: int
+    latent_format: int  # as in Sm90MlaConfig
+    several_scales: bool  # of a token
+    warpgroups: int  # that compute
+    operand_buffers: int
+    computing_registers: int
+    loading_registers: int
+    tile_keys: int = 64
+    blocks_per_sm: int = 1
 
     @property
     def threads(self) -> int:
-        """Groups of four warps, and four that load."""
-        return 128 * (self.groups + 1)
+        """What computes, and four warps that load."""
+        return 128 * (self.warpgroups + 1)
 
     @property
     def smem_bytes(self) -> int:
-        """The ring, queries, O in the place of probabilities, then what is small."""
-        stage = self.tile_keys * (LATENT + ROPE * 2) + 2048
+        """Queries, probabilities, the ring, then what is small."""
+        stage = self.tile_keys * (LATENT + 16 + ROPE * 2) + 512 * self.several_scales + 224
         queries = self.rows * (LATENT + ROPE) * 2
-        sums = -(-self.rows * (LATENT + 4) * 4 // 1024) * 1024
-        return self.stages * stage + queries + sums + 4096
+        probabilities = self.warpgroups * self.rows * 256
+        small = self.rows * (44 * self.warpgroups + 40) + 2048
+        return queries + probabilities + self.stages * stage + small
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result: O, maxima and sums."""
+        return self.rows * (LATENT + 2) * 4
+
+
+def codes_sm90_variant(dtype: str, format: str, rows: int, *, several_scales: bool) -> Variant:
+    """Of mla/decode_codes_sm90.cu, for tiles of so many rows."""
+    warpgroups, *registers = (3, 144, 80) if rows == 16 else (2, 224, 56)
+    config = Sm90CodesMlaConfig(
+        *(dtype, LATENT, rows, 4, format_number(format), several_scales, warpgroups, 2, *registers)
+    )
+    return Variant("mla/decode_codes_sm90.cu", "mla_decode_codes_sm90", config)
 
 
 def codes_variant(dtype: str, format: str, arch: str) -> Variant | None:
-    """Of mla/decode_codes.cu, or decode_codes_sm90.cu; None where neither fits."""
+    """Of mla/decode_codes.cu; None where it does not fit."""
     shared = SHARED_KIB.get(capability(arch), 0)
     if dtype not in ("float16", "bfloat16") or shared < 160:
         return None
-    if capability(arch) == 90 and format == "float8_e4m3":  # others would spill there
-        config = Sm90CodesMlaConfig(dtype, LATENT, 16, 64, 4, 3, format_number(format))
-        return Variant("mla/decode_codes_sm90.cu", "mla_decode_codes_sm90", config)
     stages, groups = (2, 2) if shared > 164 else (3, 1)
     config = CodesMlaConfig(
         dtype, LATENT, 16, 64, stages, groups, latent_format=format_number(format)
