@@ -323,8 +323,10 @@ class CodesMla:
 
     def _variant(self, call: MlaCall) -> Variant | None:
         dtype, format = call.spec.dtype.name, call.spec.k_format
-        if capability(call.arch) != 90 or call.spec.dtype.itemsize != 2:
+        if capability(call.arch) != 90:
             return codes_variant(dtype, format, call.arch)
+        if call.spec.dtype.itemsize != 2:
+            return None
         one = call.as_call().spec
         # With splits that do not depend on the batch ragged rows count as single tokens.
         tokens = 1 if (call.num_splits, one.rows) == ("fixed", "ragged") else one.seqlen_q
@@ -337,14 +339,17 @@ class CodesMla:
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
+        hopper = capability(arch) == 90
         for dtype in ("float16", "bfloat16"):
             for format in LATENT_FORMATS[1:]:
-                if capability(arch) == 90:
+                if hopper:
                     for rows, several in itertools.product(CODE_ROWS, (False, True)):
                         yield codes_sm90_variant(dtype, format, rows, several_scales=several)
                 elif (variant := codes_variant(dtype, format, arch)) is not None:
                     yield variant
-            for rows in CODE_ROWS if capability(arch) == 90 else CODE_ROWS[:1]:
+                else:
+                    return
+            for rows in CODE_ROWS if hopper else CODE_ROWS[:1]:
                 yield from combine_variants(dtype, rows)
 
 
