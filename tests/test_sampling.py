@@ -699,3 +699,11 @@ def test_an_empty_batch():
         assert counts.shape == (0,)
     beams = sampling.beam_step(np.zeros((0, 3, 40), np.float32), np.zeros((0, 3), np.float32))
     assert [a.shape for a in beams] == [(0, 3)] * 3
+
+
+def test_penalties_beyond_the_range_of_the_dtype_are_infinite_in_silence(recwarn):
+    logits = np.array([[60000.0, -60000.0, 1.0]], np.float16)
+    tokens = np.array([[0, 1]], np.int32)
+    result = sampling.apply_penalties(logits, tokens, repetition=0.25)
+    np.testing.assert_array_equal(result, np.array([[np.inf, -15000.0, 1.0]], np.float16))
+    assert not recwarn

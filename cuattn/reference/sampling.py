@@ -182,7 +182,8 @@ def apply_penalties(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
         if allowed.dtype != bool:
             allowed = _unpack(allowed)[:, :vocab]
         result = np.where(allowed, result, -np.inf)
-    return result.astype(logits.dtype)
+    with np.errstate(over="ignore"):  # beyond the dtype's range a logit is infinite
+        return result.astype(logits.dtype)
 
 
 def _unpack(words: np.ndarray) -> np.ndarray:
