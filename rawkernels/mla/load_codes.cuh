@@ -25,11 +25,8 @@ struct Loader {
     // Places are in 16 bytes: half the registers of an address.
     constexpr unsigned kNowhere = ~0u;
     const Place place = keys.next();
-    const long long latent_at =
-        place.page * params.k_stride.page + place.slot * params.k_stride.seq;
-    const long long rope_at = place.page * mla.rope_stride.page + place.slot * mla.rope_stride.seq;
-    const unsigned own_latent = place.has ? static_cast<unsigned>(latent_at >> 4) : kNowhere;
-    const unsigned own_rope = static_cast<unsigned>(rope_at >> 3);
+    const unsigned own_latent = place.has ? place.in_chunks(params.k_stride, 4) : kNowhere;
+    const unsigned own_rope = place.in_chunks(mla.rope_stride, 3);
     const int chunk = lane % 8, rope_dim = params.head_dim - params.head_dim_v;
     const unsigned rope_bytes = ptx::shared_address(stage.rope) - ptx::shared_address(stage.codes);
     const unsigned to = ptx::shared_address(stage.codes) + Tile::at(warp * 16 + lane / 8, chunk);

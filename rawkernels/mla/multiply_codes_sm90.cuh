@@ -90,15 +90,7 @@ struct CodeProducts {
             x[2 * pair + 1] = lower[pair];
           }
         }
-#pragma unroll
-        for (int step = 0; step < 2; ++step) ptx::wgmma_keep(a[i % kBuffers][step]);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 2; ++step)
-          ptx::Wgmma<kRows, __half>::register_shared<false>(
-              products, a[i % kBuffers][step],
-              descriptor(q, i / 2 * kPanelBytes + i % 2 * 64 + step * 32), j + step > 0);
-        ptx::wgmma_commit_group();
+        issue<__half>(products, a[i % kBuffers], q, i / 2 * kPanelBytes + i % 2 * 64, j > 0);
       }
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(products);
@@ -114,12 +106,7 @@ struct CodeProducts {
     for (int step = 0; step < 4; ++step)
       ptx::ldmatrix_x4(rotated[step], from + kRopeAt + step * 32);
     ptx::wgmma_keep(s);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      ptx::Wgmma<kRows, T>::register_shared<false>(
-          s, rotated[step], descriptor(q, kPanels * kPanelBytes + step * 32), true);
-    ptx::wgmma_commit_group();
+    issue<T>(s, rotated, q, kPanels * kPanelBytes, true);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_keep(s);
   }
@@ -163,15 +150,7 @@ struct CodeProducts {
                 x[j], reinterpret_cast<const __half2&>(stage.factors[quarter][key + j / 2 * 8]));
         }
       }
-#pragma unroll
-      for (int step = 0; step < 2; ++step) ptx::wgmma_keep(a[i % kBuffers][step]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-        ptx::Wgmma<kRows, __half>::register_shared<false>(
-            o[i % kProducts], a[i % kBuffers][step], descriptor(p, i / kProducts * 64 + step * 32),
-            true);
-      ptx::wgmma_commit_group();
+      issue<__half>(o[i % kProducts], a[i % kBuffers], p, i / kProducts * 64, true);
       if (i % kProducts == kProducts - 1) tile::arrive_warp(empty[i / kProducts]);
     }
     ptx::wgmma_wait_group<0>();
@@ -210,6 +189,21 @@ struct CodeProducts {
   __device__ __forceinline__ static unsigned scaled(unsigned pair, __half2 factors) {
     const __half2 product = __hmul2(reinterpret_cast<const __half2&>(pair), factors);
     return reinterpret_cast<const unsigned&>(product);
+  }
+
+  // D += A B, or D = A B, for steps of A in registers and of B that lie side by side, `bytes` after
+  // `base`: issued.
+  template <class Operand, int kSteps>
+  __device__ __forceinline__ static void issue(Scores& d, unsigned (&a)[kSteps][4], unsigned base,
+                                               int bytes, bool accumulate) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) ptx::wgmma_keep(a[step]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      ptx::Wgmma<kRows, Operand>::template register_shared<false>(
+          d, a[step], descriptor(base, bytes + step * 32), accumulate || step > 0);
+    ptx::wgmma_commit_group();
   }
 
   // Where an operand lies, over 16, in a register that all lanes share, as ptxas knows of a
