@@ -151,7 +151,6 @@ def test_what_merges_is_resident_at_a_time(changes, grid, columns, shared):
         ({"batch": 67}, True),
         ({"batch": 66, "max_pages": 5}, True),
         ({"batch": 66, "num_splits": "fixed"}, True),
-        ({"batch": 16, "heads": 64, "format": "int8"}, True),
         ({"batch": 2, "heads": 64, "top_k": 256, "max_pages": 99}, False),
     ],
 )
@@ -322,7 +321,7 @@ def test_keys_that_lie_apart_are_gathered(changes):
 @pytest.mark.parametrize(
     ("arch", "heads", "latent", "tier"),
     [
-        ("sm_90a", 33, 512, "sm90"),
+        ("sm_90a", 33, 512, "codes_sm90"),
         ("sm_90a", 32, 512, "codes_sm90"),
         ("sm_90a", 16, 512, "codes_sm90"),
         ("sm_90a", 33, 496, "codes_sm90"),
@@ -330,7 +329,7 @@ def test_keys_that_lie_apart_are_gathered(changes):
     ],
 )
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_codes_of_8_bits_are_expanded(format, arch, heads, latent, tier, groups):
+def test_codes_of_8_bits_have_kernels_of_their_own(format, arch, heads, latent, tier, groups):
     if latent != 512 and groups > 1:
         pytest.skip("other groups are the general kernel's")
     call = described(format=format, arch=arch, heads=heads, latent=latent, scales=scales_of(groups))
@@ -343,9 +342,87 @@ def test_codes_of_8_bits_are_expanded(format, arch, heads, latent, tier, groups)
     assert both["k_stride"] == (64 * row, row, 0)
     assert both["v_group"] == latent // groups
     assert packed(launch, MLA_PARAMS)["rope_stride"] == (32 * row, row // 2, 0)
-    if tier == "sm90":
-        assert launch.variant.config.gather
-        assert launch.tensor_maps == {"latent": None, "rope": None}
+
+
+def ragged(call, total):
+    """The call with the queries of its sequences end to end."""
+    spec = dataclasses.replace(call.spec, rows="ragged", seqlen_q=total)
+    strides = {name: getattr(call, name)[1:] for name in ("q_latent", "q_rope", "out")}
+    return dataclasses.replace(call, spec=spec, **strides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        # A multiprocessor has eight blocks of keys of tiles of 64 rows, or more.
+        ({"heads": 128, "batch": 66}, 32),
+        ({"heads": 128, "batch": 67}, 64),
+        ({"heads": 128, "batch": 1, "max_pages": 528}, 32),
+        ({"heads": 128, "batch": 1, "max_pages": 529}, 64),
+        ({"heads": 33, "batch": 132}, 32),
+        ({"heads": 33, "batch": 133}, 64),
+        ({"heads": 16, "seqlen_q": 4, "batch": 133}, 64),
+        ({"heads": 128, "batch": 67, "top_k": 448}, 32),
+        ({"heads": 128, "batch": 67, "top_k": 512}, 64),
+        # Where rows are few, their number decides alone.
+        ({"heads": 16, "batch": 1}, 16),
+        ({"heads": 16, "batch": 999}, 16),
+        ({"heads": 17, "batch": 1}, 32),
+        ({"heads": 32, "batch": 999}, 32),
+    ],
+)
+def test_codes_have_large_tiles_where_there_is_enough_work(changes, rows):
+    launch = choose_mla(described(format="int8", **changes)).main
+    assert launch.variant.source == "mla/decode_codes_sm90.cu"
+    assert launch.variant.config.rows == rows
+
+
+@pytest.mark.parametrize(("total", "rows"), [(66, 32), (67, 64)])
+def test_tiles_of_ragged_queries_over_codes(total, rows):
+    """There may be a tile for each sequence, and one for all their rows that fill one."""
+    call = ragged(described(format="int8", heads=64, batch=66), total)
+    assert choose_mla(call).main.variant.config.rows == rows
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
+@pytest.mark.parametrize(("batch", "max_pages"), [(1, 1), (999, 99)])
+def test_fixed_splits_of_codes_have_tiles_by_rows_alone(heads, rows, batch, max_pages):
+    call = described(
+        format="int8", heads=heads, batch=batch, max_pages=max_pages, num_splits="fixed"
+    )
+    for each in (call, ragged(call, 10 * batch)):
+        assert choose_mla(each).main.variant.config.rows == rows
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("changes", "key_rows"),
+    [
+        ({}, 16),
+        ({"page_size": 16}, 16),
+        ({"page_size": 8}, 8),
+        ({"rope": 0}, 16),
+        ({"page_size": 4}, 0),
+        ({"top_k": 10}, 0),
+    ],
+)
+def test_codes_are_loaded_as_boxes(changes, key_rows, heads):
+    call = described(format="int8", heads=heads, **changes)
+    launch = choose_mla(call).main
+    assert packed(launch, MLA_PARAMS)["key_rows"] == key_rows
+    maps = launch.tensor_maps
+    if key_rows == 0:
+        assert maps == {}
+        return
+    assert maps["latent"].shape == (512, call.spec.page_size, 1, 50)
+    assert maps["latent"].strides == (call.latent[1], call.latent[0], call.latent[0])
+    assert maps["latent"].box == (128, key_rows, 1, 1)
+    if call.rope_dim == 0:
+        assert maps["rope"] == maps["latent"]
+        return
+    assert maps["rope"].shape == (64, *maps["latent"].shape[1:])
+    assert maps["rope"].strides == maps["latent"].strides
+    assert maps["rope"].box == (64, key_rows, 1, 1)
 
 
 @pytest.mark.parametrize(

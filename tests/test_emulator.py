@@ -46,6 +46,7 @@ TESTS = (
     "test_mla.py::test_prefill[float16-False]",
     "test_mla_codes.py::test_every_format[mla_codes-int8-bfloat16]",
     "test_mla_codes.py::test_splits[mla_codes-24-3]",
+    "test_mla_codes.py::test_splits[mla_codes, large tiles-128-3]",
     "test_split.py::test_into_an_array_of_any_strides",
     "test_split.py::test_a_captured_call_counts_the_parts_of_each_replay",
     "test_fixed_splits.py::test_ragged_rows[int4-(3, 1, 1, 1, 1)]",

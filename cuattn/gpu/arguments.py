@@ -404,6 +404,7 @@ def mla_arguments(
     index_stride: int,
     row_tiles: int,
     query_rows: int = 0,
+    key_rows: int = 0,
     tasks_by_block: bool = False,
 ) -> Arguments:
     """Pack MLA_PARAMS but for what each launch fills in.
@@ -416,7 +417,7 @@ def mla_arguments(
         Strides of the queries' and the pages' rotated parts, in bytes.
     index_stride : int
         Elements from row to row of the indices; 0 without.
-    row_tiles, query_rows, tasks_by_block : int
+    row_tiles, query_rows, key_rows, tasks_by_block : int
         As in MlaParams.
     """
     itemsize = spec.dtype.itemsize
@@ -431,6 +432,7 @@ def mla_arguments(
         window_right=_bounded(spec.window_right),
         capacity=spec.seqlen_k,
         query_rows=query_rows,
+        key_rows=key_rows,
         tasks_by_block=tasks_by_block,
     )
 

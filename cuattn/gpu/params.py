@@ -99,10 +99,8 @@ MLA_PARAMS = Struct(
     ("Strides", "q_rope_stride"),
     ("PageStrides", "rope_stride"),
     ("long long", "index_stride"),
-    (
-        "int",
-        "tokens sequences row_tiles window_left window_right capacity query_rows tasks_by_block",
-    ),
+    ("int", "tokens sequences row_tiles window_left window_right capacity"),
+    ("int", "query_rows key_rows tasks_by_block"),
     call_id="call_id",
 )
 

@@ -1,33 +1,14 @@
-// Latents that are codes (tile/quantized.cuh) as 16-bit operands of tensor cores: each code times
-// its scale in float, rounded once, so that what is multiplied afterwards is what a plain cache of
-// the dequantised latents would hold.
+// What kernels over latents that are codes (tile/quantized.cuh) have in common: operands that are
+// made of codes (tile/expand.cuh), and scales.
 #pragma once
 
 #include "decoding/params.cuh"
 #include "tile/expand.cuh"
-#include "tile/softmax.cuh"
 
 namespace mla {
 
 // Neighbouring columns of a latent that have a scale of their own: these, or twice as many, or all.
 constexpr int kScaleColumns = 128;
-
-// Eight codes, in order, times `scale`, which has Codes::kUnit in it.
-template <class T, int kFormat>
-__device__ __forceinline__ uint4 expanded(uint2 codes, float scale) {
-  using Codes = tile::Codes<kFormat>;
-  unsigned pairs[2][2], numbers[4];
-  Codes::expand_keys(pairs[0], codes.x);
-  Codes::expand_keys(pairs[1], codes.y);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    unsigned pair = pairs[i / 2][i % 2];
-    if constexpr (kFormat == tile::kInt8) pair = tile::subtract_pair(pair, 0x6480);
-    const float2 value = __half22float2(reinterpret_cast<const __half2&>(pair));
-    numbers[i] = tile::pack<T>(value.x * scale, value.y * scale);
-  }
-  return {numbers[0], numbers[1], numbers[2], numbers[3]};
-}
 
 // A scale as it lies in memory: it is read well before it is needed, and nothing waits for it till
 // then.

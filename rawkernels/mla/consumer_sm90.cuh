@@ -95,27 +95,15 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // O's columns of one product.
-  static constexpr int kProductColumns = kLatent / 2 / kProducts;
-  __device__ __forceinline__ auto& columns_of_product(int i) {
-    return reinterpret_cast<float (&)[kProductColumns / 2]>(o[i * kProductColumns / 2]);
-  }
-  __device__ __forceinline__ static auto value_descriptor(unsigned v, int step, int i) {
-    return descriptor(v, step * 16 * 128 + i * kProductColumns / 64 * kPanelBytes, kPanelBytes);
-  }
-
   // O += P V of this consumer's half of the values, for its own block's probabilities: issued.
   __device__ __forceinline__ void multiply_own_values(const unsigned (&p)[kBlockKeys / 4]) {
     const unsigned v = uniform_base<kApart>(smem.k[odd][first_panel]);
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockKeys / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i)
-        ptx::Wgmma<kProductColumns, T>::register_shared<true>(columns_of_product(i), p + 4 * step,
-                                                              value_descriptor(v, step, i), true);
-    }
+    for (int step = 0; step < kBlockKeys / 16; ++step)
+      ptx::Wgmma<kLatent / 2, T>::register_shared<true>(
+          o, p + 4 * step, descriptor(v, step * 16 * 128, kPanelBytes), true);
     ptx::wgmma_commit_group();
   }
 
@@ -126,12 +114,9 @@ struct Consumer {
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockKeys / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i)
-        ptx::Wgmma<kProductColumns, T>::shared_shared<false, true>(
-            columns_of_product(i), descriptor(a, step * 32, 0), value_descriptor(v, step, i), true);
-    }
+    for (int step = 0; step < kBlockKeys / 16; ++step)
+      ptx::Wgmma<kLatent / 2, T>::shared_shared<false, true>(
+          o, descriptor(a, step * 32, 0), descriptor(v, step * 16 * 128, kPanelBytes), true);
     ptx::wgmma_commit_group();
   }
 
@@ -188,20 +173,13 @@ struct Consumer {
       first += pair_distance();
       parity ^= 1;
       float s[kBlockKeys / 2];  // nothing of one round is kept for the next
-      if (kValuesFirst) {
-        add_other_block(first - odd_distance());
-        finish_values(smem.empty_first[1]);
-        multiply_keys<false>(s);
-        ptx::wgmma_wait_group<0>();
-      } else {
-        multiply_keys<false>(s);
-        add_other_block(first - odd_distance());
-        ptx::wgmma_wait_group<1>();
-      }
+      multiply_keys<false>(s);
+      add_other_block(first - odd_distance());
+      ptx::wgmma_wait_group<1>();
       ptx::wgmma_keep(s);
       if (pairs == 1) leave_queries();
       const bool raises = soften(s, p, first, correction);
-      if (!kValuesFirst) finish_values(smem.empty_first[1]);
+      finish_values(smem.empty_first[1]);
       if (raises) tile::scale_rows(o, correction);
     }
     if (!ends_even) {
@@ -251,7 +229,7 @@ struct Consumer {
   __device__ __forceinline__ void leave_queries() const {
     if (kApart)
       ptx::cluster_arrive();
-    else if (!kExpands)
+    else
       tile::arrive_warp(smem.empty_q);
   }
 

@@ -2,11 +2,10 @@
 // blocks for each tile of 64 rows, which merge in the same launch.
 //
 //   What mla/decode_sm90.cu computes, with as many queries for each sequence, at most kFewRows rows
-//   in a tile, and latents that are not codes, in pages of at least 8 keys. Grid: (kCluster times
-//   clusters, tiles of heads times tiles of rows, batch). Blocks of 64 keys are dealt out to the
-//   thread blocks of a tile in turn, so that where a thread block begins is known before the
-//   sequence's length is. Two warpgroups compute (consumer_sm90.cuh), a third one loads keys, and
-//   the two merge (merge_few_sm90.cuh).
+//   in a tile, and pages of at least 8 keys. Grid: (kCluster times clusters, tiles of heads times
+//   tiles of rows, batch). Blocks of 64 keys are dealt out to the thread blocks of a tile in turn,
+//   so that where a thread block begins is known before the sequence's length is. Two warpgroups
+//   compute (consumer_sm90.cuh), a third one loads keys, and the two merge (merge_few_sm90.cuh).
 //
 //   No deadlock: the blocks of a cluster are resident together, and every block sends before it
 //   waits for the others. The last cluster of a tile waits for clusters that come before it in the

@@ -2,19 +2,17 @@
 // 64 × 512 in the registers of two warpgroups.
 //
 //   q_latent, out (batch, seqlen_q, heads, latent) or (total, heads, latent), q_rope with rope_dim
-//   in place of latent; pages of latents and of rotated parts; float16 or bfloat16, latents also
-//   codes of 8 bits (Config::latent_format); latent a multiple of 64 up to 512, rope_dim a multiple
-//   of 8 up to 64, pages of at least 8 keys unless Config::gather, everything 16-byte aligned,
-//   scale > 0. DecodeParams and MlaParams have the rest. A tile's rows are query tokens times
-//   heads; where there are several tiles of heads, params has a key head for each, all of the same
-//   keys, so that thread blocks read them side by side.
+//   in place of latent; pages of latents and of rotated parts; float16 or bfloat16; latent a
+//   multiple of 64 up to 512, rope_dim a multiple of 8 up to 64, pages of at least 8 keys unless
+//   Config::gather, everything 16-byte aligned, scale > 0. DecodeParams and MlaParams have the
+//   rest. A tile's rows are query tokens times heads; where there are several tiles of heads,
+//   params has a key head for each, all of the same keys, so that thread blocks read them side by
+//   side.
 //
 // Two warpgroups compute (consumer_sm90.cuh). A third one finds splits, the first of them before it
-// knows that mbarriers are there, and loads keys: each warp half of a buffer
-// (mla/produce_sm90.cuh), or some keys of each block where they lie apart (gather_sm90.cuh) or are
-// codes (expand_sm90.cuh).
+// knows that mbarriers are there, and loads keys: each warp half of a buffer (produce_sm90.cuh), or
+// some keys of each block where they lie apart (gather_sm90.cuh).
 #include "mla/consumer_sm90.cuh"
-#include "mla/expand_sm90.cuh"
 #include "mla/gather_sm90.cuh"
 #include "ptx/acquire_release.cuh"
 #include "ptx/registers.cuh"
@@ -32,7 +30,7 @@ struct SplitConsumer : Consumer<false> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) clear_task(mla);
-    const bool by_tma = !kExpands && mla.query_rows > 0;
+    const bool by_tma = mla.query_rows > 0;
     if (by_tma) clear_missing_queries();
     while (true) {
       const tile::PipelineState<kQueue> place = queue.state();
@@ -40,7 +38,7 @@ struct SplitConsumer : Consumer<false> {
       work = &smem.queue[place.index];
       const int blocks = work->blocks, pairs = (blocks + 1) / 2;
       if (blocks < 0) return;
-      ends_even = !kExpands && blocks % 2 == 1;
+      ends_even = blocks % 2 == 1;
       if (!by_tma && pairs > 0) load_queries(smem, params, mla, work->split);
       start();
       if (by_tma) ptx::mbarrier_wait(smem.full_q, queue.count % 2);
@@ -235,9 +233,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     mla::SplitConsumer{{smem, params, mla_params, warpgroup == 1}}.run();
   } else {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if constexpr (Config::latent_format != tile::kPlain)
-      mla::expand<Config::latent_format>(smem, params, mla_params);
-    else if (Config::gather)
+    if (Config::gather)
       mla::gather(smem, params, mla_params, maps);
     else
       mla::produce(smem, params, mla_params, maps);

@@ -19,7 +19,7 @@ struct GatherSmem : Smem {
 
 struct Gatherer {
   static constexpr int kRowGroups = 4;  // of four rows, which a warp copies at a time
-  static_assert(kExpands || kWarpKeys == kRowGroups * 4, "a warp copies all of its keys");
+  static_assert(kWarpKeys == kRowGroups * 4, "a warp copies all of its keys");
 
   GatherSmem& smem;
   const DecodeParams& params;

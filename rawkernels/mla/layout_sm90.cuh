@@ -21,37 +21,27 @@ constexpr int kPanels =
     kLatentPanels + 1;  // of a row, 64 columns each; the last is what is rotated
 constexpr int kRopePanel = kLatentPanels;
 constexpr int kPanelBytes = 64 * 128;
-constexpr int kConsumers = 256;                                     // threads
-constexpr int kProducers = Config::threads / 32 - kConsumers / 32;  // warps
-// A consumer's columns of O are one product, or two where a launch's threads have too few registers
-// each for an instruction that has all of them.
-constexpr int kProducts = Config::threads > 384 ? 2 : 1;
+constexpr int kConsumers = 256;  // threads
+constexpr int kProducers = 4;    // warps
 // Of a block whose keys lie apart, which all of them share.
 constexpr int kWarpKeys = kBlockKeys / kProducers;
 constexpr int kQueue = 2;
 
-constexpr bool kExpands = Config::latent_format != 0;
 // Who says that keys are there: of each panel the lane that asked TMA for it, beside its bytes; or
-// the producing warps, each lane's copies by cp.async and one arrival each, of half of a buffer, or
-// of all of it where codes are expanded.
+// the producing warps, each lane's copies by cp.async and one arrival each, of half of a buffer.
 constexpr int kFullArrivals = Config::gather ? kProducers * 33 : 1;
-// The even consumer adds the odd block's values before it asks for its next scores, whose keys may
-// come late.
-constexpr bool kValuesFirst = kExpands;
 // A block may merge both partial results of a work tile; where keys are gathered it would spill.
 constexpr bool kMerges = !Config::gather;
 // Partial results are float16, which needs registers where they are made, too.
 constexpr bool kHalfParts = kMerges;
 
 using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
-// Where 64 heads fill a tile, its queries and its result take as long as two steps of keys; keys
-// that are expanded take longer.
-using Schedule = PieceSchedule<kRows, kBlockKeys, kExpands ? 1 : 2, kExpands ? 1 : 2>;
+// Where 64 heads fill a tile, its queries and its result take as long as two steps of keys.
+using Schedule = PieceSchedule<kRows, kBlockKeys, 2, 2>;
 
-// A split, as the producer finds it and consumers work on it. Where codes are expanded it has whole
-// pairs of blocks: the keys of the last one may all be missing. place.merges says that the work
-// tile has two splits, the last one of a thread block and the first one of the next thread block,
-// which is over long before: so the former may merge both.
+// A split, as the producer finds it and consumers work on it. place.merges says that the work tile
+// has two splits, the last one of a thread block and the first one of the next thread block, which
+// is over long before: so the former may merge both.
 struct Work {
   decoding::Split split;
   decoding::SplitPlace place;
@@ -89,7 +79,7 @@ __device__ __forceinline__ constexpr int panel_in_order(int buffer, int i) {
 __device__ __forceinline__ constexpr int first_panels(int buffer) { return buffer == 0 ? 4 : 5; }
 // Whether panel i in this order has a barrier of its own, which is that of those that follow too.
 __device__ __forceinline__ constexpr bool says_full(int buffer, int i) {
-  return !Config::gather || i == 0 || (!kExpands && i == first_panels(buffer));
+  return !Config::gather || i == 0 || i == first_panels(buffer);
 }
 
 // Named barriers. Of a pair of a consumer that arrives and one that waits: 256 threads.

@@ -1,9 +1,12 @@
-// Finds keys that are codes and copies them to shared memory by cp.async: the loading warps of
-// mla/decode_codes_sm90.cu.
+// Finds keys that are codes and copies them to shared memory: the loading warps of
+// mla/decode_codes_sm90.cu. TMA copies keys of a page side by side; tokens that are chosen, and
+// pages of fewer than 8 keys, are copied row by row, by cp.async.
 #pragma once
 
 #include "mla/layout_codes_sm90.cuh"
+#include "mla/maps.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/elect.cuh"
 
 namespace mla {
 
@@ -12,6 +15,7 @@ struct Loader {
   Smem& smem;
   const DecodeParams& params;
   const MlaParams& mla;
+  const Maps& maps;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   KeyLookup<kKeys> keys = {params, mla, warp * kWarpKeys + lane % kWarpKeys,
                            smem.loaded[warp].keys};
@@ -26,72 +30,124 @@ struct Loader {
       if (!own.exists) return;
       const int blocks = count_blocks(own.split);
       keys.start(own.split);
+      Key next = find();
 #pragma unroll 1
       for (int block = 0; block < blocks; ++block, at.advance()) {
         Stage& stage = smem.ring[at.index];
+        const Key key = next;
+        next = find();
         ptx::mbarrier_wait(smem.empty[at.index][warp / 2], at.parity ^ 1);
-        copy(stage);
+        copy(stage, smem.full[at.index], key);
         ptx::mbarrier_arrive_after_copies(smem.full[at.index]);
-        // Blocks become full in their order, which copies need not end in: a warpgroup that has had
-        // the block kWarpgroups before waits for this one by a parity, and the one before in this
-        // stage may have been another's.
-        if (kStages % kWarpgroups != 0) ptx::mbarrier_wait(smem.full[last.index], last.parity);
+        // Blocks become full in their order, which copies need not end in, where a warpgroup waits
+        // for some only: it has had the block kWarpgroups before, and waits for this one by a
+        // parity, but the one before in this stage may have been another's.
+        if (!kSharesValues && kStages % kWarpgroups != 0)
+          ptx::mbarrier_wait(smem.full[last.index], last.parity);
         ptx::mbarrier_arrive(smem.full[at.index]);
         last = at;
       }
     }
   }
 
-  // Asks for the next block.
-  __device__ __forceinline__ void copy(Stage& stage) {
+  // A key of a block, and scales of it, on their way. Of several each of its two lanes has two.
+  struct Key {
+    Place place;
+    StoredScale scales[(kTokenScales + 1) / 2];
+  };
+  __device__ __forceinline__ int piece(int i) const { return 2 * i + lane / kWarpKeys; }
+  __device__ __forceinline__ Key find() {
+    Key key = {keys.next()};
+#pragma unroll
+    for (int i = 0; i < (kTokenScales + 1) / 2; ++i)
+      if (piece(i) < kTokenScales)
+        key.scales[i].load(params, key.place.page, key.place.slot, piece(i), key.place.has);
+    return key;
+  }
+
+  // Asks for a block.
+  __device__ __forceinline__ void copy(Stage& stage, ptx::Mbarrier& full, const Key& key) const {
+    const unsigned exist = __ballot_sync(~0u, key.place.has) & 0xffff;
+    if (mla.key_rows > 0)
+      copy_boxes(stage, full, key.place, exist);
+    else
+      copy_rows(stage, key.place);
+    put_scales(stage, key);
+    if (lane == 0) stage.exist[warp] = exist;
+  }
+
+  // A key's scale; of several the largest one, and what the others are of it.
+  __device__ __forceinline__ void put_scales(Stage& stage, const Key& key) const {
+    const int own = warp * kWarpKeys + lane % kWarpKeys;
+    float scale = key.scales[0].value(params);
+    if constexpr (Config::several_scales) {
+      const float other = key.scales[1].value(params);
+      float largest = fmaxf(fabsf(scale), fabsf(other));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, kWarpKeys));
+      const float inverse = largest == 0.0f ? 0.0f : 1.0f / largest;
+      stage.factors[piece(0)][own] = __float2half_rn(scale * inverse);
+      stage.factors[piece(1)][own] = __float2half_rn(other * inverse);
+      scale = largest;
+    }
+    if (lane < kWarpKeys) stage.scales[own] = scale;
+  }
+
+  // By TMA. Keys of the same pages come along that are not the split's; where all of a box are not,
+  // zeros do, of a page that does not exist.
+  __device__ __forceinline__ void copy_boxes(Stage& stage, ptx::Mbarrier& full, const Place& place,
+                                             unsigned exist) const {
+    const int rope_column = params.head_dim > params.head_dim_v ? 0 : kLatent;
+#pragma unroll 1
+    for (int first = 0; first < kWarpKeys; first += mla.key_rows) {
+      const unsigned of_box = exist >> first & (1u << mla.key_rows) - 1;
+      const int holder = first + (of_box == 0 ? 0 : __ffs(of_box) - 1);
+      const int its_page = __shfl_sync(~0u, place.page, holder);
+      const int slot = __shfl_sync(~0u, place.slot, holder) & -mla.key_rows;
+      const int page = of_box == 0 ? -1 : its_page;
+      if (ptx::elect_one()) {
+        const int bytes = mla.key_rows * Panel::kRowBytes;
+        ptx::mbarrier_expect_tx(full, (kKeyPanels + 1) * bytes);
+        const int at = (warp * kWarpKeys + first) * Panel::kRowBytes;
+#pragma unroll
+        for (int i = 0; i < kKeyPanels; ++i)
+          ptx::tma_load(stage.panels[i] + at, maps.latent, full, i * 128, slot, 0, page, hint());
+        ptx::tma_load(stage.panels[kKeyPanels] + at, maps.rope, full, rope_column, slot, 0, page,
+                      hint());
+      }
+      __syncwarp();
+    }
+  }
+  // What several blocks of the grid read at about the same time is kept for the others.
+  __device__ __forceinline__ static unsigned long long hint() {
+    return gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
+  }
+
+  // Row by row.
+  __device__ __forceinline__ void copy_rows(Stage& stage, const Place& place) const {
     // Places are in 16 bytes: half the registers of an address.
     constexpr unsigned kNowhere = ~0u;
-    const Place place = keys.next();
     const unsigned own_latent = place.has ? place.in_chunks(params.k_stride, 4) : kNowhere;
     const unsigned own_rope = place.in_chunks(mla.rope_stride, 3);
     const int chunk = lane % 8, rope_dim = params.head_dim - params.head_dim_v;
-    const unsigned to = ptx::shared_address(stage.tokens[warp * kWarpKeys + lane / 8]) + chunk * 16;
+    const unsigned to =
+        ptx::shared_address(stage.panels[0]) + Panel::at(warp * kWarpKeys + lane / 8, chunk);
 #pragma unroll
     for (int i = 0; i < kWarpKeys / 4; ++i) {
       const int row = i * 4 + lane / 8;
       const unsigned latent = __shfl_sync(~0u, own_latent, row);
       const unsigned rope = __shfl_sync(~0u, own_rope, row);
       const bool has = latent != kNowhere;
-      const unsigned its_to = to + i * 4 * kTokenBytes;
+      // Rows r and r + 4 differ in where their chunks lie, rows r and r + 8 do not.
+      const unsigned its_to = (to ^ i % 2 * 64) + i * 4 * Panel::kRowBytes;
       const uint4* const from = static_cast<const uint4*>(params.k) + (latent + chunk);
 #pragma unroll
-      for (int quarter = 0; quarter < kQuarters; ++quarter)
-        ptx::cp_async_16(its_to + quarter * kScaleColumns, from + quarter * 8,
-                         has && quarter * kScaleColumns + chunk * 16 < params.head_dim_v);
-      ptx::cp_async_16(its_to + kRopeAt, static_cast<const uint4*>(mla.rope) + (rope + chunk),
+      for (int panel = 0; panel < kKeyPanels; ++panel)
+        ptx::cp_async_16(its_to + panel * kKeyPanelBytes, from + panel * 8,
+                         has && panel * 128 + chunk * 16 < params.head_dim_v);
+      ptx::cp_async_16(its_to + kKeyPanels * kKeyPanelBytes,
+                       static_cast<const uint4*>(mla.rope) + (rope + chunk),
                        has && chunk * 8 < rope_dim);
     }
-    copy_scales(stage, place);
-    const unsigned exist = __ballot_sync(~0u, place.has) & 0xffff;
-    if (lane == 0) stage.exist[warp] = exist;
-  }
-
-  // Scales lie in memory as float or bfloat16: words of four bytes that have them.
-  __device__ __forceinline__ void copy_scales(Stage& stage, const Place& place) const {
-    const int key = warp * kWarpKeys + lane % kWarpKeys;
-    const ScaleStrides& stride = params.v_scale_stride;  // of groups: 0 where there is one
-    const long long at = place.page * stride.page + place.slot * stride.seq;
-    unsigned halves = 0;
-#pragma unroll
-    for (int i = 0; i < kTokenScales; i += 2) {
-      const int piece = i + lane / 16;  // of kScaleColumns
-      if (piece >= kTokenScales) break;
-      const int group = params.v_group == 2 * kScaleColumns ? piece / 2 : piece;
-      const long long own = at + group * stride.group;
-      const char* from =
-          static_cast<const char*>(params.v_scale) + own * (params.v_scale_is_float ? 4 : 2);
-      const unsigned upper = reinterpret_cast<unsigned long long>(from) >> 1 & 1;
-      halves |= upper << piece;
-      ptx::cp_async_4(ptx::shared_address(stage.tokens[key] + kScaleAt) + piece * 4,
-                      from - 2 * upper, place.has && piece * kScaleColumns < params.head_dim_v);
-    }
-    if (kTokenScales > 1) halves |= __shfl_xor_sync(~0u, halves, 16);
-    if (lane < 16) stage.halves[key] = halves;
   }
 };
 

@@ -51,8 +51,8 @@ struct Scale {
 // and row 8 j + 2 t + e; o[i][4j + 2h + e] of column 64 i + 16 warp + 2 g + h and that row.
 struct CodeProducts {
   using Codes = WholeCodes<Config::latent_format>;
-  static constexpr int kScores = kRows / 2;                 // of a lane
-  static constexpr int kProducts = kLatent / 64;            // of 64 columns of O each
+  static constexpr int kScores = kRows / 2;                               // of a lane
+  static constexpr int kProducts = kLatent / (kSharesValues ? 128 : 64);  // of 64 columns of O
   static constexpr int kBuffers = Config::operand_buffers;  // of operands of two steps each
   using Scores = float[kScores];
 
@@ -60,131 +60,167 @@ struct CodeProducts {
   const DecodeParams& params;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 
-  // Sᵀ of a block: products with the codes of each scale, then with what is rotated.
-  __device__ __forceinline__ void multiply_keys(Scores& s, const Stage& stage) const {
-    const unsigned key = warp * kWarpKeys + lane % 16;
-    const unsigned from = ptx::shared_address(stage.tokens[key]) + lane / 16 * 16;
-    const unsigned q = uniform_base(smem.q);
-    constexpr int kBatches = kLatent / 32, kOfPiece = kBatches / kTokenScales;
-    unsigned codes[3][4], a[kBuffers][2][4];
-    ptx::ldmatrix_x4(codes[0], from);
-    ptx::ldmatrix_x4(codes[1], from + 32);
-#pragma unroll
-    for (int piece = 0; piece < kTokenScales; ++piece) {
-      Scores products;
-      ptx::wgmma_keep(products);
-#pragma unroll
-      for (int j = 0; j < kOfPiece; ++j) {
-        const int i = piece * kOfPiece + j;
-        if (i + 2 < kBatches) ptx::ldmatrix_x4(codes[(i + 2) % 3], from + (i + 2) * 32);
-        if (j >= kBuffers) ptx::wgmma_wait_group<kBuffers - 1>();
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          unsigned upper[2], lower[2];
-          Codes::expand_keys(upper, codes[i % 3][2 * step]);
-          Codes::expand_keys(lower, codes[i % 3][2 * step + 1]);
-          unsigned (&x)[4] = a[i % kBuffers][step];
-#pragma unroll
-          for (int pair = 0; pair < 2; ++pair) {
-            x[2 * pair] = upper[pair];
-            x[2 * pair + 1] = lower[pair];
-          }
-        }
-        issue<__half>(products, a[i % kBuffers], q, i / 2 * kPanelBytes + i % 2 * 64, j > 0);
-      }
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_keep(products);
-      const float scales[2] = {stored_scale(stage, 0, piece), stored_scale(stage, 1, piece)};
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const float scale = scales[i / 2 % 2];
-        s[i] = piece == 0 ? products[i] * scale : fmaf(products[i], scale, s[i]);
-      }
-    }
-    unsigned rotated[4][4];
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      ptx::ldmatrix_x4(rotated[step], from + kRopeAt + step * 32);
-    ptx::wgmma_keep(s);
-    issue<T>(s, rotated, q, kPanels * kPanelBytes, true);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_keep(s);
+  float o[kProducts][kScores];
+
+  // What products read of a block: as keys this warp's codes, and queries; as values codes from
+  // some column on, and probabilities. Codes from where this lane reads them first.
+  struct Keys {
+    unsigned from, q;
+    const Stage& stage;
+  };
+  struct Values {
+    unsigned from, p;
+    int first_column;
+    const Stage& stage;
+    ptx::Mbarrier (&empty)[2];  // halves of the keys, whose place is free when they are read
+  };
+  __device__ __forceinline__ Keys keys_in(const Stage& stage) const {
+    return {
+        ptx::shared_address(stage.panels[0]) + Panel::at(warp * kWarpKeys + lane % 16, lane / 16),
+        uniform_base(smem.q), stage};
+  }
+  __device__ __forceinline__ Values values_in(const Stage& stage, int first_column,
+                                              const unsigned char* probabilities,
+                                              ptx::Mbarrier (&empty)[2]) const {
+    return {ptx::shared_address(stage.panels[first_column / 128]) + Panel::at(lane, warp),
+            uniform_base(probabilities), first_column, stage, empty};
   }
 
-  // O += Vᵀ Pᵀ: of the first half of the keys, whose place is free then, and of the second.
-  __device__ __forceinline__ void add_values(float (&o)[kProducts][kScores], const Stage& stage,
-                                             const unsigned char* probabilities,
-                                             ptx::Mbarrier (&empty)[2]) const {
-    const unsigned from = ptx::shared_address(stage.tokens[lane]) + warp * 16;
-    const unsigned p = uniform_base(probabilities);
-    constexpr int kBatches = 2 * kProducts;  // of 32 keys and one product
-    const auto load = [&](unsigned (&codes)[4], int i) {
-      ptx::ldmatrix_x4_trans(codes, from + i % kProducts * 64 + i / kProducts * 32 * kTokenBytes);
-    };
-    unsigned codes[3][4], a[kBuffers][2][4];
-    load(codes[0], 0);
-    load(codes[1], 1);
+  // A batch is two steps: of keys 32 channels, of values 32 keys and 64 columns. All batches of
+  // values are of the first half of the keys, then of the second.
+  static constexpr int kKeyBatches = kLatent / 32, kValueBatches = 2 * kProducts;
+  using Batch = unsigned[2][4];
+
+  __device__ __forceinline__ static void load(unsigned (&codes)[4], const Keys& keys, int batch) {
+    ptx::ldmatrix_x4(codes, (keys.from ^ batch % 4 * 32) + batch / 4 * kKeyPanelBytes);
+  }
+  __device__ __forceinline__ static void load(unsigned (&codes)[4], const Values& values,
+                                              int batch) {
+    const int product = batch % kProducts;
+    ptx::ldmatrix_x4_trans(codes, (values.from ^ product % 2 * 64) + product / 2 * kKeyPanelBytes +
+                                      batch / kProducts * 32 * Panel::kRowBytes);
+  }
+  __device__ __forceinline__ void expand(Batch& a, const unsigned (&codes)[4], const Keys& keys,
+                                         int batch) const {
 #pragma unroll
-    for (int i = 0; i < kProducts; ++i) ptx::wgmma_keep(o[i]);
+    for (int step = 0; step < 2; ++step) {
+      unsigned upper[2], lower[2];
+      Codes::expand_keys(upper, codes[2 * step]);
+      Codes::expand_keys(lower, codes[2 * step + 1]);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        a[step][2 * pair] = upper[pair];
+        a[step][2 * pair + 1] = lower[pair];
+      }
+      if constexpr (Config::several_scales) {
+        const __half* const factors = keys.stage.factors[batch * 32 / kScaleColumns];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          a[step][j] =
+              scaled(a[step][j], __half2half2(factors[warp * kWarpKeys + j % 2 * 8 + lane / 4]));
+      }
+    }
+  }
+  __device__ __forceinline__ void expand(Batch& a, const unsigned (&codes)[4], const Values& values,
+                                         int batch) const {
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      unsigned first[2], last[2];
+      Codes::expand_values(first, codes[2 * step]);
+      Codes::expand_values(last, codes[2 * step + 1]);
+      unsigned (&x)[4] = a[step];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        x[h] = first[h];
+        x[2 + h] = last[h];
+      }
+      if constexpr (Config::several_scales) {
+        const int quarter = (values.first_column + batch % kProducts * 64) / kScaleColumns;
+        const int key = batch / kProducts * 32 + step * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          x[j] = scaled(x[j], reinterpret_cast<const __half2&>(
+                                  values.stage.factors[quarter][key + j / 2 * 8]));
+      }
+    }
+  }
+
+  // O += Vᵀ Pᵀ of a block, if kHasValues, and behind it Sᵀ = K Qᵀ of another's codes, if kHasKeys,
+  // as one sequence, in which tensor cores do not wait where the two meet. Issued: finish() waits.
+  template <bool kHasValues, bool kHasKeys>
+  __device__ __forceinline__ void multiply(const Values& values, Scores& products,
+                                           const Keys& keys) {
+    constexpr int kOfValues = kHasValues ? kValueBatches : 0;
+    constexpr int kBatches = kOfValues + (kHasKeys ? kKeyBatches : 0);
+    const auto load_batch = [&](unsigned (&codes)[4], int i) {
+      if (i < kOfValues)
+        load(codes, values, i);
+      else
+        load(codes, keys, i - kOfValues);
+    };
+    // Batches whose codes are read ahead; more would spill.
+    constexpr int kAhead =
+        kSharesValues && (Config::latent_format == tile::kInt8 || Config::several_scales) ? 1 : 2;
+    unsigned codes[kAhead + 1][4];
+    Batch a[kBuffers];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load_batch(codes[i], i);
+    if (kHasValues) keep_values();
+    if (kHasKeys) ptx::wgmma_keep(products);
 #pragma unroll
     for (int i = 0; i < kBatches; ++i) {
-      if (i + 2 < kBatches) load(codes[(i + 2) % 3], i + 2);
+      if (i + kAhead < kBatches) load_batch(codes[(i + kAhead) % (kAhead + 1)], i + kAhead);
       if (i >= kBuffers) ptx::wgmma_wait_group<kBuffers - 1>();
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        unsigned first[2], last[2];
-        Codes::expand_values(first, codes[i % 3][2 * step]);
-        Codes::expand_values(last, codes[i % 3][2 * step + 1]);
-        unsigned (&x)[4] = a[i % kBuffers][step];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          x[h] = first[h];
-          x[2 + h] = last[h];
-        }
-        if constexpr (Config::several_scales) {
-          const int quarter = i % kProducts * 64 / kScaleColumns;
-          const int key = i / kProducts * 32 + step * 16 + lane % 4 * 2;
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            x[j] = scaled(
-                x[j], reinterpret_cast<const __half2&>(stage.factors[quarter][key + j / 2 * 8]));
-        }
+      Batch& x = a[i % kBuffers];
+      if (i < kOfValues) {
+        expand(x, codes[i % (kAhead + 1)], values, i);
+        issue<__half>(o[i % kProducts], x, values.p, i / kProducts * 64, true);
+        if (i % kProducts == kProducts - 1) tile::arrive_warp(values.empty[i / kProducts]);
+      } else {
+        const int batch = i - kOfValues;
+        expand(x, codes[i % (kAhead + 1)], keys, batch);
+        issue<__half>(products, x, keys.q, batch / 2 * kPanelBytes + batch % 2 * 64, i > kOfValues);
       }
-      issue<__half>(o[i % kProducts], a[i % kBuffers], p, i / kProducts * 64, true);
-      if (i % kProducts == kProducts - 1) tile::arrive_warp(empty[i / kProducts]);
     }
+  }
+  template <bool kHasValues, bool kHasKeys>
+  __device__ __forceinline__ void finish(Scores& products) {
     ptx::wgmma_wait_group<0>();
+    if (kHasValues) keep_values();
+    if (kHasKeys) ptx::wgmma_keep(products);
+  }
+  __device__ __forceinline__ void keep_values() {
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) ptx::wgmma_keep(o[i]);
   }
 
-  // A scale of key 8 h + g of this warp's.
-  __device__ __forceinline__ float stored_scale(const Stage& stage, int h, int piece) const {
-    const int key = warp * kWarpKeys + 8 * h + lane / 4;
-    const unsigned word = reinterpret_cast<const unsigned*>(stage.tokens[key] + kScaleAt)[piece];
-    if (params.v_scale_is_float) return __uint_as_float(word);
-    return __uint_as_float(stage.halves[key] >> piece & 1 ? word & 0xffff0000 : word << 16);
-  }
-  // Of several scales the largest one, by which the others are divided.
-  __device__ __forceinline__ Scale scale_of(const Stage& stage, int h) const {
-    float factor = stored_scale(stage, h, 0);
-    if constexpr (Config::several_scales) {
-      factor = fabsf(factor);
+  // Products of codes -> scores: times the scales of keys 8 h + g.
+  __device__ __forceinline__ void scale(Scores& s, const Stage& stage) const {
+    const float scales[2] = {scale_of(stage, 0), scale_of(stage, 1)};
 #pragma unroll
-      for (int piece = 1; piece < kTokenScales; ++piece)
-        factor = fmaxf(factor, fabsf(stored_scale(stage, h, piece)));
-    }
-    return {factor, fmaxf(ptx::lg2(fabsf(factor)), -96.0f)};
+    for (int i = 0; i < kScores; ++i) s[i] *= scales[i / 2 % 2];
   }
-  // To shared memory: lane t of a quad has that of quarter t.
-  __device__ __forceinline__ void put_factors(Stage& stage, const Scale (&scales)[2]) const {
+
+  // S += products with what is rotated: issued.
+  __device__ __forceinline__ void multiply_rotated(Scores& s, unsigned (&rotated)[4][4],
+                                                   const Keys& keys) const {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      ptx::ldmatrix_x4(rotated[step], (keys.from ^ step * 32) + kKeyPanels * kKeyPanelBytes);
+    ptx::wgmma_keep(s);
+    issue<T>(s, rotated, keys.q, kPanels * kPanelBytes, true);
+  }
+
+  // Of key 8 h + g of this warp's.
+  __device__ __forceinline__ float scale_of(const Stage& stage, int h) const {
+    return stage.scales[warp * kWarpKeys + 8 * h + lane / 4];
+  }
+  __device__ __forceinline__ void scales_of(Scale (&scales)[2], const Stage& stage) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float inverse = scales[h].factor == 0.0f ? 0.0f : 1.0f / scales[h].factor;
-      stage.factors[lane % 4][warp * kWarpKeys + 8 * h + lane / 4] =
-          __float2half_rn(stored_scale(stage, h, lane % 4) * inverse);
+      const float factor = scale_of(stage, h);
+      scales[h] = {factor, fmaxf(ptx::lg2(fabsf(factor)), -96.0f)};
     }
-    __syncwarp();
   }
   __device__ __forceinline__ static unsigned scaled(unsigned pair, __half2 factors) {
     const __half2 product = __hmul2(reinterpret_cast<const __half2&>(pair), factors);

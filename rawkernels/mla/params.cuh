@@ -46,6 +46,7 @@ struct MlaParams {
   int window_left, window_right;  // with `indices`, where DecodeParams has none
   int capacity;                   // tokens that a sequence's pages have room for
   int query_rows;  // of a tile, that TMA loads as one box; 0: rows are copied one by one
+  int key_rows;    // of a box of codes: keys of a page that TMA copies at a time; 0: it cannot
   // There is a task for each thread block, not for each tile of rows: where keys are shared evenly
   // a block has the first split of one tile at most whose keys are split.
   int tasks_by_block;

@@ -4,13 +4,9 @@
 #pragma once
 
 #include "mla/layout_sm90.cuh"
+#include "mla/maps.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/elect.cuh"
-
-struct Maps {
-  ptx::TensorMap latent, rope;  // (64 columns, key of a page, panel, page)
-  ptx::TensorMap q, q_rope;     // (columns, head, token, sequence)
-};
 
 namespace mla {
 
@@ -133,8 +129,7 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
                                         const decoding::Split& split, bool exists,
                                         tile::PipelineState<kQueue>& queue) {
   const int keys = exists && split.end > split.begin ? split.end - split.origin : 0;
-  constexpr int kStepKeys = (kExpands ? 2 : 1) * kBlockKeys;
-  const int blocks = exists ? (keys + kStepKeys - 1) / kStepKeys * (kStepKeys / kBlockKeys) : -1;
+  const int blocks = exists ? (keys + kBlockKeys - 1) / kBlockKeys : -1;
   if (threadIdx.x != kConsumers + 32 * kTellingWarp) return blocks;
   ptx::mbarrier_wait(smem.empty_work[queue.index], queue.parity ^ 1);
   Work& work = smem.queue[queue.index];

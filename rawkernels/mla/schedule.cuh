@@ -6,8 +6,8 @@
 // shares give most groups parts of two sequences. 64 sequences of 4096 tokens on 66 groups are 33
 // steps whole and 32 shared evenly, which took 160 us on an H200 where FlashMLA took 128; 23 of
 // 1012 on 132 groups are four pieces each, of 2 steps, and 1.4 steps shared evenly, in up to two
-// splits. A step is a pair of blocks of keys; pieces are whole blocks, or where codes are expanded
-// whole steps.
+// splits. A step is a pair of blocks of keys, and pieces are whole blocks; of
+// mla/decode_codes_sm90.cu a step is one block.
 #pragma once
 
 #include "decoding/schedule.cuh"

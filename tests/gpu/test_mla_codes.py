@@ -16,22 +16,31 @@ from tests import formulas
 
 cupy = pytest.importorskip("cupy")
 
-from cuattn.gpu import dispatch  # noqa: E402
+from cuattn.gpu import dispatch, mla  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
-TIERS = [tier.name for tier in dispatch.MLA.all]
+TIERS = ["mla_codes", "mla_simt"]
+LARGE_TILES = "mla_codes, large tiles"
 SCALE = 192**-0.5
 LENS = [0, 1, 63, 64, 65, 200]
 
 
-@pytest.fixture(params=TIERS)
-def tier(request):
-    """Each tier: calls reach it, and what it leaves goes to the tiers below it."""
-    with dispatch.use_tiers(*TIERS[TIERS.index(request.param) :]):
+@pytest.fixture(params=[LARGE_TILES, *TIERS])
+def tier(request, monkeypatch):
+    """Each tier: calls reach it, and what it leaves goes to the tiers below it. The first one also
+    as if there were so much work that tiles have all rows they may have."""
+    name = request.param
+    if name == LARGE_TILES:
+        monkeypatch.setattr(dispatch.mla, "FEW_CODE_BLOCKS", 0)
+        mla._plans.cache_clear()
+        name = TIERS[0]
+    with dispatch.use_tiers(*TIERS[TIERS.index(name) :]):
         yield request.param
+    if request.param == LARGE_TILES:
+        mla._plans.cache_clear()
 
 
 class Cache:
@@ -213,17 +222,18 @@ def test_every_number_of_rows(rng, tier, heads, seqlen_q):
 
 @pytest.mark.parametrize("page_size", [1, 8, 64, 256])
 @pytest.mark.parametrize("option", ["window", "sinks", "full"])
-def test_pages_and_options(rng, tier, page_size, option):
+@pytest.mark.parametrize("heads", [16, 32])
+def test_pages_and_options(rng, tier, page_size, option, heads):
     options = {
         "window": {"window": (37, 0)},
-        "sinks": {"sinks": rng.standard_normal(16).astype(np.float32)},
+        "sinks": {"sinks": rng.standard_normal(heads).astype(np.float32)},
         "full": {"causal": False},
     }[option]
-    Cache(rng, [300, 1, 64], BFLOAT16, "int8", page_size).check(rng, 16, 2, **options)
+    Cache(rng, [300, 1, 64], BFLOAT16, "int8", page_size).check(rng, heads, 2, **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, "fixed"])
-@pytest.mark.parametrize("heads", [16, 24])
+@pytest.mark.parametrize("heads", [16, 24, 128])
 def test_splits(rng, tier, heads, num_splits):
     cache = Cache(rng, [1300, 3, 0, 500], BFLOAT16, "float8_e4m3")
     cache.check(rng, heads, num_splits=num_splits)
@@ -242,7 +252,8 @@ def test_many_blocks(rng, tier, heads):
     Cache(rng, [64 * 9 - 5], BFLOAT16, "int8").check(rng, heads, num_splits=1)
 
 
-def test_sparse(rng, tier):
+@pytest.mark.parametrize("heads", [16, 64])
+def test_sparse(rng, tier, heads):
     lens, k = [0, 40, 300], 100
     cache = Cache(rng, lens, BFLOAT16, "float8_e4m3")
     indices = np.full((3, 2, k), -1, np.int32)
@@ -252,11 +263,12 @@ def test_sparse(rng, tier):
             indices[b, i, : len(some)] = some
             indices[b, i, -1] = 1 << 29
             rng.shuffle(indices[b, i])
-    cache.check(rng, 16, 2, indices=indices)
+    cache.check(rng, heads, 2, indices=indices)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_flashmla_pages(rng, tier, page_size):
+@pytest.mark.parametrize("heads", [16, 64])
+def test_flashmla_pages(rng, tier, page_size, heads):
     """Rows of 656 bytes, read as they are."""
     cache = Cache(
         rng, [70, 3, 130], BFLOAT16, "float8_e4m3", page_size,
@@ -273,7 +285,7 @@ def test_flashmla_pages(rng, tier, page_size):
         axis=-1,
     )
     assert rows.shape[-1] == 656
-    cache.check(rng, 16, 2, pages=flashmla_pages(cupy.asarray(rows)))
+    cache.check(rng, heads, 2, pages=flashmla_pages(cupy.asarray(rows)))
 
 
 def test_a_joined_cache(rng, tier):

@@ -30,6 +30,7 @@ class Protocol:
     warpgroups: int
     arrivals: tuple[tuple[str, int], ...]
     computing: int  # threads that meet where all warpgroups do
+    shares: bool  # each warpgroup has half of O's columns, not all of it for its own blocks
 
 
 class Split(NamedTuple):
@@ -46,15 +47,16 @@ def protocols() -> set[Protocol]:
             constants["kWarpgroups"],
             tuple(sorted(source.arrivals(text, constants).items())),
             constants["kComputing"],
+            bool(constants["kSharesValues"]),
         )
         for constants in source.constants_of_variants(KERNEL)
     }
 
 
 class Loader:
-    """A warp that loads. Where stages are not dealt out to warpgroups evenly blocks become full in
-    their order: a warpgroup waits for one by a parity, and has not waited for the one before in its
-    stage, which was another's."""
+    """A warp that loads. Where warpgroups wait for their own blocks only, and stages are not dealt
+    out to them evenly, blocks become full in their order: a warpgroup waits for one by a parity,
+    and has not waited for the one before in its stage, which was another's."""
 
     def __init__(self, warp: int, in_order: bool) -> None:
         self.warp, self.in_order = warp, in_order
@@ -65,7 +67,7 @@ class Loader:
         for _ in range(split.blocks):
             yield Wait(f"empty.{self.warp}", before=True)
             yield Write(f"keys.{self.warp}")
-            yield Arrive("full", EACH * 32)  # by its lanes' copies, when they are done
+            yield Arrive("full", EACH * 32)  # by its lanes' copies, when they, and TMA's, are done
             if self.in_order:
                 yield from (Advance("block", -1), Wait("full"), Advance("block"))
             yield Arrive("full", EACH * 32)
@@ -118,6 +120,7 @@ class Warp:
         yield Read(f"keys.{w}")
         yield from (Read(f"q.{number}.{warp}") for number, warp in self.everybody())
         yield Read("visible")
+        yield Write(f"keys.{w}")  # zeros, for values that are not the split's
         yield Write(f"p.{n}.{w}")
         yield Write(f"raised.{n}.{w}")  # one flag, to which all that write write the same
         yield from self.own_meet()
@@ -161,25 +164,132 @@ class Warp:
             yield Read("factors")
 
 
+class Sharing(Warp):
+    """A warp of two warpgroups that share O's columns: each uses the other's probabilities, too."""
+
+    def __init__(self, number: int, warp: int) -> None:
+        super().__init__(2, number, warp)
+
+    def __call__(self, own, split) -> Iterator[NamedTuple]:
+        n, w = self.number, self.warp
+        yield from self.all_meet()
+        if self.first:
+            yield Write("split")
+        yield from self.all_meet()
+        yield Read("split")
+        if split == END:
+            return
+        yield Write(f"q.{n}.{w}")
+        if self.first:
+            yield Write("visible")
+        yield from self.all_meet()
+        yield Read("visible")
+        for block in range(n, split.blocks + 2, 2):  # its next one
+            yield from self.round(block, split)
+        yield Advance("block", split.blocks)
+        yield Write(f"sums.{n}.{w}")
+        yield from self.all_meet()
+        if self.first:
+            yield from (Read(f"sums.{number}.{warp}") for number, warp in self.everybody())
+            yield Write("factors")
+        yield from self.all_meet()
+        yield from (Read("factors"), Read("split"))
+        yield Advance("split")
+
+    def round(self, block: int, split: Split) -> Iterator[NamedTuple]:
+        """The values of its last block, the scores of its next one, and the other's values."""
+        n = self.number
+        has_next, has_last = block < split.blocks, block >= 2
+        if has_next:
+            yield from self.at(block, iter([Wait("full")]))
+        if has_last:
+            yield from self.at(block - 2, self.values())
+        if has_next:
+            yield from self.at(block, self.scores())
+        if 0 <= block - 1 < split.blocks:
+            yield Wait(f"full_p.{1 - n}")
+            yield from (Read(f"raised.{1 - n}.{warp}") for warp in range(WARPS))
+        if has_last:
+            yield from self.probabilities(n)
+        if 0 <= block - 1 < split.blocks:
+            if split.raises:
+                yield from self.follow(1 - n)
+                yield from self.all_meet()
+            yield from self.at(block - 1, self.values())
+            yield from self.probabilities(1 - n)
+        if has_next:
+            yield from self.at(block, self.soften(split.raises))
+
+    def at(self, block: int, operations: Iterator[NamedTuple]) -> Iterator[NamedTuple]:
+        """What is done about a block of the split."""
+        yield Advance("block", block)
+        yield from operations
+        yield Advance("block", -block)
+
+    def scores(self) -> Iterator[NamedTuple]:
+        yield Read(f"keys.{self.warp}")
+        yield from (Read(f"q.{number}.{warp}") for number, warp in self.everybody())
+
+    def values(self) -> Iterator[NamedTuple]:
+        """Codes to registers. The other's block is full: who has given its probabilities knows."""
+        for half in range(WARPS):
+            yield Read(f"keys.{half}")
+            yield Arrive(f"empty.{half}", EACH)
+
+    def probabilities(self, owner: int) -> Iterator[NamedTuple]:
+        """Those of one block have been multiplied."""
+        yield from (Read(f"p.{owner}.{warp}") for warp in range(WARPS))
+        yield Advance(f"p.{owner}")
+
+    def soften(self, raises: bool) -> Iterator[NamedTuple]:
+        n, w = self.number, self.warp
+        yield from (Read("visible"), Write(f"keys.{w}"))  # zeros, as above
+        yield from self.own_meet()
+        yield from (Write(f"p.{n}.{w}"), Write(f"raised.{n}.{w}"))
+        yield Arrive(f"full_p.{n}", EACH)
+        yield from self.own_meet()
+        yield from (Read(f"raised.{n}.{warp}") for warp in range(WARPS))
+        if raises:
+            yield Write(f"largest.{n}.{w}")
+            yield from self.follow(n)
+            yield Write(f"p.{n}.{w}")
+            yield from self.all_meet()
+
+    def follow(self, owner: int) -> Iterator[NamedTuple]:
+        yield from self.all_meet()
+        if self.first:
+            yield from (Read(f"largest.{owner}.{warp}") for warp in range(WARPS))
+            yield Write("maxima")
+        yield from self.all_meet()
+        yield Read("maxima")
+        yield Advance("maxima")
+
+
 def pipeline(p: Protocol) -> Pipeline:
     """The model of a protocol."""
     arrivals = dict(p.arrivals)
-    rings = {"block": p.stages, "split": 1, "once": 1, "sent": SENT}
+    rings = {"block": p.stages, "split": 1, "once": 1, "sent": SENT, "maxima": 1}
     barriers = {"full": ("block", arrivals["full"]), "all": ("once", p.computing)}
     memory = dict.fromkeys(("split", "visible", "factors"), "split")
     processes: dict[str, Role] = {}
     for warp in range(WARPS):
         memory[f"keys.{warp}"] = "block"
         barriers[f"empty.{warp}"] = "block", arrivals["empty"]
-        processes[f"loader {warp}"] = Loader(warp, p.stages % p.warpgroups != 0)
+        in_order = not p.shares and p.stages % p.warpgroups != 0
+        processes[f"loader {warp}"] = Loader(warp, in_order)
     for n in range(p.warpgroups):
-        rings |= {f"own.{n}": 1, f"p.{n}": 2}
+        rings |= {f"own.{n}": 1, f"p.{n}": 1 if p.shares else 2}
         barriers[f"own.{n}"] = "once", 128
         memory[f"maxima.{n}"] = f"own.{n}"
+        if p.shares:
+            barriers[f"full_p.{n}"] = f"p.{n}", arrivals["full_p"]
+            memory["maxima"] = "maxima"
         for warp in range(WARPS):
             memory |= {f"{name}.{n}.{warp}": f"p.{n}" for name in ("p", "raised")}
             memory |= {f"{name}.{n}.{warp}": "split" for name in ("q", "sums")}
-            memory |= {f"largest.{n}.{warp}": f"own.{n}", f"sent.{n}.{warp}": "sent"}
-            processes[f"warpgroup {n} warp {warp}"] = Warp(p.warpgroups, n, warp)
+            memory[f"largest.{n}.{warp}"] = "maxima" if p.shares else f"own.{n}"
+            memory[f"sent.{n}.{warp}"] = "sent"
+            process = Sharing(n, warp) if p.shares else Warp(p.warpgroups, n, warp)
+            processes[f"warpgroup {n} warp {warp}"] = process
     inputs = tuple(itertools.starmap(Split, itertools.product(range(6), (False, True))))
     return Pipeline(rings, barriers, memory, processes, inputs)

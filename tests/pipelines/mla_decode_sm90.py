@@ -36,6 +36,7 @@ EACH = 2
 PARTS = ("left", "right", "rotated")
 FIRST = (("left",), ("left", "rotated"))
 SIDE = ("left", "right")  # of O, that each consumer has
+MOST_KEYS = 4  # blocks of keys that a split has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,8 @@ class Protocol:
     producers: int  # that share each block's keys; 0: four, each asks TMA for half of a buffer
     tells: int  # which of them tells the consumers of splits
     full: tuple[str, ...]  # parts with a barrier, which is that of those that follow too
-    values_first: bool  # the even consumer adds the odd values before it asks for its next scores
     merges: bool  # a consumer's thread says whether partial results are merged at once
     asks: bool  # a producing warp asks TMA for queries; else the consumers copy them
-    blocks: tuple[int, ...]  # of keys, that a split may have
 
 
 def protocols() -> set[Protocol]:
@@ -60,7 +59,6 @@ def protocols() -> set[Protocol]:
     named = re.findall(r"bar_(?:sync|arrive)\(\w+(?: \+ \w+)?, (\w+)\)", text)
     found = set()
     for constants in source.constants_of_variants(KERNEL):
-        whole_pairs = bool(constants["kExpands"])
         arrivals = source.arrivals(text, constants)
         copied = {name: n for name, n in arrivals.items() if not name.endswith("_q")}
         protocol = Protocol(
@@ -69,16 +67,12 @@ def protocols() -> set[Protocol]:
             tuple(sorted({constants.value(n) for n in named if n != "kReadyThreads"})),
             constants["kProducers"] if constants.config.gather else 0,
             constants["kTellingWarp"],
-            ("left",) if constants["kExpands"] else PARTS[: 3 - constants.config.gather],
-            bool(constants["kValuesFirst"]),
+            PARTS[: 3 - constants.config.gather],
             bool(constants["kMerges"]),
             asks=False,
-            blocks=(0, 2, 4, 6) if whole_pairs else (0, 1, 2, 3, 4),
         )
-        found.add(protocol)
-        if not whole_pairs:
-            asking = tuple(sorted(arrivals.items()))
-            found.add(dataclasses.replace(protocol, arrivals=asking, asks=True))
+        asking = tuple(sorted(arrivals.items()))
+        found |= {protocol, dataclasses.replace(protocol, arrivals=asking, asks=True)}
     return found
 
 
@@ -89,16 +83,12 @@ def second(buffer: int) -> tuple[str, ...]:
 
 class Producer:
     """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
-    by half or expands at once. One tells consumers of splits, the last one asks for queries: before
-    it loads keys, or, where it has keys of both buffers, behind the first ones of all splits but
-    the first."""
+    by half. One tells consumers of splits, the last one asks for queries: before it loads keys, or,
+    where it has keys of both buffers, behind the first ones of all splits but the first."""
 
-    def __init__(
-        self, warp: int, producers: int, full: tuple[str, ...], *, tells: bool, asks: bool
-    ) -> None:
+    def __init__(self, warp: int, producers: int, *, tells: bool, asks: bool) -> None:
         self.warp = warp
         self.tells = tells
-        self.full = full
         self.asks = asks
         #: Of a warp with its keys, where it has some: each lane's copies and it.
         self.arrivals = producers // WARPS * 33
@@ -121,18 +111,12 @@ class Producer:
             for buffer in self.buffers:
                 if first + buffer == blocks:
                     break
-                waits = [
-                    [Wait(f"empty_{half}.{buffer}", before=True)] for half in ("first", "second")
-                ]
-                if len(self.full) == 1:
-                    waits = [waits[0] + waits[1], []]
                 for half in self.halves:
-                    yield from waits[half]
+                    yield Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
                     for part in (FIRST[buffer], second(buffer))[half]:
                         yield from self.load(buffer, part)
-                    barrier = half + len(self.full) - 2
-                    if self.arrivals and barrier >= 0:
-                        yield Arrive(f"full_{self.full[barrier]}.{buffer}", self.arrivals)
+                    if self.arrivals:
+                        yield Arrive(f"full_{SIDE[half]}.{buffer}", self.arrivals)
                 yield Advance(f"k.{buffer}")
                 yield Advance(f"rotated.{buffer}", 2)
                 if self.asks and behind and first + buffer == 0:
@@ -165,14 +149,12 @@ class Warp:
         warp: int,
         *,
         full: tuple[str, ...] = PARTS,
-        values_first: bool = False,
         merges: bool = False,
         by_tma: bool = False,
     ) -> None:
         self.odd, self.warp = odd, warp
         self.by_tma = by_tma
         self.full = full
-        self.values_first = values_first
         self.merges = merges
 
     def __call__(self, own, blocks) -> Iterator[NamedTuple]:
@@ -209,36 +191,27 @@ class Warp:
         yield Advance("work")
 
     def even_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
-        """The scores of its next block are issued before the odd block's values are, or after they
-        have been added."""
+        """The scores of its next block are issued before the odd block's values are."""
         for pair in range(pairs + (not ends_even)):
-            if pair < pairs and not self.values_first:
+            if pair < pairs:
                 yield from self.issue_scores(0)
             if pair > 0:
                 yield from self.other_block(1)
                 yield Advance("rounds")
-                if self.values_first:
-                    yield from self.finish_other()
             if pair < pairs:
-                if self.values_first:
-                    yield from self.issue_scores(0)
                 yield from self.read_keys(0)
                 yield from self.soften(0)
-            if pair > 0 and not self.values_first:
-                yield from self.finish_other()
+            if pair > 0:
+                yield from self.values(1)
+                yield from self.probabilities(1)
+                yield Arrive("empty_first.1", EACH)
+                yield Advance("k.1")
+                yield Advance("rotated.1", 2)
             if pair < pairs:
                 for _ in range(2):
                     yield from self.values(0)
                 yield Arrive("empty_first.0", EACH)
                 yield Advance("k.0")
-
-    def finish_other(self) -> Iterator[NamedTuple]:
-        """The even consumer has added the odd block's values."""
-        yield from self.values(1)
-        yield from self.probabilities(1)
-        yield Arrive("empty_first.1", EACH)
-        yield Advance("k.1")
-        yield Advance("rotated.1", 2)
 
     def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
         for pair in range(pairs):
@@ -331,11 +304,7 @@ def pipeline(p: Protocol) -> Pipeline:
     producers = WARPS if p.producers else 2 * WARPS
     processes: dict[str, Role] = {
         f"producer {warp}": Producer(
-            warp,
-            p.producers,
-            p.full,
-            tells=warp == p.tells,
-            asks=p.asks and warp == producers - 1,
+            warp, p.producers, tells=warp == p.tells, asks=p.asks and warp == producers - 1
         )
         for warp in range(producers)
     }
@@ -355,11 +324,7 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"part.{buffer}.{warp}": "sums",
             }
             processes[f"consumer {buffer} warp {warp}"] = Warp(
-                buffer,
-                warp,
-                full=p.full,
-                values_first=p.values_first,
-                merges=p.merges,
-                by_tma=p.asks,
+                buffer, warp, full=p.full, merges=p.merges, by_tma=p.asks
             )
-    return Pipeline(rings, barriers, memory, processes, p.blocks, keeps={"begun": False})
+    splits = tuple(range(MOST_KEYS + 1))
+    return Pipeline(rings, barriers, memory, processes, splits, keeps={"begun": False})

@@ -10,7 +10,7 @@ import pytest
 from tests.pipelines import explorer
 from tests.pipelines.mla_decode_codes_sm90 import Split, pipeline, protocols
 
-PROTOCOLS = {f"{p.warpgroups} warpgroups": p for p in protocols()}
+PROTOCOLS = {"shared" if p.shares else f"{p.warpgroups} warpgroups": p for p in protocols()}
 
 
 @pytest.fixture(params=sorted(PROTOCOLS))
@@ -50,6 +50,12 @@ def test_a_count_that_changes_alone_is_found(protocol, name, change):
 def test_every_barrier_is_needed(protocol, kind, barrier):
     with pytest.raises(explorer.Fault):
         explorer.explore(explorer.without(pipeline(protocol), kind, barrier))
+
+
+@pytest.mark.parametrize("barrier", ["full_p.0", "full_p.1"])
+def test_probabilities_of_the_other_are_waited_for(barrier):
+    with pytest.raises(explorer.Fault):
+        explorer.explore(explorer.without(pipeline(PROTOCOLS["shared"]), explorer.Wait, barrier))
 
 
 def test_blocks_have_to_become_full_in_their_order():

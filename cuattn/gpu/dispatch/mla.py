@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
+
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, mla_arguments
@@ -15,6 +17,7 @@ from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.decoding import partitioned
 from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, Strides, capability
 from cuattn.gpu.dispatch.mla_config import (
+    CODE_KEYS,
     CODE_ROWS,
     FEW_CLUSTER,
     LATENT,
@@ -44,6 +47,9 @@ FEW_ROWS, FEW_KEYS = 32, 4096
 #: How many pairs of blocks of keys are one split in mla/decode_sm90.cu where that leaves no thread
 #: block more than a tile: the second pair takes less time than a launch that merges both.
 UNSPLIT_PAIRS = 2
+#: Blocks of keys of each multiprocessor up to which mla/decode_codes_sm90.cu has tiles of 32 rows
+#: at most: it takes less time to begin and to end one than a tile of 64.
+FEW_CODE_BLOCKS = 8
 #: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: where warps have whole rows
 #: (beyond, several each), and where they or their blocks have pieces of rows.
 COMBINE_BLOCKS, COMBINE_PIECES = 3, 2
@@ -98,11 +104,11 @@ class MlaCall:
         return True
 
     @property
-    def expandable(self) -> bool:
-        """Whether latents are plain, or codes that kernels with tensor cores expand."""
+    def has_expandable_codes(self) -> bool:
+        """Whether latents are codes of which kernels with tensor cores make operands."""
         spec, scales = self.spec, self.scales
         if scales is None:
-            return True
+            return False
         width = spec.head_dim_v // scales.groups
         return (
             spec.k_format in LATENT_FORMATS
@@ -171,7 +177,7 @@ class MlaTier(Protocol):
 
 
 class Sm90Mla:
-    """16-bit calls."""
+    """16-bit calls over plain latents."""
 
     name = "mla_sm90"
 
@@ -180,16 +186,12 @@ class Sm90Mla:
         spec = call.spec
         if capability(call.arch) != 90 or spec.dtype.itemsize != 2 or not call.vectors:
             return None
-        if (
-            spec.head_dim_v % 64
-            or call.rope_dim % 8
-            or spec.scale < LEAST_SCALE
-            or not call.expandable
-        ):
+        if call.scales is not None:
+            return None
+        if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale < LEAST_SCALE:
             return None
         mapped = addressable((*call.latent[:2], *call.rope[:2])) and call.num_pages > 0
         gather = call.top_k is not None or spec.page_size < 8 or not mapped
-        gather |= call.scales is not None
         if gather and not call.within_places:
             return None
         latent = rope = None
@@ -198,26 +200,19 @@ class Sm90Mla:
             rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
         if not gather and (few := _few(call, {"latent": latent, "rope": rope})) is not None:
             return few
-        variant = sm90_variant(spec.dtype.name, spec.k_format, gather=gather)
+        variant = sm90_variant(spec.dtype.name, gather=gather)
         queries = _query_maps(call, variant.config.rows)
         query_rows = math.prod(queries["q"].box[1:]) if queries else 0
-        launches = _merged(call, variant, query_rows)
-        main = dataclasses.replace(
-            launches.main,
-            arguments=(*launches.main.arguments, MLA_MAPS.arguments()),
-            tensor_maps={"latent": latent, "rope": rope} | queries,
-        )
-        return dataclasses.replace(launches, main=main)
+        launches = _merged(call, variant, query_rows=query_rows)
+        return _with_maps(launches, {"latent": latent, "rope": rope} | queries)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         if capability(arch) == 90:
             for dtype in ("float16", "bfloat16"):
-                yield sm90_variant(dtype, "", gather=False)
-                for format in LATENT_FORMATS:
-                    yield sm90_variant(dtype, format, gather=True)
-                for half_parts in (False, True):
-                    yield from combine_variants(dtype, 64, half_parts=half_parts)
+                for gather in (False, True):
+                    yield sm90_variant(dtype, gather=gather)
+                    yield from combine_variants(dtype, 64, half_parts=not gather)
                 yield few_variant(dtype)
 
 
@@ -250,6 +245,35 @@ def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None
     return MlaLaunches(main)
 
 
+def _with_maps(launches: MlaLaunches, maps: dict[str, TensorMap | None]) -> MlaLaunches:
+    """The launches, of which the first is told of MLA_MAPS, too."""
+    arguments = (*launches.main.arguments, MLA_MAPS.arguments())
+    main = dataclasses.replace(launches.main, arguments=arguments, tensor_maps=maps)
+    return dataclasses.replace(launches, main=main)
+
+
+def _code_maps(call: MlaCall) -> dict[str, TensorMap | None]:
+    """Pages of codes as mla/decode_codes_sm90.cu reads them: (columns, key, 1, page), of which TMA
+    copies 128 bytes of a page's keys at a time, or of 16; none where it cannot."""
+    spec = call.spec
+    if call.top_k is not None or spec.page_size < 8 or call.num_pages == 0:
+        return {}
+    if not addressable((*call.latent[:2], *call.rope[:2])):
+        return {}
+
+    def of(dtype: Any, width: int, strides: tuple[int, ...]) -> TensorMap:
+        page, key = strides[:2]
+        shape = width, spec.page_size, 1, call.num_pages
+        box = 128 // np.dtype(dtype).itemsize, min(spec.page_size, 16), 1, 1
+        return TensorMap(np.dtype(dtype), shape, (key, page, page), box)
+
+    latent = of(np.uint8, spec.head_dim_v, call.latent)
+    return {
+        "latent": latent,
+        "rope": of(spec.dtype, call.rope_dim, call.rope) if call.rope_dim else latent,
+    }
+
+
 def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
     """Pages as mla/decode_sm90.cu reads them: (64 columns, key, their number, page), of which TMA
     copies a page's keys at a time, or 64."""
@@ -266,12 +290,12 @@ def _panels(call: MlaCall, strides: tuple[int, ...], width: int) -> TensorMap:
 
 def _query_maps(call: MlaCall, rows: int) -> dict[str, TensorMap]:
     """Queries as mla/decode_sm90.cu reads them, where a tile of so many rows is one box of (64
-    columns, heads, tokens) of a sequence; none where it is not, and where latents are codes."""
+    columns, heads, tokens) of a sequence; none where it is not."""
     of_call = call.as_call()
     spec, q, q_rope = of_call.spec, of_call.strides.q, _q_rope_strides(call)
     heads, tokens = spec.heads_q // _head_tiles(spec, rows), spec.seqlen_q
     ragged = spec.rows == "ragged"
-    if call.scales is not None or not addressable((*q[:-1], *q_rope[:-1])):
+    if not addressable((*q[:-1], *q_rope[:-1])):
         return {}
     if heads % rows == 0:
         box = rows, 1
@@ -301,6 +325,20 @@ def _head_tiles(spec: AttentionSpec, rows: int) -> int:
     return tiles if spec.heads_q % tiles == 0 else 1
 
 
+def _code_rows(call: MlaCall) -> int:
+    """Rows of a tile of mla/decode_codes_sm90.cu."""
+    spec = call.as_call().spec
+    # Where splits do not depend on the batch, nor do tiles: ragged rows count as single tokens, and
+    # how many keys there are does not count.
+    fixed, ragged = call.num_splits == "fixed", spec.rows == "ragged"
+    rows = spec.heads_q * (1 if fixed and ragged else spec.seqlen_q)
+    tiles = rows // CODE_ROWS[-1] + spec.batch if ragged else -(-rows // CODE_ROWS[-1]) * spec.batch
+    blocks = tiles * -(-spec.seqlen_k // CODE_KEYS)
+    few = not fixed and blocks <= FEW_CODE_BLOCKS * call.multiprocessors
+    sizes = CODE_ROWS[:-1] if few else CODE_ROWS
+    return min([size for size in sizes if rows <= size], default=sizes[-1])
+
+
 class CodesMla:
     """Calls over codes where a multiprocessor has shared memory for them."""
 
@@ -309,7 +347,7 @@ class CodesMla:
     def serves(self, call: MlaCall) -> MlaLaunches | None:
         """The launch for a call, or None."""
         spec = call.spec
-        if call.scales is None or not call.vectors or not call.expandable:
+        if not call.vectors or not call.has_expandable_codes:
             return None
         if (
             spec.head_dim_v % 16
@@ -319,7 +357,13 @@ class CodesMla:
         ):
             return None
         variant = self._variant(call)
-        return None if variant is None else _merged(call, variant)
+        if variant is None:
+            return None
+        if capability(call.arch) != 90:
+            return _merged(call, variant)
+        maps = _code_maps(call)
+        key_rows = maps["rope"].box[1] if maps else 0
+        return _with_maps(_merged(call, variant, key_rows=key_rows), maps)
 
     def _variant(self, call: MlaCall) -> Variant | None:
         dtype, format = call.spec.dtype.name, call.spec.k_format
@@ -327,21 +371,14 @@ class CodesMla:
             return codes_variant(dtype, format, call.arch)
         if call.spec.dtype.itemsize != 2:
             return None
-        one = call.as_call().spec
-        # With splits that do not depend on the batch ragged rows count as single tokens.
-        tokens = 1 if (call.num_splits, one.rows) == ("fixed", "ragged") else one.seqlen_q
-        rows = one.heads_q * tokens
-        if rows > CODE_ROWS[-1] and call.spec.head_dim_v % 64 == 0:  # mla_sm90's
-            return None
-        tile = min([n for n in CODE_ROWS if rows <= n], default=CODE_ROWS[-1])
         several = call.scales is not None and call.scales.groups > 1
-        return codes_sm90_variant(dtype, format, tile, several_scales=several)
+        return codes_sm90_variant(dtype, format, _code_rows(call), several_scales=several)
 
     def variants(self, arch: str) -> Iterator[Variant]:
         """Every variant that `serves` can choose."""
         hopper = capability(arch) == 90
         for dtype in ("float16", "bfloat16"):
-            for format in LATENT_FORMATS[1:]:
+            for format in LATENT_FORMATS:
                 if hopper:
                     for rows, several in itertools.product(CODE_ROWS, (False, True)):
                         yield codes_sm90_variant(dtype, format, rows, several_scales=several)
@@ -398,12 +435,10 @@ def _partitioned(
     call: MlaCall,
     variant: Variant,
     head_tiles: int = 1,
-    query_rows: int = 0,
-    *,
-    tasks_by_block: bool = False,
+    **more: int,
 ) -> Launch:
     """The launch of a kernel whose blocks share all sequences' keys by decoding/schedule.cuh, which
-    takes tiles of heads as key heads that have the same keys."""
+    takes tiles of heads as key heads that have the same keys. `more` is as in mla_arguments."""
     launch = partitioned(call.as_call(head_tiles), variant)
     spec = call.as_call().spec
     rows = spec.heads_q // head_tiles * spec.seqlen_q
@@ -413,13 +448,12 @@ def _partitioned(
         call.rope,
         index_stride=call.top_k or 0,
         row_tiles=-(-rows // variant.config.rows),
-        query_rows=query_rows,
-        tasks_by_block=tasks_by_block,
+        **more,
     )
     return dataclasses.replace(launch, arguments=(*launch.arguments, own))
 
 
-def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches:
+def _merged(call: MlaCall, variant: Variant, **more: int) -> MlaLaunches:
     """The launch of a kernel that leaves partial results to a second one, where it may split keys.
     The grid is (tiles of heads, groups of blocks), and of the second (tasks, pieces of a tile's
     rows, pieces of O's columns). A task is a tile of rows; or, where there are more of these than
@@ -435,14 +469,14 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
     if _is_unsplit(call, variant.config, tasks):
         call = dataclasses.replace(call, num_splits=1)
     if call.num_splits == 1 or spec.seqlen_k <= _least_keys(call, variant.config):
-        launch = _partitioned(call, variant, head_tiles, query_rows)
+        launch = _partitioned(call, variant, head_tiles, **more)
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     by_block = (
         isinstance(variant.config, Sm90MlaConfig)
         and call.num_splits is None
         and 2 * tasks > call.multiprocessors * variant.config.blocks_per_sm
     )
-    launch = _partitioned(call, variant, head_tiles, query_rows, tasks_by_block=by_block)
+    launch = _partitioned(call, variant, head_tiles, tasks_by_block=by_block, **more)
     if by_block:
         tasks = math.prod(launch.grid)
     combine = _combine(call, variant, tasks, tiles * head_tiles, min(rows, variant.config.rows))
@@ -453,10 +487,9 @@ def _merged(call: MlaCall, variant: Variant, query_rows: int = 0) -> MlaLaunches
 
 def _is_unsplit(call: MlaCall, config: Any, tiles: int) -> bool:
     """Whether every tile has a thread block of its own, and so few keys that it takes longer to
-    split them. Pairs of codes, which are expanded, take longer than pairs of plain keys."""
+    split them."""
     return (
         isinstance(config, Sm90MlaConfig)
-        and not config.latent_format
         and call.num_splits is None
         and call.as_call().spec.seqlen_k <= UNSPLIT_PAIRS * config.tile_keys
         and tiles <= call.multiprocessors * config.blocks_per_sm

@@ -12,13 +12,14 @@ from cuattn.gpu.dispatch.launch import SHARED_KIB, capability
 
 LATENT = 512  # width that kernels pad latents to
 ROPE = 64  # … and what is rotated
-#: Formats of latents that kernels with tensor cores expand; "": as they are. Others go to `simt`.
-LATENT_FORMATS = ("", "int8", "float8_e4m3", "float8_e5m2")
+#: Formats of codes that kernels with tensor cores take; others go to `simt`.
+LATENT_FORMATS = ("int8", "float8_e4m3", "float8_e5m2")
 #: Columns of a latent that share a scale in these kernels, or twice as many, or all: kScaleColumns
 #: of mla/codes.cuh.
 SCALE_COLUMNS = 128
-#: Rows of a tile of mla/decode_codes_sm90.cu; mla/decode_codes.cu has the first.
-CODE_ROWS = (16, 32)
+#: Rows of a tile of mla/decode_codes_sm90.cu; mla/decode_codes.cu has the first. And its keys.
+CODE_ROWS = (16, 32, 64)
+CODE_KEYS = 64
 FEW_CLUSTER = 8  # thread blocks of a cluster of mla/decode_few_sm90.cu
 
 
@@ -104,11 +105,9 @@ class Sm90MlaConfig(Config):
     """mla/decode_sm90.cu."""
 
     dtype: str
-    gather: bool  # keys are read one by one: chosen tokens, small pages, codes
-    latent_format: int  # of codes, as in cuattn/_quantized.py; 0: elements of `dtype`
+    gather: bool  # keys are read one by one: chosen tokens, small pages
     consumer_registers: int
     producer_registers: int
-    producing_warps: int = 4  # eight where they expand codes
     blocks_per_sm: int = 1
 
     @property
@@ -123,24 +122,24 @@ class Sm90MlaConfig(Config):
 
     @property
     def threads(self) -> int:
-        """Two consuming warpgroups, and what produces."""
-        return 256 + 32 * self.producing_warps
+        """Two consuming warpgroups, and one that produces."""
+        return 384
 
     @property
     def smem_bytes(self) -> int:
-        """Q, two blocks of keys, then what is small: more of it where latents are codes."""
-        return 3 * self.rows * (LATENT + ROPE) * 2 + (10240 if self.latent_format else 3072)
+        """Q, two blocks of keys, then what is small."""
+        return 3 * self.rows * (LATENT + ROPE) * 2 + 3072
 
     @property
     def part_bytes(self) -> int:
-        """Scratch of a partial result: O, as float16 where it is plain keys', maxima and sums."""
+        """Scratch of a partial result: O, as float16 unless keys are gathered, maxima and sums."""
         return self.rows * (LATENT * (4 if self.gather else 2) + 8)
 
 
-def sm90_variant(dtype: str, format: str, *, gather: bool) -> Variant:
-    """Of mla/decode_sm90.cu, for latents of a format."""
-    registers = (192, 64, 8) if format else (208, 88, 4) if gather else (216, 72, 4)
-    config = Sm90MlaConfig(dtype, gather, format_number(format), *registers)
+def sm90_variant(dtype: str, *, gather: bool) -> Variant:
+    """Of mla/decode_sm90.cu."""
+    registers = (208, 88) if gather else (216, 72)
+    config = Sm90MlaConfig(dtype, gather, *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
 
 
@@ -163,7 +162,7 @@ class Sm90FewMlaConfig(Sm90MlaConfig):
 
 def few_variant(dtype: str) -> Variant:
     """Of mla/decode_few_sm90.cu."""
-    config = Sm90FewMlaConfig(dtype, False, 0, 216, 72, cluster=FEW_CLUSTER)
+    config = Sm90FewMlaConfig(dtype, False, 216, 72, cluster=FEW_CLUSTER)
     return Variant("mla/decode_few_sm90.cu", "mla_decode_few_sm90", config)
 
 
@@ -177,7 +176,7 @@ class CodesMlaConfig(Config):
     tile_keys: int
     stages: int  # of a group's ring
     groups: int  # of four warps
-    latent_format: int  # as in Sm90MlaConfig
+    latent_format: int  # of codes, as in cuattn/_quantized.py
     blocks_per_sm: int = 1
 
     @property
@@ -207,7 +206,7 @@ class Sm90CodesMlaConfig(Config):
     latent: int
     rows: int
     stages: int
-    latent_format: int  # as in Sm90MlaConfig
+    latent_format: int  # of codes, as in cuattn/_quantized.py
     several_scales: bool  # of a token
     warpgroups: int  # that compute
     operand_buffers: int
@@ -224,9 +223,11 @@ class Sm90CodesMlaConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Queries, probabilities, the ring, then what is small."""
-        stage = self.tile_keys * (LATENT + 16 + ROPE * 2) + 512 * self.several_scales + 224
+        scales = LATENT // SCALE_COLUMNS if self.several_scales else 1
+        small = self.tile_keys * (4 + 2 * scales) + 16
+        stage = -(-(self.tile_keys * (LATENT + ROPE * 2) + small) // 1024) * 1024
         queries = self.rows * (LATENT + ROPE) * 2
-        probabilities = self.warpgroups * self.rows * 256
+        probabilities = self.warpgroups * self.rows * (128 if self.rows == 64 else 256)
         small = self.rows * (44 * self.warpgroups + 40) + 2048
         return queries + probabilities + self.stages * stage + small
 
@@ -238,9 +239,10 @@ class Sm90CodesMlaConfig(Config):
 
 def codes_sm90_variant(dtype: str, format: str, rows: int, *, several_scales: bool) -> Variant:
     """Of mla/decode_codes_sm90.cu, for tiles of so many rows."""
-    warpgroups, *registers = (3, 144, 80) if rows == 16 else (2, 224, 56)
+    warpgroups, *registers = (3, 152, 56) if rows == 16 else (2, 224, 56)
     config = Sm90CodesMlaConfig(
-        *(dtype, LATENT, rows, 4, format_number(format), several_scales, warpgroups, 2, *registers)
+        *(dtype, LATENT, rows, 3 if rows == 64 else 4, format_number(format), several_scales),
+        *(warpgroups, 2, *registers),
     )
     return Variant("mla/decode_codes_sm90.cu", "mla_decode_codes_sm90", config)
 
