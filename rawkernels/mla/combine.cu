@@ -1,5 +1,5 @@
-// Merges the partial results that mla/decode_sm90.cu has left for the tiles of rows whose keys were
-// split.
+// Merges the partial results that mla/decode_sm90.cu, or a kernel for codes, has left for the tiles
+// of rows whose keys were split.
 //
 //   DecodeParams and MlaParams are those of the launch before; grid: (tasks, pieces of their tiles'
 //   rows, pieces of kColumns columns). In large calls, whose tiles have few partial results, a warp

@@ -1,5 +1,5 @@
-// Partial results of mla/decode_sm90.cu, which mla/combine.cu merges in a launch of its own: with
-// rows of 512 numbers that takes all multiprocessors.
+// Partial results of mla/decode_sm90.cu and of the kernels for codes, which mla/combine.cu merges
+// in a launch of its own: with rows of 512 numbers that takes all multiprocessors.
 #pragma once
 
 #include "decoding/combine.cuh"

@@ -1,8 +1,8 @@
-// Work partition of mla/decode_sm90.cu: each group of thread blocks has one piece of one sequence
-// where that gives none of them much more than an even share.
+// Work partition of mla/decode_sm90.cu and of the kernels for codes: each group of thread blocks
+// has one piece of one sequence where that gives none of them much more than an even share.
 //
 // A split costs more here than in the kernels that share all keys evenly (decoding/schedule.cuh): Q
-// of 72 KiB is loaded for it, and a partial result of 64 rows of 512 numbers is 128 KiB. Even
+// of 72 KiB is loaded for it, and a partial result of 64 rows of 512 floats is 128 KiB. Even
 // shares give most groups parts of two sequences. 64 sequences of 4096 tokens on 66 groups are 33
 // steps whole and 32 shared evenly, which took 160 us on an H200 where FlashMLA took 128; 23 of
 // 1012 on 132 groups are four pieces each, of 2 steps, and 1.4 steps shared evenly, in up to two
