@@ -65,6 +65,7 @@ struct WholeValues : Warpgroup {
       put_probabilities(s, scales, p, sum, largest);
       sync_own();
     }
+    add_up(sum);
     add_sums(sum);
   }
 

@@ -27,13 +27,13 @@ namespace mla {
 
 template <bool kShared>
 struct ComputingOf {
-  using type = WholeValues;
+  using Type = WholeValues;
 };
 template <>
 struct ComputingOf<true> {
-  using type = SharedValues;
+  using Type = SharedValues;
 };
-using Computing = ComputingOf<kSharesValues>::type;
+using Computing = ComputingOf<kSharesValues>::Type;
 
 // By one thread.
 __device__ __forceinline__ void prepare(Smem& smem) {

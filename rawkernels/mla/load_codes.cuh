@@ -1,8 +1,8 @@
 // Finds keys that are codes and copies them to shared memory by cp.async.
 #pragma once
 
+#include "mla/copy_codes.cuh"
 #include "mla/layout_codes.cuh"
-#include "ptx/cp_async.cuh"
 
 namespace mla {
 
@@ -22,30 +22,10 @@ struct Loader {
 
   // Asks for the next tile.
   __device__ __forceinline__ void copy(Stage& stage) {
-    // Places are in 16 bytes: half the registers of an address.
-    constexpr unsigned kNowhere = ~0u;
     const Place place = keys.next();
-    const unsigned own_latent = place.has ? place.in_chunks(params.k_stride, 4) : kNowhere;
-    const unsigned own_rope = place.in_chunks(mla.rope_stride, 3);
-    const int chunk = lane % 8, rope_dim = params.head_dim - params.head_dim_v;
-    const unsigned rope_bytes = ptx::shared_address(stage.rope) - ptx::shared_address(stage.codes);
-    const unsigned to = ptx::shared_address(stage.codes) + Tile::at(warp * 16 + lane / 8, chunk);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8;
-      const unsigned latent = __shfl_sync(~0u, own_latent, row);
-      const unsigned rope = __shfl_sync(~0u, own_rope, row);
-      const bool has = latent != kNowhere;
-      // Rows r and r + 4 differ in where their chunks lie, rows r and r + 8 do not.
-      const unsigned its_to = (to ^ i % 2 * 64) + i * 4 * Tile::kRowBytes;
-      const uint4* const from = static_cast<const uint4*>(params.k) + (latent + chunk);
-#pragma unroll
-      for (int quarter = 0; quarter < kQuarters; ++quarter)
-        ptx::cp_async_16(its_to + quarter * sizeof(stage.codes[0]), from + quarter * 8,
-                         has && quarter * kQuarter + chunk * 16 < params.head_dim_v);
-      ptx::cp_async_16(its_to + rope_bytes, static_cast<const uint4*>(mla.rope) + (rope + chunk),
-                       has && chunk * 8 < rope_dim);
-    }
+    // What is rotated lies behind the panels of codes.
+    copy_code_rows<kQuarters, sizeof(stage.codes[0])>(params, mla, place, stage.codes,
+                                                      warp * kWarpKeys);
 #pragma unroll
     for (int i = 0; i < kQuarters / 2; ++i)
       scales[i].load(params, place.page, place.slot, lane / 16 + 2 * i, place.has);

@@ -3,9 +3,9 @@
 // pages of fewer than 8 keys, are copied row by row, by cp.async.
 #pragma once
 
+#include "mla/copy_codes.cuh"
 #include "mla/layout_codes_sm90.cuh"
 #include "mla/maps.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 
 namespace mla {
@@ -124,30 +124,7 @@ struct Loader {
 
   // Row by row.
   __device__ __forceinline__ void copy_rows(Stage& stage, const Place& place) const {
-    // Places are in 16 bytes: half the registers of an address.
-    constexpr unsigned kNowhere = ~0u;
-    const unsigned own_latent = place.has ? place.in_chunks(params.k_stride, 4) : kNowhere;
-    const unsigned own_rope = place.in_chunks(mla.rope_stride, 3);
-    const int chunk = lane % 8, rope_dim = params.head_dim - params.head_dim_v;
-    const unsigned to =
-        ptx::shared_address(stage.panels[0]) + Panel::at(warp * kWarpKeys + lane / 8, chunk);
-#pragma unroll
-    for (int i = 0; i < kWarpKeys / 4; ++i) {
-      const int row = i * 4 + lane / 8;
-      const unsigned latent = __shfl_sync(~0u, own_latent, row);
-      const unsigned rope = __shfl_sync(~0u, own_rope, row);
-      const bool has = latent != kNowhere;
-      // Rows r and r + 4 differ in where their chunks lie, rows r and r + 8 do not.
-      const unsigned its_to = (to ^ i % 2 * 64) + i * 4 * Panel::kRowBytes;
-      const uint4* const from = static_cast<const uint4*>(params.k) + (latent + chunk);
-#pragma unroll
-      for (int panel = 0; panel < kKeyPanels; ++panel)
-        ptx::cp_async_16(its_to + panel * kKeyPanelBytes, from + panel * 8,
-                         has && panel * 128 + chunk * 16 < params.head_dim_v);
-      ptx::cp_async_16(its_to + kKeyPanels * kKeyPanelBytes,
-                       static_cast<const uint4*>(mla.rope) + (rope + chunk),
-                       has && chunk * 8 < rope_dim);
-    }
+    copy_code_rows<kKeyPanels, kKeyPanelBytes>(params, mla, place, stage.panels, warp * kWarpKeys);
   }
 };
 

@@ -65,9 +65,6 @@ struct SharedValues : Warpgroup {
     ptx::wgmma_keep(s);
   }
 
-  __device__ __forceinline__ Stage& stage_of(int block) const {
-    return smem.ring[(tiles + block) % kStages];
-  }
   // The parity of the use that a block of this split makes of its probabilities' place.
   __device__ __forceinline__ unsigned parity_of_p(int block) const {
     return ((block % 2 == 0 ? evens : tiles - evens) + block / 2) % 2;
@@ -104,8 +101,7 @@ struct SharedValues : Warpgroup {
       add_up(sum);
       sync_warpgroups();
     }
-#pragma unroll
-    for (int i = 0; i < kOwnSums; ++i) row_sum[i] += sum[i];
+    add_sums(sum);
   }
 
   // Waits for the other's; returns whether a maximum moves with them. To be followed by

@@ -62,13 +62,14 @@ struct Warpgroup : CodeProducts {
     return {max(keys.begin, split.begin), min(keys.end, split.end)};
   }
 
+  __device__ __forceinline__ Stage& stage_of(int block) const {
+    return smem.ring[(tiles + block) % kStages];
+  }
   __device__ __forceinline__ Stage& await_stage(int block) {
     const unsigned tile = tiles + block;
-    Stage& stage = smem.ring[tile % kStages];
     ptx::mbarrier_wait(smem.full[tile % kStages], tile / kStages % 2);
-    return stage;
+    return stage_of(block);
   }
-
   __device__ __forceinline__ ptx::Mbarrier (&empty_of(int block) const)[2] {
     return smem.empty[(tiles + block) % kStages];
   }
@@ -155,9 +156,8 @@ struct Warpgroup : CodeProducts {
   }
 
   // Adds up a block's probabilities over the eight lanes that have the same rows, each of which
-  // ends with one of these.
-  __device__ __forceinline__ static void add_up(float (&sum)[kSums]) {
-    const int lane = threadIdx.x % 32;
+  // ends with the sums of some of these.
+  __device__ __forceinline__ void add_up(float (&sum)[kSums]) const {
 #pragma unroll
     for (int level = 0; level < 3; ++level) {
       const int distance = 16 >> level, count = kSums >> (level + 1);
@@ -172,8 +172,7 @@ struct Warpgroup : CodeProducts {
       }
     }
   }
-  __device__ __forceinline__ void add_sums(float (&sum)[kSums]) {
-    add_up(sum);
+  __device__ __forceinline__ void add_sums(const float (&sum)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kOwnSums; ++i) row_sum[i] += sum[i];
   }

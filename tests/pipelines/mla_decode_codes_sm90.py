@@ -82,26 +82,31 @@ class Warp:
         self.first = number == warp == 0  # has the first threads, one for each row
 
     def __call__(self, own, split) -> Iterator[NamedTuple]:
-        n, w, first = self.number, self.warp, self.first
         yield from self.all_meet()
-        if first:
+        if self.first:
             yield Write("split")
         yield from self.all_meet()
         yield Read("split")
         if split == END:
             return
-        yield Write(f"q.{n}.{w}")
-        if first:
+        yield Write(f"q.{self.number}.{self.warp}")
+        if self.first:
             yield Write("visible")
         yield from self.all_meet()
+        yield from self.blocks(split)
+        yield from self.merge_sums()
+        yield from self.put_values()
+        yield Advance("split")
+
+    def blocks(self, split: Split) -> Iterator[NamedTuple]:
+        """What it does about the blocks of a split, at whose end it is then."""
+        n = self.number
         yield Advance("block", n)
         own_blocks = len(range(n, split.blocks, self.warpgroups))
         for _ in range(own_blocks):
             yield from self.block(split.raises)
             yield Advance("block", self.warpgroups)
         yield Advance("block", split.blocks - n - own_blocks * self.warpgroups)
-        yield from self.merge()
-        yield Advance("split")
 
     def all_meet(self) -> Iterator[NamedTuple]:
         yield Sync("all", EACH * 32)
@@ -142,16 +147,18 @@ class Warp:
         yield Advance(f"p.{n}")
         yield Advance(f"own.{n}")
 
-    def merge(self) -> Iterator[NamedTuple]:
-        """O is sent to the first warpgroup in the queries' place."""
-        n, w = self.number, self.warp
-        yield Write(f"sums.{n}.{w}")
+    def merge_sums(self) -> Iterator[NamedTuple]:
+        yield Write(f"sums.{self.number}.{self.warp}")
         yield from self.all_meet()
         if self.first:
             yield from (Read(f"sums.{number}.{warp}") for number, warp in self.everybody())
             yield Write("factors")
         yield from self.all_meet()
         yield Read("factors")
+
+    def put_values(self) -> Iterator[NamedTuple]:
+        """O is sent to the first warpgroup in the queries' place."""
+        n, w = self.number, self.warp
         for _ in range(PRODUCTS):
             if n > 0:
                 yield Write(f"sent.{n}.{w}")
@@ -170,31 +177,14 @@ class Sharing(Warp):
     def __init__(self, number: int, warp: int) -> None:
         super().__init__(2, number, warp)
 
-    def __call__(self, own, split) -> Iterator[NamedTuple]:
-        n, w = self.number, self.warp
-        yield from self.all_meet()
-        if self.first:
-            yield Write("split")
-        yield from self.all_meet()
-        yield Read("split")
-        if split == END:
-            return
-        yield Write(f"q.{n}.{w}")
-        if self.first:
-            yield Write("visible")
-        yield from self.all_meet()
+    def blocks(self, split: Split) -> Iterator[NamedTuple]:
         yield Read("visible")
-        for block in range(n, split.blocks + 2, 2):  # its next one
+        for block in range(self.number, split.blocks + 2, 2):  # its next one
             yield from self.round(block, split)
         yield Advance("block", split.blocks)
-        yield Write(f"sums.{n}.{w}")
-        yield from self.all_meet()
-        if self.first:
-            yield from (Read(f"sums.{number}.{warp}") for number, warp in self.everybody())
-            yield Write("factors")
-        yield from self.all_meet()
-        yield from (Read("factors"), Read("split"))
-        yield Advance("split")
+
+    def put_values(self) -> Iterator[NamedTuple]:
+        yield from (Read("split"), Read("factors"))
 
     def round(self, block: int, split: Split) -> Iterator[NamedTuple]:
         """The values of its last block, the scores of its next one, and the other's values."""

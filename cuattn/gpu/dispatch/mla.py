@@ -104,6 +104,13 @@ class MlaCall:
         return True
 
     @property
+    def has_boxes(self) -> bool:
+        """Whether TMA can copy keys that lie side by side in a page at a time."""
+        strides = (*self.latent[:2], *self.rope[:2])
+        whole_pages = self.top_k is None and self.spec.page_size >= 8 and self.num_pages > 0
+        return whole_pages and addressable(strides)
+
+    @property
     def has_expandable_codes(self) -> bool:
         """Whether latents are codes of which kernels with tensor cores make operands."""
         spec, scales = self.spec, self.scales
@@ -190,8 +197,7 @@ class Sm90Mla:
             return None
         if spec.head_dim_v % 64 or call.rope_dim % 8 or spec.scale < LEAST_SCALE:
             return None
-        mapped = addressable((*call.latent[:2], *call.rope[:2])) and call.num_pages > 0
-        gather = call.top_k is not None or spec.page_size < 8 or not mapped
+        gather = not call.has_boxes
         if gather and not call.within_places:
             return None
         latent = rope = None
@@ -256,9 +262,7 @@ def _code_maps(call: MlaCall) -> dict[str, TensorMap | None]:
     """Pages of codes as mla/decode_codes_sm90.cu reads them: (columns, key, 1, page), of which TMA
     copies 128 bytes of a page's keys at a time, or of 16; none where it cannot."""
     spec = call.spec
-    if call.top_k is not None or spec.page_size < 8 or call.num_pages == 0:
-        return {}
-    if not addressable((*call.latent[:2], *call.rope[:2])):
+    if not call.has_boxes:
         return {}
 
     def of(dtype: Any, width: int, strides: tuple[int, ...]) -> TensorMap:

@@ -212,7 +212,7 @@ class Sm90CodesMlaConfig(Config):
     operand_buffers: int
     computing_registers: int
     loading_registers: int
-    tile_keys: int = 64
+    tile_keys: int = CODE_KEYS
     blocks_per_sm: int = 1
 
     @property
