@@ -138,7 +138,7 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     ],
 )
 def test_what_merges_is_resident_at_a_time(changes, grid, columns, shared):
-    combine = choose_mla(described(**changes)).combine
+    combine = choose_mla(described(**({"page_size": 4, "max_pages": 128} | changes))).combine
     config = combine.variant.config
     assert (combine.grid, config.columns, config.shared_rows) == (grid, columns, shared)
     assert combine.variant in set(dispatch.variants("sm_90a"))
@@ -186,46 +186,55 @@ def test_rows_that_lie_too_far_apart_are_left_to_others(format):
 
 
 @pytest.mark.parametrize(
-    ("changes", "clusters", "tiles"),
+    ("changes", "blocks", "tiles"),
     [
-        ({"batch": 1}, 1, 1),  # eight blocks of keys
-        ({"batch": 1, "max_pages": 9}, 2, 1),
-        ({"batch": 1, "heads": 32, "max_pages": 64}, 8, 1),
-        ({"batch": 1, "heads": 16, "max_pages": 128}, 15, 1),
-        ({"batch": 1, "heads": 3, "window": (9, 0), "page_size": 256}, 4, 1),
-        ({"batch": 2, "heads": 8, "seqlen_q": 2, "max_pages": 64}, 7, 1),
-        ({"batch": 15}, 1, 1),
+        ({"batch": 1}, 8, 1),  # one for each block of keys
+        ({"batch": 1, "max_pages": 2}, 1, 1),  # one for each warpgroup
+        ({"batch": 1, "heads": 32, "max_pages": 5}, 5, 1),
+        ({"batch": 1, "heads": 32, "max_pages": 4}, 1, 1),
+        ({"batch": 1, "max_pages": 9999}, 132, 1),
+        ({"batch": 1, "heads": 3, "window": (9, 0), "page_size": 256}, 32, 1),
+        ({"batch": 2, "heads": 8, "seqlen_q": 2, "max_pages": 99}, 66, 1),
+        ({"batch": 64, "max_pages": 6}, 1, 1),
+        ({"batch": 64, "max_pages": 7}, 2, 1),
+        ({"batch": 500, "max_pages": 16}, 1, 1),
+        ({"batch": 1, "heads": 128, "max_pages": 66}, 33, 4),
+        ({"batch": 33, "heads": 128, "max_pages": 6}, 1, 4),
     ],
 )
-def test_few_sequences_have_clusters_each(changes, clusters, tiles):
+def test_thread_blocks_of_few_rows(changes, blocks, tiles):
     launches = choose_mla(described(**changes))
     launch = launches.main
     assert launch.variant.source == "mla/decode_few_sm90.cu"
     assert launch.variant in set(dispatch.variants("sm_90a"))
-    assert launch.grid == (8 * clusters, tiles, changes["batch"])
-    part_bytes = launch.variant.config.part_bytes if clusters > 1 else 0
-    assert launch.workspace_bytes == math.prod(launch.grid) * part_bytes
+    assert launch.grid == (blocks, tiles, changes["batch"])
+    each = launch.variant.config.workspace_bytes(blocks) if blocks > 1 else 0
+    assert launch.workspace_bytes == tiles * changes["batch"] * each
     assert (launches.combine, launches.part_bytes, launches.task_bytes) == (None, 0, 0)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (34, 32)])
+def test_tiles_of_few_rows(heads, rows):
+    assert choose_mla(described(heads=heads)).main.variant.config.rows == rows
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"heads": 33},
-        {"max_pages": 129},
-        {"heads": 32, "max_pages": 65},
-        {"batch": 2, "max_pages": 65},
-        {"heads": 128},
+        {"heads": 128, "max_pages": 67},  # each tile reads all keys
+        {"heads": 128, "batch": 34, "max_pages": 6},
+        {"batch": 2, "max_pages": 8 * 132 + 1},  # lengths may differ
+        {"batch": 500, "max_pages": 17},
         {"num_splits": 4},
         {"num_splits": "fixed"},
-        {"batch": 16},
         {"page_size": 4},
         {"top_k": 10},
         {"heads": 17, "format": "int8"},
         {"arch": "sm_80"},
     ],
 )
-def test_what_clusters_leave(changes):
+def test_what_few_rows_leave(changes):
     launch = choose_mla(described(**({"batch": 1} | changes))).main
     assert launch.variant.source != "mla/decode_few_sm90.cu"
 
@@ -250,7 +259,7 @@ def test_what_the_hopper_kernel_leaves(changes, tier):
     ("heads", "seqlen_q", "tiles"), [(16, 5, 2), (40, 2, 2), (65, 1, 1), (128, 2, 4), (16, 4, 1)]
 )
 def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, tiles):
-    launch = choose_mla(described(heads=heads, seqlen_q=seqlen_q)).main
+    launch = choose_mla(described(heads=heads, seqlen_q=seqlen_q, max_pages=999)).main
     assert packed(launch, DECODE_PARAMS)["heads_kv"] == tiles
 
 
@@ -272,7 +281,7 @@ def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, til
     ],
 )
 def test_nothing_is_merged_where_nothing_can_be_split(changes, merges):
-    launches = choose_mla(described(**({"heads": 128} | changes)))
+    launches = choose_mla(described(**({"heads": 128, "batch": 34} | changes)))
     assert launches.main.workspace_bytes == 0
     assert [bool(n) for n in (launches.combine, launches.part_bytes, launches.task_bytes)] == [
         merges
@@ -294,7 +303,7 @@ def test_nothing_is_merged_where_nothing_can_be_split(changes, merges):
     ],
 )
 def test_queries_are_loaded_as_boxes(changes, box):
-    launch = choose_mla(described(**changes)).main
+    launch = choose_mla(described(**({"max_pages": 999} | changes))).main
     maps = launch.tensor_maps
     rows = packed(launch, MLA_PARAMS)["query_rows"]
     if box is None:
@@ -311,7 +320,8 @@ def test_queries_are_loaded_as_boxes(changes, box):
 
 @pytest.mark.parametrize("changes", [{"page_size": 4}, {"top_k": 10}])
 def test_keys_that_lie_apart_are_gathered(changes):
-    for call, gathers in ((described(), False), (described(**changes), True)):
+    calls = described(heads=128, max_pages=99), described(**changes)
+    for call, gathers in zip(calls, (False, True), strict=True):
         launch = choose_mla(call).main
         assert launch.variant.config.gather is gathers
         assert (launch.tensor_maps["latent"] is None) is gathers

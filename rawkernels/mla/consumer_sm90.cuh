@@ -1,5 +1,5 @@
-// What the two consuming warpgroups of mla/decode_sm90.cu and decode_few_sm90.cu do with a split's
-// keys: scores, softmax, and O, of which each holds half.
+// What the two consuming warpgroups of mla/decode_sm90.cu do with a split's keys: scores, softmax,
+// and O, of which each holds half.
 //
 // O of 64 rows takes half of a multiprocessor's registers. So each of two consumers holds 256
 // columns of it, computes the scores of every second block of keys, and gives its probabilities to
@@ -11,15 +11,12 @@
 
 #include "mla/operands_sm90.cuh"
 #include "ptx/bar.cuh"
-#include "ptx/cluster.cuh"
 #include "tile/softmax.cuh"
 
 namespace mla {
 
-// A consumer of a block's work: the odd one has odd blocks of keys and the right half of O. Blocks
-// of a split follow each other; or, where kApart, the thread blocks of clusters take them in turn.
-// The last pair may be one block.
-template <bool kApart>
+// A consumer of a block's work: the odd one has odd blocks of keys and the right half of O. The
+// last pair may be one block.
 struct Consumer {
   Smem& smem;
   const DecodeParams& params;
@@ -38,16 +35,10 @@ struct Consumer {
   tile::OnlineSoftmax softmax;
   float o[kLatent / 4];
 
-  // From a pair's even block to its odd one, and from pair to pair.
-  __device__ __forceinline__ static int odd_distance() {
-    return kApart ? gridDim.x * kBlockKeys : kBlockKeys;
-  }
-  __device__ __forceinline__ static int pair_distance() { return 2 * odd_distance(); }
-
   // Of a split.
   __device__ __forceinline__ void start() {
     const decoding::Split& split = work->split;
-    first = kApart ? split.origin + blockIdx.x * kBlockKeys : split.origin;
+    first = split.origin;
     const tile::Range all = keys_of(split, kRows - 1), none_before = keys_of(split, 0);
     common = {all.begin, none_before.end};
     if (lane % 4 == 0) {
@@ -75,7 +66,7 @@ struct Consumer {
   // S = Q Kᵀ of this consumer's block, panel by panel as they arrive: issued, not waited for.
   template <bool kOdd>
   __device__ __forceinline__ void multiply_keys(float (&s)[kBlockKeys / 2]) {
-    const unsigned q = uniform_base<kApart>(smem.q), k = uniform_base<kApart>(smem.k[kOdd]);
+    const unsigned q = uniform_base(smem.q), k = uniform_base(smem.k[kOdd]);
     ptx::wgmma_keep(s);
     ptx::wgmma_fence();
 #pragma unroll
@@ -97,7 +88,7 @@ struct Consumer {
 
   // O += P V of this consumer's half of the values, for its own block's probabilities: issued.
   __device__ __forceinline__ void multiply_own_values(const unsigned (&p)[kBlockKeys / 4]) {
-    const unsigned v = uniform_base<kApart>(smem.k[odd][first_panel]);
+    const unsigned v = uniform_base(smem.k[odd][first_panel]);
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
 #pragma unroll
@@ -109,8 +100,8 @@ struct Consumer {
 
   // The same for the other's.
   __device__ __forceinline__ void multiply_other_values() {
-    const unsigned v = uniform_base<kApart>(smem.k[!odd][first_panel]);
-    const unsigned a = uniform_base<kApart>(smem.k[!odd][kRopePanel]);
+    const unsigned v = uniform_base(smem.k[!odd][first_panel]);
+    const unsigned a = uniform_base(smem.k[!odd][kRopePanel]);
     ptx::wgmma_keep(o);
     ptx::wgmma_fence();
 #pragma unroll
@@ -170,11 +161,11 @@ struct Consumer {
       multiply_own_values(p);
       finish_values(smem.empty_first[0]);
       if (--pairs == 0) break;
-      first += pair_distance();
+      first += 2 * kBlockKeys;
       parity ^= 1;
       float s[kBlockKeys / 2];  // nothing of one round is kept for the next
       multiply_keys<false>(s);
-      add_other_block(first - odd_distance());
+      add_other_block(first - kBlockKeys);
       ptx::wgmma_wait_group<1>();
       ptx::wgmma_keep(s);
       if (pairs == 1) leave_queries();
@@ -183,14 +174,12 @@ struct Consumer {
       if (raises) tile::scale_rows(o, correction);
     }
     if (!ends_even) {
-      add_other_block(first + odd_distance());
+      add_other_block(first + kBlockKeys);
       finish_values(smem.empty_first[1]);
     }
     parity ^= 1;
   }
 
-  // Where few pairs decide how long it takes, the odd block's scores do not wait for the even one's
-  // values.
   __device__ __forceinline__ void odd_rounds(int pairs) {
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
@@ -203,35 +192,24 @@ struct Consumer {
         finish_values(smem.empty_second[0]);
         break;
       }
-      if (kApart) multiply_keys<true>(s);
       add_other_block(first);
-      if (kApart) {
-        ptx::wgmma_wait_group<1>();
-      } else {
-        finish_values(smem.empty_second[0]);
-        multiply_keys<true>(s);
-        ptx::wgmma_wait_group<0>();
-      }
+      finish_values(smem.empty_second[0]);
+      multiply_keys<true>(s);
+      ptx::wgmma_wait_group<0>();
       ptx::wgmma_keep(s);
       if (last) leave_queries();
-      const bool raises = soften(s, p, first + odd_distance(), correction);
-      if (kApart) finish_values(smem.empty_second[0]);
+      const bool raises = soften(s, p, first + kBlockKeys, correction);
       if (raises) tile::scale_rows(o, correction);
-      clear_values(1, first + odd_distance());
+      clear_values(1, first + kBlockKeys);
       multiply_own_values(p);
       finish_values(smem.empty_second[1]);
-      first += pair_distance();
+      first += 2 * kBlockKeys;
       parity ^= 1;
     }
   }
 
-  // After this consumer's last scores: the cluster may write where Q was, or TMA the next split's.
-  __device__ __forceinline__ void leave_queries() const {
-    if (kApart)
-      ptx::cluster_arrive();
-    else
-      tile::arrive_warp(smem.empty_q);
-  }
+  // After this consumer's last scores: TMA may write the next split's Q.
+  __device__ __forceinline__ void leave_queries() const { tile::arrive_warp(smem.empty_q); }
 
   // Scores of keys that a row does not see become -inf.
   __device__ __forceinline__ void hide_keys(float (&s)[kBlockKeys / 2], int key) {

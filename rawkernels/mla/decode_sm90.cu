@@ -21,7 +21,7 @@
 namespace mla {
 
 // Takes splits from the producer, and puts their results, or partial ones.
-struct SplitConsumer : Consumer<false> {
+struct SplitConsumer : Consumer {
   using HalfPart = PartialTile<kRows, kLatent, true>;
   using Part = PartialTile<kRows, kLatent, kHalfParts>;
   static_assert(sizeof(Part) == kRows * (kLatent * (kHalfParts ? 2 : 4) + 8),

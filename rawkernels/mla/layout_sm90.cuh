@@ -73,10 +73,15 @@ static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of 
 
 // Panel i of a buffer in the order in which they become free and are loaded, and how many of them
 // the first half has: the left values, with the probabilities where the even consumer reads them.
+// Where the same warps copy both halves, an odd block's right values come first: the even consumer
+// is done with the left ones, and the probabilities, behind the scores of its next block.
 __device__ __forceinline__ constexpr int panel_in_order(int buffer, int i) {
+  if (Config::gather) return buffer == 0 || i == kRopePanel ? i : i ^ 4;
   return buffer == 0 || i < 4 ? i : i == 4 ? kRopePanel : i - 1;
 }
-__device__ __forceinline__ constexpr int first_panels(int buffer) { return buffer == 0 ? 4 : 5; }
+__device__ __forceinline__ constexpr int first_panels(int buffer) {
+  return buffer == 0 || Config::gather ? 4 : 5;
+}
 // Whether panel i in this order has a barrier of its own, which is that of those that follow too.
 __device__ __forceinline__ constexpr bool says_full(int buffer, int i) {
   return !Config::gather || i == 0 || i == first_panels(buffer);
@@ -89,10 +94,7 @@ enum Barrier {
   kBoth,                   // both consumers wait for each other
   kOwn,                    // and kOwn + 1: the warps of a consumer, 128 threads
   // Mbarriers are there: the warp that has made them arrives, the producing warps wait.
-  kReady = kOwn + 2,
-  // Of decode_few_sm90.cu.
-  kRequested,  // Q has been requested, ahead of keys, and barriers are there: all threads
-  kLoaders     // the producing warps wait for each other, 128 threads
+  kReady = kOwn + 2
 };
 constexpr int kReadyThreads = 32 * (kProducers + 1);
 

@@ -56,11 +56,19 @@ struct KeyLookup {
     ask_token();
   }
   __device__ __forceinline__ Place next() {
+    const Place place = found();
+    ask();
+    return place;
+  }
+  // Its parts, for who uses what was found before more is asked for. Otherwise that is loaded to
+  // other registers, and waited for where they are moved, at the end of a loop.
+  __device__ __forceinline__ Place found() const {
     const kvcache::PageTable table = page_table(params);
-    const Place found = {has_page ? table.existing(entry) : 0, table.slot(paged), has_page};
+    return {has_page ? table.existing(entry) : 0, table.slot(paged), has_page};
+  }
+  __device__ __forceinline__ void ask() {
     ask_page();
     ask_token();
-    return found;
   }
 
  private:

@@ -1,187 +1,312 @@
-// Merges what the thread blocks of mla/decode_few_sm90.cu have of a tile of rows: those of a
-// cluster through distributed shared memory, and the clusters through global memory.
+// Merges what the thread blocks of mla/decode_few_sm90.cu have of a tile of rows, in the same
+// launch, through global memory.
 //
-// A thread block of a cluster merges kOwnColumns columns of O. It gets the others' by st.async, in
-// the place of Q, which by then nobody needs. A cluster leaves its result for the last one of the
-// tile with a flag: packets that hold the launch's id beside their numbers, as of
-// decoding/combine.cuh, would be twice as many bytes for few blocks to read.
+// A task is a piece of a row, of so many columns that there are about as many tasks as thread
+// blocks. Each thread block leaves a partial result of all rows, and sends every task a packet of
+// 16 bytes with the row's maximum and sum there, and with the launch's id. So a thread block polls
+// packets that only it reads, and then reads its columns of all partial results.
+//
+// No deadlock: a thread block waits for others only if the last one has begun, before which all
+// others have. Else it leaves its tasks to the last one, and says so in the packet that it sends
+// there. The last one waits for thread blocks that come before it in the grid, and that are
+// resident or have ended.
 #pragma once
 
-#include "mla/layout_sm90.cuh"
+#include "mla/layout_few_sm90.cuh"
+#include "mla/schedule.cuh"
 #include "ptx/acquire_release.cuh"
-#include "ptx/cluster.cuh"
 
 namespace mla {
 
-constexpr int kCluster = Config::cluster;
-constexpr int kOwnColumns = kLatent / kCluster;
-constexpr int kOwnVecs = kOwnColumns / 4;
-
-struct FewSmem : Smem {
-  float final_max[kRows];           // of this block's rows
-  float2 max_sum[kCluster][kRows];  // of those of each block
-  ptx::Mbarrier received;           // the cluster's blocks' results
+// O of a thread block's keys as float16, relative to a maximum such that it fits.
+using HalfTile = PartialTile<64, kLatent, true>;
+struct FewPart {
+  uint4 o[kRows][kLatent / 8];
 };
-static_assert(sizeof(FewSmem) <= Config::smem_bytes, "Config has to ask for all of it");
 
-// Four columns of O of a row, of each block of the cluster.
-using Inbox = decoding::FourColumns<float>[kCluster][kOwnVecs];
+// What a tile of rows has in the workspace of the launch.
+struct FewWorkspace {
+  FewPart* parts;             // of each thread block
+  ptx::B128* packets;         // of each task, from each thread block
+  unsigned long long* begun;  // the launch's id, when the last thread block runs
 
-__device__ __forceinline__ Inbox& inbox_row(FewSmem& smem, int row) {
-  return reinterpret_cast<Inbox*>(smem.q)[row];
-}
-
-// Rows of O on their way to others, in the place of odd blocks of keys, with a stride that puts
-// neighbouring rows into other banks.
-constexpr int kFewRows = 32, kStagedStride = kLatent + 8;
-static_assert(kFewRows * kStagedStride * 4 <= sizeof(Smem::k[1]) &&
-                  kFewRows * sizeof(Inbox) <= sizeof(Smem::q),
-              "rows that come and rows that go have places of their own");
-
-__device__ __forceinline__ float* staged_row(FewSmem& smem, int row) {
-  return reinterpret_cast<float*>(smem.k[1]) + row * kStagedStride;
-}
-
-// What a thread block leaves of the columns that it merges, where its cluster is not the last one.
-struct ClusterPartial {
-  unsigned long long flag;  // the launch's id, when the rest is there
-  alignas(16) float2 max_sum[kRows];
-  decoding::FourColumns<float> o[kRows][kOwnVecs];
-};
-static_assert(sizeof(ClusterPartial) == 16 + kRows * (8 + 4 * kOwnColumns),
-              "part_bytes of the Config must have room for it");
-
-// Who has work for a tile of rows: blocks of keys are dealt out to thread blocks in turn.
-struct FewBlocks {
-  const int count;  // of blocks of keys
-
-  __device__ __forceinline__ explicit FewBlocks(const decoding::Split& split)
-      : count(split.end > split.begin ? (split.end - split.origin - 1) / kBlockKeys + 1 : 0) {}
-  __device__ __forceinline__ static int cluster() { return blockIdx.x / kCluster; }
-  __device__ __forceinline__ static int rank() { return blockIdx.x % kCluster; }
-  // Of this thread block.
-  __device__ __forceinline__ int own() const {
-    const int first = blockIdx.x, step = gridDim.x;
-    return first < count ? (count - first - 1) / step + 1 : 0;
-  }
-  // Thread blocks of this cluster that have any.
-  __device__ __forceinline__ int peers() const {
-    return min(max(count - cluster() * kCluster, 0), kCluster);
-  }
-  // Clusters that have any; the first has a result to write even where there are no keys.
-  __device__ __forceinline__ int clusters() const {
-    const int all = gridDim.x / kCluster, needed = (count + kCluster - 1) / kCluster;
-    return max(min(all, needed), 1);
+  __device__ __forceinline__ explicit FewWorkspace(const DecodeParams& params) {
+    const long long blocks = gridDim.x, tasks = max(static_cast<int>(gridDim.x), kRows);
+    const long long bytes =
+        blocks * static_cast<long long>(sizeof(FewPart)) + blocks * tasks * 16 + 16;
+    unsigned char* const own = static_cast<unsigned char*>(params.workspace) +
+                               (blockIdx.z * gridDim.y + blockIdx.y) * bytes;
+    parts = reinterpret_cast<FewPart*>(own);
+    packets = reinterpret_cast<ptx::B128*>(parts + blocks);
+    begun = reinterpret_cast<unsigned long long*>(packets + blocks * tasks);
   }
 };
 
-// Merges a tile of rows; by the threads of both consumers, after they have sent.
 struct FewMerge {
-  using Sum = decoding::Partial<T>;
-  static constexpr int kBatch = 8;  // partial results that a thread has on their way
+  static constexpr int kRowVecsLog2 = 6;  // of eight columns
+  // Partial results that a thread has on their way: its share of those of 132 thread blocks.
+  static constexpr int kBatch = kRows / 4 + 1;
 
-  FewSmem& smem;
+  Smem& smem;
   const DecodeParams& params;
   const decoding::Split& split;
-  const FewBlocks blocks;
-  const int rows;  // that exist
+  const int rows;    // that exist
+  const int blocks;  // thread blocks that have keys
+  const FewWorkspace workspace = FewWorkspace(params);
+  const unsigned long long id = params.launch_id | 1;
+  // A row has 1 << row_shift tasks, of a line of memory at least, and not more than blocks are.
+  const int row_shift = find_row_shift();
+  const int tasks = rows << row_shift;
+  const Divisor by_blocks = Divisor(blocks);
 
-  __device__ __forceinline__ void run() const {
-    ptx::mbarrier_wait_cluster(smem.received, 0);
-    const int before = blocks.clusters() - 1;  // clusters before the last one
-    const bool is_last = FewBlocks::cluster() == before;
-    if (is_last) await_clusters(before);
-#pragma unroll 1
-    for (int item = threadIdx.x; item < rows * kOwnVecs; item += kConsumers) {
-      const int row = item / kOwnVecs, vec = item % kOwnVecs;
-      Sum whole = merged_over_cluster(row, vec);
-      if (is_last) {
-        if (before > 0) add_clusters(before, row, vec, whole);
-        put_columns<T>(params, output_row<T, kRows>(params, split, row, whole.max, whole.sum),
-                       FewBlocks::rank() * kOwnColumns + vec * 4, whole.o);
-      } else {
-        ClusterPartial& part = partial(FewBlocks::cluster());
-        part.o[row][vec] = whole.o;
-        if (vec == 0) part.max_sum[row] = {whole.max, whole.sum};
+  // By the last thread block, as soon as it runs, and by those that want to know.
+  __device__ __forceinline__ void begin() const {
+    if (blocks > 1 && blockIdx.x + 1 == blocks)
+      ptx::store_relaxed(workspace.begun, params.launch_id);
+  }
+  __device__ __forceinline__ unsigned long long load_begun() const {
+    return blocks > 1 && threadIdx.x == 0 ? ptx::load_relaxed(workspace.begun) : 0;
+  }
+
+  // Of this thread block: what warpgroups' O of a row is multiplied by, and its maximum and sum.
+  __device__ __forceinline__ void add_sums(int row) const {
+    float max = tile::negative_infinity(), sum = 0.0f, largest = 0.0f, factors[kWarpgroups];
+#pragma unroll
+    for (const auto& row_max : smem.row_max) max = fmaxf(max, row_max[row]);
+#pragma unroll
+    for (int i = 0; i < kWarpgroups; ++i) {
+      factors[i] = weight(smem.row_max[i][row], max);
+      float its_largest = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) {
+        sum = fmaf(factors[i], smem.warp_sum[i][warp][row], sum);
+        its_largest = fmaxf(its_largest, smem.warp_max[i][warp][row]);
       }
+      largest = fmaf(factors[i], its_largest, largest);
     }
-    ptx::bar_sync(kBoth, kConsumers);
-    const int thread = threadIdx.x;
-    if (!is_last) {
-      if (thread == 0) ptx::store_release(&partial(FewBlocks::cluster()).flag, params.launch_id);
-    } else if (thread < before) {
-      partial(thread).flag = 0;  // for a replay of the launch in a CUDA graph
+    float factor = 0.0f;
+    if (blocks > 1) {
+      const int rise = HalfTile::rise_for(largest);
+      factor = HalfTile::factor_for(rise);
+      smem.max_sum[row] = {max + rise, sum * factor};
+    } else if (row < rows) {
+      const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
+      put_lse(params, result);
+      smem.out_at[row] = result.at;
+      factor = result.factor;
     }
+#pragma unroll
+    for (int i = 0; i < kWarpgroups; ++i) smem.factors[i][row] = factor * factors[i];
+  }
+
+  // O from shared memory to where it goes.
+  __device__ __forceinline__ void put_rows() const {
+    constexpr int kVecs = kLatent / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < rows * kVecs; i += kThreads) {
+      const int row = i / kVecs, vec = i % kVecs;
+      const uint4 own = reinterpret_cast<const uint4*>(row_of_o(smem, row))[vec];
+      if (blocks > 1)
+        workspace.parts[blockIdx.x].o[row][vec] = own;
+      else if (vec * 8 < params.head_dim_v)
+        *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + smem.out_at[row] + vec * 8) = own;
+    }
+  }
+
+  // Sends what this thread block has of each task, which is in its part by then. By all threads.
+  __device__ __forceinline__ void send() const {
+    const bool merges = blockIdx.x + 1 == blocks || smem.waits;
+#pragma unroll 1
+    for (int task = threadIdx.x; task < tasks; task += kThreads) {
+      const float2 own = smem.max_sum[row_of(task)];
+      ptx::fence_acquire_release();
+      ptx::store_relaxed(
+          packet(task, blockIdx.x),
+          {merges ? id : ~id,
+           static_cast<unsigned long long>(__float_as_uint(own.y)) << 32 | __float_as_uint(own.x)});
+    }
+  }
+
+  // Merges this thread block's tasks, and those that others have left to it.
+  __device__ __forceinline__ void run() const {
+    const bool last = blockIdx.x + 1 == blocks;
+    if (!last && !smem.waits) return;
+    int block = blockIdx.x;
+    bool some_left = false;  // not to look for them if there are none
+#pragma unroll 1
+    do {
+      some_left |= merge_tasks_of(block);
+      if (some_left) __syncthreads();  // what was read may be written again
+      block = some_left ? next_left(block) : blocks;
+    } while (block < blocks);
+    if (last && threadIdx.x == 0) *workspace.begun = 0;  // for a replay in a CUDA graph
   }
 
  private:
-  __device__ __forceinline__ Sum merged_over_cluster(int row, int vec) const {
-    const int peers = blocks.peers();
-    const Inbox& inbox = inbox_row(smem, row);
-    Sum whole;
-    float2 max_sum[kCluster];
-    decoding::FourColumns<float> o[kCluster];
-#pragma unroll
-    for (int peer = 0; peer < kCluster; ++peer) {
-      max_sum[peer] = smem.max_sum[peer][row];
-      o[peer] = inbox[peer][vec];
-    }
-#pragma unroll
-    for (int peer = 0; peer < kCluster; ++peer) {
-      if (peer >= peers) {
-        max_sum[peer] = {tile::negative_infinity(), 0.0f};
-        o[peer] = {};
-      }
-      whole.max = fmaxf(whole.max, max_sum[peer].x);
-    }
-#pragma unroll
-    for (int peer = 0; peer < kCluster; ++peer)
-      whole.add(o[peer], max_sum[peer].x, max_sum[peer].y);
-    return whole;
+  __device__ __forceinline__ int find_row_shift() const {
+    return (rows * 2 <= blocks) + (rows * 4 <= blocks) + (rows * 8 <= blocks);
+  }
+  __device__ __forceinline__ int row_of(int task) const { return task >> row_shift; }
+  __device__ __forceinline__ ptx::B128* packet(int task, int from) const {
+    return workspace.packets + task * gridDim.x + from;
   }
 
-  __device__ __forceinline__ ClusterPartial& partial(int cluster) const {
-    const int block =
-        (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + cluster * kCluster + FewBlocks::rank();
-    return static_cast<ClusterPartial*>(params.workspace)[block];
+  // The next thread block that has left its tasks, first of all of them behind the last one.
+  __device__ __forceinline__ int next_left(int block) const {
+    int next = block + 1 < blocks ? block + 1 : 0;
+    while (next + 1 < blocks && !smem.left[next]) ++next;
+    return next + 1 < blocks ? next : blocks;
   }
 
-  // Waits for what `count` clusters leave; each lane for one of them. They have lower indices than
-  // the one that waits: no deadlock. A flag in memory needs no initial value, since no stale
-  // content is this launch's random id.
-  __device__ __forceinline__ void await_clusters(int count) const {
+  // Tasks are dealt out from the last thread block on, which so has one in any case. Whether some
+  // thread blocks have left theirs, if it is that one.
+  __device__ __forceinline__ bool merge_tasks_of(int block) const {
+    const int first = blocks - 1 - block;
+    if (first >= tasks) return false;
+    const int own = by_blocks.divide_up(tasks - first);
+    // A packet for each thread.
+    const int its_task = by_blocks.divide(threadIdx.x);
+    ptx::B128* const its_packet =
+        its_task < own ? packet(first + its_task * blocks, threadIdx.x - its_task * blocks)
+                       : nullptr;
+    const bool some_left = await(its_packet, first == 0);
+    // Eight columns for each thread. All have the same task, and those with the same columns a
+    // share of the partial results each; or there are several tasks, whole rows then, for 64
+    // threads each.
+    const int shift = own > 1 ? kRowVecsLog2 : kRowVecsLog2 - row_shift;
+    const int vec = threadIdx.x & (1 << shift) - 1;
+    const int shares = own > 1 ? 1 : kThreads >> shift;
 #pragma unroll 1
-    for (int cluster = threadIdx.x % 32; cluster < count; cluster += 32)
-      while (ptx::load_acquire(&partial(cluster).flag) != params.launch_id) {
+    for (int begin = 0; begin < own << shift; begin += kThreads) {
+      const int index = begin + threadIdx.x >> shift;
+      const int own_task = own > 1 ? index : 0, share = own > 1 ? 0 : index;
+      if (own_task >= own) break;
+      const int task = first + own_task * blocks, row = row_of(task);
+      const int column = ((task & (1 << row_shift) - 1) << shift) + vec << 3;
+      const float2* const max_sum = smem.their_max_sum + own_task * blocks;
+      const uint4* const parts = &workspace.parts->o[row][column / 8];
+      uint4 words[kBatch];
+      request(words, parts, share, shares);
+      // While these are on their way: the row's maximum and sum, and what becomes of it.
+      const float2 whole = find_max_sum(max_sum);
+      const OutputRow result = output_row<T, kRows>(params, split, row, whole.x, whole.y);
+      float sum[8] = {};
+#pragma unroll 1
+      for (int from = share; from < blocks;) {
+        add(sum, words, max_sum, whole.x, from, shares);
+        from += shares * kBatch;
+        if (from < blocks) request(words, parts, from, shares);
       }
-    __syncwarp();
+      if (shares > 1) add_shares(sum, shift);
+      if (share > 0) break;
+      if (column == 0) put_lse(params, result);
+      unsigned packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        packed[i] = tile::pack<T>(sum[2 * i] * result.factor, sum[2 * i + 1] * result.factor);
+      if (column < params.head_dim_v)
+        *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + result.at + column) = {
+            packed[0], packed[1], packed[2], packed[3]};
+    }
+    // For a replay of the launch in a CUDA graph, which has the same id.
+    if (its_packet != nullptr) ptx::store_relaxed(its_packet, {0, 0});
+    return some_left;
   }
 
-  // Adds what they have left.
-  __device__ __forceinline__ void add_clusters(int count, int row, int vec, Sum& whole) const {
-#pragma unroll 1
-    for (int first = 0; first < count; first += kBatch) {
-      float2 max_sum[kBatch];
-      float4 o[kBatch];
-      float new_max = whole.max;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        // What does not exist is read as the last is, and not added.
-        const ClusterPartial& part = partial(min(first + i, count - 1));
-        max_sum[i] = __ldcg(&part.max_sum[row]);
-        o[i] = __ldcg(reinterpret_cast<const float4*>(&part.o[row][vec]));
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i >= count) max_sum[i] = {tile::negative_infinity(), 0.0f};
-        new_max = fmaxf(new_max, max_sum[i].x);
-      }
-      whole.rescale(new_max);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (first + i < count)
-          whole.add({o[i].x, o[i].y, o[i].z, o[i].w}, max_sum[i].x, max_sum[i].y);
+  // Waits for a packet, if this thread has one. It needs no initial value, since no stale content
+  // is this launch's random id. Whether a thread has one of a thread block that has left its tasks,
+  // as is said to the last one.
+  __device__ __forceinline__ bool await(const ptx::B128* packet, bool last) const {
+    bool left = false;
+    if (packet != nullptr) {
+      ptx::B128 got;
+      do {
+        got = ptx::load_acquire(packet);
+      } while (got.low != id && got.low != ~id);
+      smem.their_max_sum[threadIdx.x] = {__uint_as_float(static_cast<unsigned>(got.high)),
+                                         __uint_as_float(static_cast<unsigned>(got.high >> 32))};
+      left = last && got.low != id;
+      if (last) smem.left[threadIdx.x] = left;
     }
+    return __syncthreads_or(left);
+  }
+
+  // Requests eight columns of partial results begin, begin + step, …, and adds them.
+  __device__ __forceinline__ void request(uint4 (&words)[kBatch], const uint4* parts, int begin,
+                                          int step) const {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int block = begin + i * step;
+      words[i] = {};
+      if (block < blocks) words[i] = __ldcg(parts + block * (sizeof(FewPart) / 16));
+    }
+  }
+  __device__ __forceinline__ void add(float (&sum)[8], const uint4 (&words)[kBatch],
+                                      const float2* max_sum, float max, int begin, int step) const {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float factor = weight(max_sum[min(begin + i * step, blocks - 1)].x, max);
+      const unsigned pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 x = HalfTile::pair(pairs[j]);
+        sum[2 * j] = fmaf(factor, x.x, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(factor, x.y, sum[2 * j + 1]);
+      }
+    }
+  }
+
+  // Adds up the sums of threads whose numbers differ by multiples of 1 << shift, for the first of
+  // them. By all threads.
+  __device__ __forceinline__ void add_shares(float (&sum)[8], int shift) const {
+#pragma unroll
+    for (int log2 = 3; log2 < 5; ++log2)
+#pragma unroll
+      for (float& x : sum) {
+        const float other = __shfl_xor_sync(~0u, x, 1 << log2);
+        if (shift <= log2) x += other;
+      }
+    float4* const sums = reinterpret_cast<float4*>(smem.q) + 2 * threadIdx.x;
+    static_assert(kThreads * 32 <= sizeof(Smem::q), "a thread's sums take Q's place");
+    sums[0] = {sum[0], sum[1], sum[2], sum[3]};
+    sums[1] = {sum[4], sum[5], sum[6], sum[7]};
+    __syncthreads();
+    const int step = max(1 << shift, 32);
+    if (threadIdx.x >= step) return;
+#pragma unroll
+    for (int i = 1; i < kThreads / 32; ++i) {
+      const bool has = i * step < kThreads;
+      const float4* const others = sums + (has ? 2 * i * step : 0);
+      const float4 low = others[0], high = others[1];
+      if (!has) continue;
+      sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
+      sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+    }
+  }
+
+  // Maximum and sum of a row, from those of its partial results. By a warp.
+  __device__ __forceinline__ float2 find_max_sum(const float2* of_parts) const {
+    const int lane = threadIdx.x % 32;
+    float max = tile::negative_infinity(), sum = 0.0f;
+#pragma unroll 1
+    for (int i = lane; i < blocks; i += 32) max = fmaxf(max, of_parts[i].x);
+    max = from_ordered(__reduce_max_sync(~0u, ordered(max)));
+#pragma unroll 1
+    for (int i = lane; i < blocks; i += 32)
+      sum = fmaf(weight(of_parts[i].x, max), of_parts[i].y, sum);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    return {max, sum};
+  }
+  // Integers in the order of floats, which warps have an instruction for; and back.
+  __device__ __forceinline__ static int ordered(float x) {
+    return __float_as_int(x) ^ (__float_as_int(x) >> 31 & 0x7FFFFFFF);
+  }
+  __device__ __forceinline__ static float from_ordered(int x) {
+    return __int_as_float(x ^ (x >> 31 & 0x7FFFFFFF));
+  }
+  __device__ __forceinline__ static float weight(float own, float max) {
+    return ptx::ex2(own - tile::OnlineSoftmax::offset(max, 1.0f));
   }
 };
 

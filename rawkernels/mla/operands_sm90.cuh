@@ -15,11 +15,8 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned base, int byte
   constexpr unsigned long long kHigh = 1ull << 62 | 1024ull >> 4 << 32;  // swizzle, 8 rows apart
   return kHigh | (base + static_cast<unsigned>(bytes >> 4) + (leading >> 4 << 16));
 }
-// In a cluster the address has the block's rank above the offset in shared memory.
-template <bool kCluster>
 __device__ __forceinline__ unsigned uniform_base(const void* tile) {
-  const unsigned address = ptx::shared_address(tile);
-  return __shfl_sync(~0u, (kCluster ? address & 0x3FFFF : address) >> 4, 0);
+  return __shfl_sync(~0u, ptx::shared_address(tile) >> 4, 0);
 }
 
 // 16-byte pieces of Q, zeros for rows and columns that do not exist.

@@ -22,6 +22,21 @@ __device__ __forceinline__ B128 load_relaxed(const B128* address) {
   return value;
 }
 
+// The same as an acquire: what was written before a release is seen after it.
+__device__ __forceinline__ B128 load_acquire(const B128* address) {
+  B128 value;
+  asm volatile(
+      "{\n"
+      ".reg .b128 whole;\n"
+      "ld.acquire.gpu.global.b128 whole, [%2];\n"
+      "mov.b128 {%0, %1}, whole;\n"
+      "}"
+      : "=l"(value.low), "=l"(value.high)
+      : "l"(address)
+      : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_relaxed(B128* address, B128 value) {
   asm volatile(
       "{\n"

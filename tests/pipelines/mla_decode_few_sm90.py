@@ -1,233 +1,233 @@
-"""The pipeline of mla/decode_few_sm90.cu: thread blocks of a cluster, each with the producing and
-consuming warps of mla/decode_sm90.cu for blocks of keys of its own, and what they send each other;
-and clusters, which leave their results to the last one.
+"""The pipeline of mla/decode_few_sm90.cu: two warpgroups, each of which asks for its own blocks of
+keys, and adds its O to the other's; and thread blocks of a tile, which merge through global memory.
 
-An input is a launch: how many blocks of keys each thread block of the cluster has. Two thread
-blocks stand for a cluster's. Of `clusters`, an input is how many of them have keys.
+An input is a launch. Of `pipeline`, which is one thread block up to its copy of O: how many blocks
+of keys each warpgroup has. A warp's products read its own rows of keys as keys, all of them as
+values; zeros are written to keys of every block, though the kernel does that at ends only. Of
+`merging`: how many thread blocks have keys, and which of them have not seen the last one begin,
+which it does then when these have ended. Another launch with the same id must find no packets.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.pipelines import mla_decode_sm90, source
+from tests.pipelines import source
 from tests.pipelines.explorer import END, Advance, Arrive, Copy, Pipeline, Read, Sync, Wait, Write
-from tests.pipelines.mla_decode_sm90 import (
-    EACH,
-    FIRST,
-    PARTS,
-    SIDE,
-    WARPS,
-    after_queries,
-    second,
-)
 
 KERNEL = "mla/decode_few_sm90.cu"
-BLOCKS = 2  # that are modelled
-MOST_KEYS = 5  # blocks of keys that a thread block has
-CLUSTERS = 3
+WARPS = 4  # of a warpgroup
+MOST_KEYS = 4  # blocks of keys that a warpgroup has
+#: Groups of panels, each with an mbarrier, of the halves that become free together, in the order of
+#: a warpgroup, which begins with its own columns. What is rotated is in the last one.
+HALVES = ((0, 1), (2, 3))
+GROUPS = range(4)
+
+BLOCKS = 4  # of a tile: thread blocks that `merging` has
+MERGING_WARPS = 2  # of each that are modelled
+TASKS = 3
+
+#: Meetings at a barrier, by what is done by then: a kind each, so that tests can leave out one.
+PLACES = (
+    *("queries", "maxima", "probabilities", "first half", "second half", "sums", "factors", "o"),
+    *("part", "packets", "shares", "read"),
+)
+MEET = {place: type(place, (Sync,), {}) for place in PLACES}
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
     """What of the source decides who waits for whom."""
 
-    arrivals: tuple[tuple[str, int], ...]
+    full: int  # arrivals
+    own: int  # threads that meet where a warpgroup does
+    all: int
 
 
 def protocols() -> set[Protocol]:
     """Every protocol that some variant has."""
     text = source.text(KERNEL)
-    found = set()
-    for constants in source.constants_of_variants(KERNEL):
-        arrivals = source.arrivals(text, constants)
-        used = {name: n for name, n in arrivals.items() if not name.endswith(("_work", "_q"))}
-        found.add(Protocol(tuple(sorted(used.items()))))
-    return found
+    (own,) = re.findall(r"bar_sync\(1 \+ number, (\w+)\)", text)
+    return {
+        Protocol(source.arrivals(text, constants)["full"], int(own), constants["kThreads"])
+        for constants in source.constants_of_variants(KERNEL)
+    }
 
 
-def of_block(block: int, operations: Iterator[NamedTuple]) -> Iterator[NamedTuple]:
-    """Operations of one thread block, whose barriers and memory are its own. Each piece of Q gives
-    place to what every thread block sends."""
-    for operation in operations:
-        names = {
-            field: f"{block}:{value}" for field, value in operation._asdict().items()
-            if isinstance(value, str) and value != "cluster"
-        }  # fmt: skip
-        named = operation._replace(**names)
-        if isinstance(operation, Read | Write) and operation.memory.startswith("q."):
-            for sender in range(BLOCKS):
-                yield named._replace(memory=f"{named.memory}.{sender}")
-        else:
-            yield named
+class Warp:
+    """A warp of a warpgroup; the first one asks for keys, the others for queries."""
 
-
-def produce(block: int, warp: int, own, counts) -> Iterator[NamedTuple]:
-    """A producing warp, which has half of a buffer."""
-    if counts != END:
-        yield from of_block(block, _produce(warp, counts[block]))
-
-
-def _produce(warp: int, count: int) -> Iterator[NamedTuple]:
-    if warp == 0:
-        yield Write("runs")
-    yield Sync("loaders", 32)
-    yield Arrive("requested", 32)
-    buffer, half = warp // 2, warp % 2
-    for _ in range(buffer, count, 2):
-        yield Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
-        for part in (FIRST[buffer], second(buffer))[half]:
-            full = f"full_{part}.{buffer}"
-            yield Arrive(full, copies=WARPS)
-            yield from (Copy(full, f"{part}.{buffer}.{copy}") for copy in range(WARPS))
-        yield Advance(f"k.{buffer}")
-        yield Advance(f"rotated.{buffer}", 2)
-
-
-class Warp(mla_decode_sm90.Warp):
-    """A warp of a consumer."""
-
-    def __init__(self, block: int, odd: int, warp: int) -> None:
-        super().__init__(odd, warp)
-        self.block = block
+    def __init__(self, number: int, warp: int) -> None:
+        self.number, self.warp = number, warp
 
     def __call__(self, own, counts) -> Iterator[NamedTuple]:
         if counts == END:
             return
-        block, odd, warp = self.block, self.odd, self.warp
-        count = counts[block]
-        yield from of_block(block, self.compute(count, sum(map(bool, counts))))
-        yield from of_block(block, self.stage(count))
-        yield Wait("cluster")
-        for owner in range(BLOCKS) if count else ():
-            yield Read(f"{owner}:runs")
-            if owner != block:
-                yield Advance(f"{owner}:q")
-            yield Copy(f"{owner}:received", f"{owner}:q.{odd}.{warp}.{block}")
-        yield Wait(f"{block}:received")
-        for o, w, sender in itertools.product(range(2), range(WARPS), range(BLOCKS)):
-            if counts[sender]:
-                yield Read(f"{block}:q.{o}.{w}.{sender}")
-        if odd + warp == 0:
-            yield Write(f"{block}:runs")  # it may end: no other block is at its memory any more
+        n, w = self.number, self.warp
+        if w == 0 and counts[n]:
+            yield from (*self.load(0), *self.load(1))
+        if w > 0:
+            yield from (Write(f"q.{n}.{piece}") for piece in range(w - 1, WARPS, WARPS - 1))
+        if n == w == 0:  # has the first threads, one for each row
+            yield Write("visible")
+        yield MEET["queries"]("all", 32)
+        for left in reversed(range(counts[n])):
+            yield from self.block(more=left > 0)
+        yield from self.put(counts)
 
-    def compute(self, count: int, senders: int) -> Iterator[NamedTuple]:
-        yield Write(f"q.{self.odd}.{self.warp}")
-        yield Sync("requested", EACH * 32)
-        yield Read("runs")
-        if self.odd + self.warp == 0:  # what the cluster will send is known
-            yield Arrive("received", copies=senders * 2 * WARPS)
-        yield Sync("both", EACH * 32)
-        operations: list[NamedTuple] = []
-        if count:
-            operations += [Write(f"max.{self.odd}.{self.warp}"), Advance("rounds")]
-            operations.append(Sync("both", EACH * 32))
-            rounds = self.odd_rounds if self.odd else self.even_rounds
-            operations += rounds((count + 1) // 2, count % 2 == 1)
-        yield from after_queries(iter(operations), [Arrive("cluster")])
-        yield Advance("q")
+    def load(self, half: int) -> Iterator[NamedTuple]:
+        """Asks for the keys of the block whose turn it is in that half."""
+        for group in HALVES[half]:
+            full = f"full.{self.number}.{group}"
+            yield Arrive(full, copies=WARPS)
+            yield from (Copy(full, f"keys.{self.number}.{group}.{warp}") for warp in range(WARPS))
 
-    def odd_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
-        """Scores are issued before the even block's values are."""
-        for pair in range(pairs):
-            has_block = not (ends_even and pair + 1 == pairs)
-            if has_block:
-                yield from self.issue_scores(1)
-            yield from self.other_block(0)
-            if has_block:
-                yield from self.read_keys(1)
-                yield from self.soften(1)
-            yield from self.values(0)
-            yield from self.probabilities(0)
-            yield Arrive("empty_second.0", EACH)
-            yield Advance("k.0")
-            yield Advance("rotated.0", 2)
-            if has_block:
-                yield Advance("rounds")
-                for _ in range(2):
-                    yield from self.values(1)
-                yield Arrive("empty_second.1", EACH)
-                yield Advance("k.1")
+    def block(self, *, more: bool) -> Iterator[NamedTuple]:
+        n, w, own, ring = self.number, self.warp, f"own.{self.number}", f"block.{self.number}"
+        for group in GROUPS:
+            yield from (Wait(f"full.{n}.{group}"), Read(f"keys.{n}.{group}.{w}"))
+        yield from (Read(f"q.{number}.{warp}") for number, warp in everybody())
+        yield Read("visible")
+        yield from (Write(f"keys.{n}.{group}.{w}") for group in GROUPS)  # zeros
+        yield from (Write(f"max.{n}.{w}"), MEET["maxima"](own, 32))
+        yield from (Read(f"max.{n}.{warp}") for warp in range(WARPS))
+        yield from (Write(f"p.{n}.{w}"), MEET["probabilities"](own, 32))
+        for half, place in enumerate(("first half", "second half")):
+            yield from self.values(half)
+            if more:
+                yield MEET[place](own, 32)
+                if w == 0:
+                    yield from (Advance(ring), *self.load(half), Advance(ring, -1))
+        yield Advance(ring)
 
-    def stage(self, count: int) -> Iterator[NamedTuple]:
-        """This warp's rows to the place of odd blocks of keys."""
-        if count:
-            yield Write(f"sum.{self.odd}.{self.warp}")
-            yield Sync("both", EACH * 32)
-            yield Write(f"{SIDE[self.odd]}.1.{self.warp}")
-            yield Sync("both", EACH * 32)
-            for odd, warp in itertools.product(range(2), range(WARPS)):
-                yield Read(f"sum.{odd}.{warp}")
-                yield Read(f"{SIDE[odd]}.1.{warp}")
+    def values(self, half: int) -> Iterator[NamedTuple]:
+        yield from (Read(f"p.{self.number}.{warp}") for warp in range(WARPS))
+        for group, warp in itertools.product(HALVES[half], range(WARPS)):
+            yield Read(f"keys.{self.number}.{group}.{warp}")
+
+    def put(self, counts: tuple[int, int]) -> Iterator[NamedTuple]:
+        """O for the other warpgroup is sent in the place of the left half of the panels."""
+        n, w = self.number, self.warp
+        yield Advance(f"block.{1 - n}", counts[1 - n])  # to where the other is
+        yield from (Write(f"sum.{n}.{w}"), Write(f"max.{n}.{w}"), MEET["sums"]("all", 32))
+        if n == w == 0:
+            for number, warp in everybody():
+                yield from (Read(f"sum.{number}.{warp}"), Read(f"max.{number}.{warp}"))
+            yield Write("factors")
+        yield from (Write(f"keys.{n}.{group}.{w}") for group in HALVES[n])
+        yield MEET["factors"]("all", 32)
+        yield Read("factors")
+        yield from (Read(f"keys.{1 - n}.{group}.{w}") for group in HALVES[1 - n])
+        yield from (Advance("q"), Write(f"q.{n}.{w}"), MEET["o"]("all", 32))
+        yield from (Read(f"q.{number}.{warp}") for number, warp in everybody())
+        yield Read("factors")  # or what else the first threads have written for each row
+
+
+def everybody() -> Iterator[tuple[int, int]]:
+    return itertools.product(range(2), range(WARPS))
 
 
 def pipeline(p: Protocol) -> Pipeline:
-    """The model of a protocol. A launch is one input."""
-    arrivals = dict(p.arrivals)
-    rings, barriers, memory = {"cluster": 1}, {"cluster": ("cluster", BLOCKS * 2 * WARPS)}, {}
-    processes = {}
-    for block in range(BLOCKS):
-        own_rings = ["once", "rounds", "q", *(f"{k}.{n}" for k in ("k", "rotated") for n in (0, 1))]
-        rings |= {f"{block}:{ring}": 1 for ring in own_rings}
-        own = {
-            "loaders": ("once", 128),
-            "requested": ("once", 384),
-            "both": ("once", 256),
-            "own": ("once", 128),
-            "received": ("once", arrivals["received"]),
-            **{f"probabilities_{which}": ("once", 256) for which in ("even", "odd")},
-        }
-        pieces = {"runs": "once"}
-        for n in range(2):
-            for half in ("first", "second"):
-                own[f"empty_{half}.{n}"] = f"k.{n}", arrivals[f"empty_{half}"]
-            for part in PARTS:
-                own[f"full_{part}.{n}"] = f"k.{n}", arrivals["full_k"]
-            for warp in range(WARPS):
-                pieces |= {f"{part}.{n}.{warp}": f"k.{n}" for part in PARTS[:2]}
-                pieces |= {f"rotated.{n}.{warp}": f"rotated.{n}", f"max.{n}.{warp}": "rounds"}
-                pieces |= {f"q.{n}.{warp}.{sender}": "q" for sender in range(BLOCKS)}
-                pieces[f"sum.{n}.{warp}"] = "once"
-        barriers |= {f"{block}:{name}": (f"{block}:{r}", n) for name, (r, n) in own.items()}
-        memory |= {f"{block}:{name}": f"{block}:{ring}" for name, ring in pieces.items()}
-        for warp in range(4):
-            processes[f"block {block} producer {warp}"] = functools.partial(produce, block, warp)
-        for odd, warp in itertools.product(range(2), range(WARPS)):
-            processes[f"block {block} consumer {odd} warp {warp}"] = Warp(block, odd, warp)
+    """The model of a protocol."""
+    rings = {"once": 1, "q": 1, "block.0": 1, "block.1": 1}
+    barriers = {"all": ("once", p.all), "own.0": ("once", p.own), "own.1": ("once", p.own)}
+    memory = {"visible": "once", "factors": "once"}
+    for n in range(2):
+        barriers |= {f"full.{n}.{group}": (f"block.{n}", p.full) for group in GROUPS}
+    for n, w in everybody():
+        memory |= {f"q.{n}.{w}": "q", f"sum.{n}.{w}": "once"}
+        memory |= {f"{name}.{n}.{w}": f"block.{n}" for name in ("max", "p")}
+        memory |= {f"keys.{n}.{group}.{w}": f"block.{n}" for group in GROUPS}
+    processes = {f"warpgroup {n} warp {w}": Warp(n, w) for n, w in everybody()}
     inputs = [(a, b) for a in range(MOST_KEYS + 1) for b in (a, a - 1) if b >= 0]
     return Pipeline(rings, barriers, memory, processes, tuple(inputs))
 
 
-def clusters() -> Pipeline:
-    """What clusters leave for the last one that has keys, each with a flag in global memory; of a
-    launch, which begins when the one before has ended."""
-    processes = {
-        f"cluster {cluster} warp {warp}": functools.partial(merge, cluster, warp)
-        for cluster, warp in itertools.product(range(CLUSTERS), range(WARPS))
-    }
-    barriers = {f"both.{cluster}": ("once", WARPS) for cluster in range(CLUSTERS)}
-    barriers |= {f"flag.{cluster}": ("once", 1) for cluster in range(CLUSTERS)}
-    memory = {
-        f"partial.{cluster}.{warp}": "once"
-        for cluster, warp in itertools.product(range(CLUSTERS), range(WARPS))
-    }
-    return Pipeline({"once": 1}, barriers, memory, processes, tuple(range(1, CLUSTERS + 1)))
+class MergingWarp:
+    """A warp of a thread block of a tile."""
+
+    def __init__(self, block: int, warp: int, heeds: bool) -> None:
+        self.block, self.warp, self.heeds = block, warp, heeds
+
+    def __call__(self, own, launch) -> Iterator[NamedTuple]:
+        if launch == END:
+            return
+        blocks, left = launch
+        if self.block < blocks:
+            yield from self.merge(blocks, left)
+        yield Sync("launch")
+        if self.block == self.warp == 0:
+            yield from (Advance("cleared"), Read("begun"))
+            for task, sender in itertools.product(range(TASKS), range(blocks)):
+                yield Read(f"packet.{task}.{sender}")
+
+    def merge(self, blocks: int, left: tuple[int, ...]) -> Iterator[NamedTuple]:
+        block, warp, last = self.block, self.warp, blocks - 1
+        if block == last:
+            yield from (Wait(f"ended.{other}") for other in left)
+        if block == last and warp == 0:
+            yield from (Write("begun"), Arrive("begun"))
+        elif block not in left and warp == 0:
+            yield from (Wait("begun"), Read("begun"))
+        yield from (Write(f"part.{block}.{warp}"), MEET["part"](f"all.{block}"))
+        for task in range(warp, TASKS, MERGING_WARPS):
+            yield from (Write(f"packet.{task}.{block}"), Arrive(f"packet.{task}.{block}"))
+        others = left if block == last else ()
+        for owner in (block, *others) if block not in left or not self.heeds else ():
+            yield from self.tasks_of(owner, blocks)
+            if others:
+                yield MEET["read"](f"all.{block}")
+                yield from (Read(f"left.{block}.{w}") for w in range(MERGING_WARPS))
+        if block in left:
+            yield Arrive(f"ended.{block}")
+        if block == last and warp == 0:
+            yield from self.clear("begun")
+
+    def tasks_of(self, owner: int, blocks: int) -> Iterator[NamedTuple]:
+        block, warp, warps = self.block, self.warp, range(MERGING_WARPS)
+        tasks = range(blocks - 1 - owner, TASKS, blocks)
+        if not tasks:
+            return
+        packets = [f"packet.{task}.{sender}" for task in tasks for sender in range(blocks)]
+        for packet in packets[warp::MERGING_WARPS]:
+            yield from (Wait(packet), Read(packet))
+        yield Write(f"max_sum.{block}.{warp}")
+        if owner == blocks - 1:
+            yield Write(f"left.{block}.{warp}")
+        yield MEET["packets"](f"all.{block}")
+        yield from (Read(f"max_sum.{block}.{w}") for w in warps)
+        yield from (Read(f"part.{s}.{w}") for s, w in itertools.product(range(blocks), warps))
+        if len(tasks) == 1:  # of which every thread has a share, and the first ones add them up
+            yield from (Write(f"shares.{block}.{warp}"), MEET["shares"](f"all.{block}"))
+            yield from (Read(f"shares.{block}.{w}") for w in warps if warp == 0)
+        for packet in packets[warp::MERGING_WARPS]:
+            yield from self.clear(packet)
+        yield Advance(f"merged.{block}")
+
+    def clear(self, what: str) -> Iterator[NamedTuple]:
+        yield from (Advance("cleared"), Write(what), Advance("cleared", -1))
 
 
-def merge(cluster: int, warp: int, own, count) -> Iterator[NamedTuple]:
-    """A warp of a thread block that merges its columns of all clusters."""
-    if count == END or cluster >= count:
-        return
-    before = range(count - 1)
-    if cluster < count - 1:
-        yield Write(f"partial.{cluster}.{warp}")
-    else:
-        yield from (Wait(f"flag.{other}") for other in before)
-        yield from (Read(f"partial.{o}.{w}") for o, w in itertools.product(before, range(WARPS)))
-    yield Sync(f"both.{cluster}")
-    if cluster < count - 1 and warp == 0:
-        yield Arrive(f"flag.{cluster}")
+def merging(heeds: bool = True) -> Pipeline:
+    """What thread blocks leave for each other; if not `heeds`, they merge their own tasks though
+    the last one may not have begun."""
+    warps = list(itertools.product(range(BLOCKS), range(MERGING_WARPS)))
+    packets = [f"packet.{t}.{b}" for t, b in itertools.product(range(TASKS), range(BLOCKS))]
+    rings = {"once": 1, "cleared": 1} | {f"merged.{block}": 1 for block in range(BLOCKS)}
+    barriers = {"launch": ("once", len(warps))} | dict.fromkeys(("begun", *packets), ("once", 1))
+    memory = dict.fromkeys(("begun", *packets), "cleared")
+    barriers |= {f"all.{block}": ("once", MERGING_WARPS) for block in range(BLOCKS)}
+    barriers |= {f"ended.{block}": ("once", MERGING_WARPS) for block in range(BLOCKS - 1)}
+    for block, warp in warps:
+        memory |= {f"{name}.{block}.{warp}": "once" for name in ("part", "left")}
+        memory |= {f"{name}.{block}.{warp}": f"merged.{block}" for name in ("max_sum", "shares")}
+    processes = {f"block {block} warp {w}": MergingWarp(block, w, heeds) for block, w in warps}
+    inputs = [
+        (blocks, left) for blocks in range(2, BLOCKS + 1) for size in range(blocks)
+        for left in itertools.combinations(range(blocks - 1), size)
+    ]  # fmt: skip
+    return Pipeline(rings, barriers, memory, processes, tuple(inputs))

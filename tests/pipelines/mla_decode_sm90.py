@@ -83,8 +83,9 @@ def second(buffer: int) -> tuple[str, ...]:
 
 class Producer:
     """A producing warp: it has half of a buffer, or some keys of both buffers, which it copies half
-    by half. One tells consumers of splits, the last one asks for queries: before it loads keys, or,
-    where it has keys of both buffers, behind the first ones of all splits but the first."""
+    by half, of an odd block the right values first. One tells consumers of splits, the last one
+    asks for queries: before it loads keys, or, where it has keys of both buffers, behind the first
+    ones of all splits but the first."""
 
     def __init__(self, warp: int, producers: int, *, tells: bool, asks: bool) -> None:
         self.warp = warp
@@ -111,7 +112,7 @@ class Producer:
             for buffer in self.buffers:
                 if first + buffer == blocks:
                     break
-                for half in self.halves:
+                for half in self.halves[:: -1 if buffer else 1]:
                     yield Wait(f"empty_{('first', 'second')[half]}.{buffer}", before=True)
                     for part in (FIRST[buffer], second(buffer))[half]:
                         yield from self.load(buffer, part)

@@ -19,7 +19,7 @@ from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, St
 from cuattn.gpu.dispatch.mla_config import (
     CODE_KEYS,
     CODE_ROWS,
-    FEW_CLUSTER,
+    FEW_ROWS,
     LATENT,
     LATENT_FORMATS,
     SCALE_COLUMNS,
@@ -38,12 +38,15 @@ from cuattn.gpu.params import MLA_MAPS
 from cuattn.gpu.tensormap import TensorMap, addressable
 
 TASK_BYTES = 64  # CombineTask of rawkernels/mla/params.cuh
-#: How many clusters of mla/decode_few_sm90.cu run at a time on an H200's 132 multiprocessors.
-FEW_CLUSTERS = 15
-#: How many rows a tile has at most in a call that takes it, and how many keys a sequence, twice as
-#: many where there is one sequence of half the rows: beyond, many blocks of keys for each thread
-#: block take longer than the second launch that is saved.
-FEW_ROWS, FEW_KEYS = 32, 4096
+#: How many blocks of keys a warpgroup of mla/decode_few_sm90.cu has at most, where there are
+#: several sequences: their lengths may differ, but each has as many thread blocks. And where a
+#: token's heads are several tiles, each of which reads all keys.
+FEW_TURNS, FEW_TURNS_OF_TILES = 8, 1
+#: Blocks of keys that one thread block takes less time for than several that merge, by the rows of
+#: its tile; and where a tile cannot have more than two thread blocks.
+FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
+#: Thread blocks that merge a tile at most: kMostBlocks of mla/layout_few_sm90.cuh.
+FEW_BLOCKS = 256
 #: How many pairs of blocks of keys are one split in mla/decode_sm90.cu where that leaves no thread
 #: block more than a tile: the second pair takes less time than a launch that merges both.
 UNSPLIT_PAIRS = 2
@@ -219,34 +222,39 @@ class Sm90Mla:
                 for gather in (False, True):
                     yield sm90_variant(dtype, gather=gather)
                     yield from combine_variants(dtype, 64, half_parts=not gather)
-                yield few_variant(dtype)
+                for rows in FEW_ROWS:
+                    yield few_variant(dtype, rows)
 
 
 def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None:
-    """The launch of a call of so few tiles of rows that each can have a cluster of thread blocks,
-    or several; None for others. Its grid is (blocks of a tile's clusters, tiles of heads times
-    tiles of rows, batch)."""
+    """The launch of a call of so few rows and blocks of keys that all thread blocks of a tile merge
+    its result; None for others. Its grid is (thread blocks of a tile, tiles of heads, batch)."""
     spec = call.spec
     if spec.rows == "ragged" or call.num_splits is not None:
         return None
-    variant = few_variant(spec.dtype.name)
-    head_tiles = _head_tiles(call.as_call().spec, variant.config.rows)
+    head_tiles = _head_tiles(call.as_call().spec, FEW_ROWS[-1])
     rows = spec.heads_q // head_tiles * spec.seqlen_q
-    tiles = head_tiles * -(-rows // variant.config.rows)
-    clusters = FEW_CLUSTERS * call.multiprocessors // 132 // (tiles * spec.batch)
-    blocks_of_keys = -(-spec.seqlen_k // (variant.config.tile_keys // 2))
-    clusters = min(clusters, max(-(-blocks_of_keys // FEW_CLUSTER), 1))
-    few_keys = 2 * FEW_KEYS if tiles * spec.batch == 1 and rows <= FEW_ROWS // 2 else FEW_KEYS
-    if clusters == 0 or rows > FEW_ROWS or spec.seqlen_k > few_keys:
+    tiles = head_tiles * spec.batch
+    if rows > FEW_ROWS[-1] or (head_tiles > 1 and tiles > call.multiprocessors):
         return None
+    variant = few_variant(spec.dtype.name, min(size for size in FEW_ROWS if rows <= size))
+    blocks = max(min(call.multiprocessors, FEW_BLOCKS) // tiles, 1)
+    blocks_of_keys = -(-spec.seqlen_k // variant.config.tile_keys)
+    unsplit = FEW_UNSPLIT[variant.config.rows] if blocks > 2 else FEW_UNSPLIT_OF_TWO
+    if blocks_of_keys <= unsplit:
+        blocks = 1
+    else:
+        blocks = min(blocks, blocks_of_keys)
+        turns = -(-blocks_of_keys // (variant.config.warpgroups * blocks))
+        if tiles > 1 and turns > (FEW_TURNS if head_tiles == 1 else FEW_TURNS_OF_TILES):
+            return None
     launch = _partitioned(call, variant, head_tiles)
-    grid = (clusters * FEW_CLUSTER, tiles, spec.batch)
     main = dataclasses.replace(
         launch,
-        grid=grid,
+        grid=(blocks, head_tiles, spec.batch),
         arguments=(*launch.arguments, MLA_MAPS.arguments()),
         tensor_maps=maps,
-        workspace_bytes=0 if clusters == 1 else math.prod(grid) * variant.config.part_bytes,
+        workspace_bytes=0 if blocks == 1 else tiles * variant.config.workspace_bytes(blocks),
     )
     return MlaLaunches(main)
 

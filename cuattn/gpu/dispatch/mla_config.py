@@ -20,7 +20,7 @@ SCALE_COLUMNS = 128
 #: Rows of a tile of mla/decode_codes_sm90.cu; mla/decode_codes.cu has the first. And its keys.
 CODE_ROWS = (16, 32, 64)
 CODE_KEYS = 64
-FEW_CLUSTER = 8  # thread blocks of a cluster of mla/decode_few_sm90.cu
+FEW_ROWS = (16, 32)  # of a tile of mla/decode_few_sm90.cu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,25 +144,40 @@ def sm90_variant(dtype: str, *, gather: bool) -> Variant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sm90FewMlaConfig(Sm90MlaConfig):
+class Sm90FewMlaConfig(Config):
     """mla/decode_few_sm90.cu."""
 
-    cluster: int = 8  # thread blocks that merge through each other's shared memory
+    dtype: str
+    rows: int
+    warpgroups: int = 2  # each with all of O
+    tile_keys: int = 64
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        """All of them compute."""
+        return 128 * self.warpgroups
 
     @property
     def smem_bytes(self) -> int:
-        """As much, and maxima and sums of the cluster's blocks."""
-        return super().smem_bytes + self.cluster * self.rows * 8 + 1024
+        """Q, a block of keys for each warpgroup, probabilities, then what is small."""
+        row = (LATENT + ROPE) * 2
+        return self.rows * row + 2 * 64 * row + 2 * self.rows * 128 + 5120 + self.rows * 128
 
     @property
     def part_bytes(self) -> int:
-        """Scratch of a block's columns: a flag, then each row's maximum and sum, and O."""
-        return 16 + self.rows * (8 + LATENT // self.cluster * 4)
+        """Scratch of a thread block's partial result: O as float16."""
+        return self.rows * LATENT * 2
+
+    def workspace_bytes(self, blocks: int) -> int:
+        """Scratch of a tile of rows of so many thread blocks: their partial results, and packets of
+        16 bytes from each of them for each task."""
+        return blocks * (self.part_bytes + 16 * max(blocks, self.rows)) + 16
 
 
-def few_variant(dtype: str) -> Variant:
-    """Of mla/decode_few_sm90.cu."""
-    config = Sm90FewMlaConfig(dtype, False, 216, 72, cluster=FEW_CLUSTER)
+def few_variant(dtype: str, rows: int) -> Variant:
+    """Of mla/decode_few_sm90.cu, for tiles of up to so many rows."""
+    config = Sm90FewMlaConfig(dtype, rows)
     return Variant("mla/decode_few_sm90.cu", "mla_decode_few_sm90", config)
 
 
