@@ -14,10 +14,10 @@ struct WholeValues : Warpgroup {
       for (int block = number; block < blocks; block += kWarpgroups) {
         Stage& stage = await_stage(block);
         const int turn = block / kWarpgroups % 2;
-        make_probabilities(stage, block, turn);
+        unsigned char* const p = smem.p[number][turn % kTurns][0];
+        make_probabilities(stage, block, turn, p);
         Scores none;
-        multiply<true, false>(values_in(stage, 0, smem.p[number][turn], empty_of(block)), none,
-                              keys_in(stage));
+        multiply(values_in(stage, 0, p, empty_of(block)), none, Nothing{});
         finish<true, false>(none);
       }
       merge_sums();
@@ -30,7 +30,11 @@ struct WholeValues : Warpgroup {
   // Sᵀ of a block.
   __device__ __forceinline__ void multiply_keys(Scores& s, const Stage& stage) {
     const Keys keys = keys_in(stage);
-    multiply<false, true>(values_in(stage, 0, smem.p[number][0], empty_of(0)), s, keys);
+    if constexpr (kByQuarter) {
+      multiply_quarters(s, keys);
+      return;
+    }
+    multiply(Nothing{}, s, keys);
     finish<false, true>(s);
     scale(s, stage);
     unsigned rotated[4][4];
@@ -42,15 +46,17 @@ struct WholeValues : Warpgroup {
   // that product, which may lag behind (tile/softmax.cuh). Not farther than 2^96 from the
   // probabilities, whose sum has to be a float, too. Few blocks move a maximum: so it is tried
   // without, and done again where any warp finds that one has to.
-  __device__ __forceinline__ void make_probabilities(Stage& stage, int block, int turn) {
-    Scale scales[2];
-    scales_of(scales, stage);
+  __device__ __forceinline__ void make_probabilities(Stage& stage, int block, int turn,
+                                                     unsigned char* p) {
     Scores s;
+    Scale scales[2];
+    if (!kByQuarter) scales_of(scales, stage);
     multiply_keys(s, stage);
+    if (kByQuarter) scales_of(scales, stage);  // there were no registers for them before
     hide_keys(s, stage, block);
     float sum[kSums], largest[2];
-    unsigned char* const p = smem.p[number][turn];
-    put_probabilities(s, scales, p, sum, largest);
+    if (kTurns == 1) sync_own();  // all its warps have used its probabilities of the block before
+    put_probabilities(s, scales, stage, p, sum, largest);
     const unsigned id = tiles + block + 1;
     unsigned& raised = smem.raised[number][turn];
     if (has_grown(largest, scales) && lane == 0) raised = id;
@@ -62,7 +68,7 @@ struct WholeValues : Warpgroup {
       sync_own();
       move_sums();
       move_values();
-      put_probabilities(s, scales, p, sum, largest);
+      put_probabilities(s, scales, stage, p, sum, largest);
       sync_own();
     }
     add_up(sum);

@@ -10,8 +10,9 @@
 // their codes where they multiply, in registers, as float16 and exactly
 // (multiply_codes_sm90.cuh). Queries become float16 times a power of two for each row; products are
 // multiplied by a token's scale, and so are its probabilities, before they are rounded. Where a
-// token has several scales, these are its largest one, and its codes are multiplied by the
-// quotients of the others with it, and rounded to float16.
+// token has several scales, this is its largest one, and codes are multiplied by the quotients of
+// the others with it, and rounded to float16; or, in tiles of 16 rows, scores of each quarter of
+// the columns are multiplied by its scale, and probabilities by its quotient.
 //
 // With tiles of up to 32 rows each warpgroup has all of O for its own blocks
 // (consume_codes_sm90.cuh), with 64 rows two share its columns (share_codes_sm90.cuh).
@@ -61,11 +62,12 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     // know that whole warps go on, and compute wgmma's descriptors in every lane.
     mla::Schedule schedule;
     schedule.start(params);
-    if (threadIdx.x == 0) smem.schedule = schedule;
-    if (threadIdx.x >= mla::kComputing && threadIdx.x % 32 == 0)
-      smem.loaded[threadIdx.x / 32 % 4].schedule = schedule;
+    const int thread = ptx::thread_index();  // nothing of it is kept for the roles
+    if (thread == 0) smem.schedule = schedule;
+    if (thread >= mla::kComputing && thread % 32 == 0)
+      smem.loaded[thread / 32 % 4].schedule = schedule;
+    if (thread == 0) mla::prepare(smem);
   }
-  if (threadIdx.x == 0) mla::prepare(smem);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup < mla::kWarpgroups) {

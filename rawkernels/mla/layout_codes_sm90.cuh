@@ -30,6 +30,14 @@ static_assert(kKeys == 4 * kWarpKeys && kQuarters == 4, "a warpgroup has the sco
 
 // Scales of a token: one, or one for each quarter of the columns.
 constexpr int kTokenScales = Config::several_scales ? kQuarters : 1;
+// Several scales cost least where no operand made of codes is multiplied by them: scores of each
+// quarter are added up by themselves, and probabilities are put once for each quarter, times its
+// scale. 32 rows have no shared memory for that, 64 no registers.
+constexpr bool kByQuarter = Config::several_scales && kRows == 16;
+constexpr bool kScalesOperands = Config::several_scales && !kByQuarter;
+// Copies of a block's probabilities, and places for those of a warpgroup's blocks in turn.
+constexpr int kCopies = kByQuarter ? kQuarters : 1;
+constexpr int kTurns = kSharesValues || kByQuarter ? 1 : 2;
 // Of each key of a block 128 bytes lie side by side in shared memory: codes, or what is rotated.
 constexpr int kKeyPanels = kLatent / 128, kKeyPanelBytes = kKeys * 128;
 
@@ -37,10 +45,19 @@ struct Stage {
   // Codes, and behind them what is rotated; as TMA writes rows of 128 bytes.
   alignas(1024) unsigned char panels[kKeyPanels + 1][kKeyPanelBytes];
   float scales[kKeys];  // of several the largest one
-  // Where there are several: that of each quarter of the columns over the largest one.
-  alignas(16) __half factors[kTokenScales][kKeys];
+  // Where there are several, that of each quarter of the columns, in the order in which lanes read
+  // them: itself for scores, and over the largest one, of keys and of values.
+  alignas(8) float quarter_scales[kByQuarter ? kQuarters : 1][kKeys];
+  alignas(16) __half key_factors[kKeys / 2][kTokenScales][2];
+  alignas(16) __half value_factors[kScalesOperands ? kQuarters : 1][kKeys];
   unsigned exist[4];  // a bit for each of a warp's keys
 };
+// Where a key is among those 8 apart, whose scores a lane has.
+__device__ __forceinline__ int pair_of(int key) { return key / 16 * 8 + key % 8; }
+// Where it is among the eight of each half of a block that a lane has of values.
+__device__ __forceinline__ int value_slot(int key) {
+  return key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
+}
 
 using Panel = tile::Swizzled<8>;  // rows of 128 bytes, as wgmma reads them
 using Schedule = PieceSchedule<kRows, kKeys, 1, 1>;
@@ -64,7 +81,7 @@ struct Smem {
   // Queries as float16, in the order of the codes, and behind them what is rotated.
   alignas(1024) unsigned char q[kPanels + 1][kPanelBytes];
   // Probabilities of a warpgroup's blocks in turn, row by row, times their tokens' scales.
-  alignas(1024) unsigned char p[kWarpgroups][kSharesValues ? 1 : 2][kPanelBytes];
+  alignas(1024) unsigned char p[kWarpgroups][kTurns][kCopies][kPanelBytes];
   Stage ring[kStages];
   alignas(16) RowScale row_scales[kMaxima][kRows];
   tile::Range visible[kRows];             // the split's keys that each row sees

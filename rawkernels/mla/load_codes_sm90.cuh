@@ -22,7 +22,7 @@ struct Loader {
 
   __device__ __forceinline__ void run() {
     LoadedSplit& own = smem.loaded[warp];
-    tile::PipelineState<kStages> at, last = {kStages - 1, 1};
+    tile::PipelineState<kStages> at;
     while (true) {
       __syncwarp();
       if (lane == 0) own.exists = own.schedule.next(params, own.split);
@@ -43,9 +43,9 @@ struct Loader {
         // for some only: it has had the block kWarpgroups before, and waits for this one by a
         // parity, but the one before in this stage may have been another's.
         if (!kSharesValues && kStages % kWarpgroups != 0)
-          ptx::mbarrier_wait(smem.full[last.index], last.parity);
+          ptx::mbarrier_wait(smem.full[(at.index + kStages - 1) % kStages],
+                             at.parity ^ (at.index == 0));
         ptx::mbarrier_arrive(smem.full[at.index]);
-        last = at;
       }
     }
   }
@@ -78,18 +78,28 @@ struct Loader {
 
   // A key's scale; of several the largest one, and what the others are of it.
   __device__ __forceinline__ void put_scales(Stage& stage, const Key& key) const {
-    const int own = warp * kWarpKeys + lane % kWarpKeys;
+    // Where scales go is not worked out ahead of all blocks: there are no registers for it.
+    const int own = ptx::opaque(warp * kWarpKeys + lane % kWarpKeys);
     float scale = key.scales[0].value(params);
     if constexpr (Config::several_scales) {
       const float other = key.scales[1].value(params);
       float largest = fmaxf(fabsf(scale), fabsf(other));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, kWarpKeys));
       const float inverse = largest == 0.0f ? 0.0f : 1.0f / largest;
-      stage.factors[piece(0)][own] = __float2half_rn(scale * inverse);
-      stage.factors[piece(1)][own] = __float2half_rn(other * inverse);
+      put_quarter(stage, own, piece(0), scale, scale * inverse);
+      put_quarter(stage, own, piece(1), other, other * inverse);
       scale = largest;
     }
     if (lane < kWarpKeys) stage.scales[own] = scale;
+  }
+
+  __device__ __forceinline__ static void put_quarter(Stage& stage, int key, int quarter,
+                                                     float scale, float quotient) {
+    const __half factor = __float2half_rn(quotient);
+    const int half = key / 8 % 2;
+    if constexpr (kByQuarter) stage.quarter_scales[quarter][2 * pair_of(key) + half] = scale;
+    stage.key_factors[pair_of(key)][quarter][half] = factor;
+    if constexpr (kScalesOperands) stage.value_factors[quarter][value_slot(key)] = factor;
   }
 
   // By TMA. Keys of the same pages come along that are not the split's; where all of a box are not,

@@ -65,14 +65,21 @@ struct CodeProducts {
   // What products read of a block: as keys this warp's codes, and queries; as values codes from
   // some column on, and probabilities. Codes from where this lane reads them first.
   struct Keys {
-    unsigned from, q;
+    static constexpr int kBatches = kLatent / 32;
+    unsigned from;
+    unsigned long long q;
     const Stage& stage;
   };
   struct Values {
-    unsigned from, p;
+    static constexpr int kBatches = 2 * kProducts;
+    unsigned from;
+    unsigned long long p;
     int first_column;
     const Stage& stage;
     ptx::Mbarrier (&empty)[2];  // halves of the keys, whose place is free when they are read
+  };
+  struct Nothing {
+    static constexpr int kBatches = 0;
   };
   __device__ __forceinline__ Keys keys_in(const Stage& stage) const {
     return {
@@ -88,7 +95,6 @@ struct CodeProducts {
 
   // A batch is two steps: of keys 32 channels, of values 32 keys and 64 columns. All batches of
   // values are of the first half of the keys, then of the second.
-  static constexpr int kKeyBatches = kLatent / 32, kValueBatches = 2 * kProducts;
   using Batch = unsigned[2][4];
 
   __device__ __forceinline__ static void load(unsigned (&codes)[4], const Keys& keys, int batch) {
@@ -100,8 +106,28 @@ struct CodeProducts {
     ptx::ldmatrix_x4_trans(codes, (values.from ^ product % 2 * 64) + product / 2 * kKeyPanelBytes +
                                       batch / kProducts * 32 * Panel::kRowBytes);
   }
-  __device__ __forceinline__ void expand(Batch& a, const unsigned (&codes)[4], const Keys& keys,
-                                         int batch) const {
+  __device__ __forceinline__ static void load(unsigned (&)[4], const Nothing&, int) {}
+
+  // Quotients of scales for batches of the same quarter, when the first of them comes: of keys one
+  // pair, of values one for each eight keys.
+  using Factors = __half2[4];
+  __device__ __forceinline__ void load_factors(Factors& factors, const Keys& keys,
+                                               int batch) const {
+    constexpr int kBatches = kScaleColumns / 32;
+    if (batch % kBatches != 0) return;
+    factors[0] = reinterpret_cast<const __half2&>(
+        keys.stage.key_factors[warp * 8 + lane / 4][batch / kBatches]);
+  }
+  __device__ __forceinline__ void load_factors(Factors& factors, const Values& values,
+                                               int batch) const {
+    if (batch % 2 != 0) return;
+    const int quarter = (values.first_column + batch % kProducts * 64) / kScaleColumns;
+    reinterpret_cast<uint4&>(factors) = reinterpret_cast<const uint4&>(
+        values.stage.value_factors[quarter][batch / kProducts * 32 + lane % 4 * 8]);
+  }
+  __device__ __forceinline__ static void load_factors(Factors&, const Nothing&, int) {}
+
+  __device__ __forceinline__ static void expand(Batch& a, const unsigned (&codes)[4], const Keys&) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       unsigned upper[2], lower[2];
@@ -112,17 +138,10 @@ struct CodeProducts {
         a[step][2 * pair] = upper[pair];
         a[step][2 * pair + 1] = lower[pair];
       }
-      if constexpr (Config::several_scales) {
-        const __half* const factors = keys.stage.factors[batch * 32 / kScaleColumns];
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          a[step][j] =
-              scaled(a[step][j], __half2half2(factors[warp * kWarpKeys + j % 2 * 8 + lane / 4]));
-      }
     }
   }
-  __device__ __forceinline__ void expand(Batch& a, const unsigned (&codes)[4], const Values& values,
-                                         int batch) const {
+  __device__ __forceinline__ static void expand(Batch& a, const unsigned (&codes)[4],
+                                                const Values&) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       unsigned first[2], last[2];
@@ -134,24 +153,30 @@ struct CodeProducts {
         x[h] = first[h];
         x[2 + h] = last[h];
       }
-      if constexpr (Config::several_scales) {
-        const int quarter = (values.first_column + batch % kProducts * 64) / kScaleColumns;
-        const int key = batch / kProducts * 32 + step * 16 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          x[j] = scaled(x[j], reinterpret_cast<const __half2&>(
-                                  values.stage.factors[quarter][key + j / 2 * 8]));
-      }
     }
   }
+  __device__ __forceinline__ static void expand(Batch&, const unsigned (&)[4], const Nothing&) {}
 
-  // O += Vᵀ Pᵀ of a block, if kHasValues, and behind it Sᵀ = K Qᵀ of another's codes, if kHasKeys,
-  // as one sequence, in which tensor cores do not wait where the two meet. Issued: finish() waits.
-  template <bool kHasValues, bool kHasKeys>
-  __device__ __forceinline__ void multiply(const Values& values, Scores& products,
-                                           const Keys& keys) {
-    constexpr int kOfValues = kHasValues ? kValueBatches : 0;
-    constexpr int kBatches = kOfValues + (kHasKeys ? kKeyBatches : 0);
+  // Operands times the quotients of scales.
+  __device__ __forceinline__ static void scale(Batch& a, const Factors& factors, const Keys&) {
+    const __half2 both[2] = {__low2half2(factors[0]), __high2half2(factors[0])};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = scaled(a[i / 4][i % 4], both[i % 2]);
+  }
+  __device__ __forceinline__ static void scale(Batch& a, const Factors& factors, const Values&) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = scaled(a[i / 4][i % 4], factors[i / 2]);
+  }
+
+  // O += Vᵀ Pᵀ of a block, and behind it Sᵀ = K Qᵀ of another's codes, as one sequence, in which
+  // tensor cores do not wait where the two meet. One of them may be Nothing. Issued: finish()
+  // waits.
+  template <class OfValues, class OfKeys>
+  __device__ __forceinline__ void multiply(const OfValues& values, Scores& products,
+                                           const OfKeys& keys) {
+    constexpr bool kHasValues = OfValues::kBatches > 0, kHasKeys = OfKeys::kBatches > 0;
+    constexpr int kOfValues = OfValues::kBatches;
+    constexpr int kBatches = kOfValues + OfKeys::kBatches;
     const auto load_batch = [&](unsigned (&codes)[4], int i) {
       if (i < kOfValues)
         load(codes, values, i);
@@ -163,6 +188,7 @@ struct CodeProducts {
         kSharesValues && (Config::latent_format == tile::kInt8 || Config::several_scales) ? 1 : 2;
     unsigned codes[kAhead + 1][4];
     Batch a[kBuffers];
+    Factors factors;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load_batch(codes[i], i);
     if (kHasValues) keep_values();
@@ -170,18 +196,79 @@ struct CodeProducts {
 #pragma unroll
     for (int i = 0; i < kBatches; ++i) {
       if (i + kAhead < kBatches) load_batch(codes[(i + kAhead) % (kAhead + 1)], i + kAhead);
+      const bool of_values = i < kOfValues;
+      // Before the wait, which they are on their way in.
+      if (kScalesOperands && of_values) load_factors(factors, values, i);
+      if (kScalesOperands && !of_values) load_factors(factors, keys, i - kOfValues);
       if (i >= kBuffers) ptx::wgmma_wait_group<kBuffers - 1>();
       Batch& x = a[i % kBuffers];
-      if (i < kOfValues) {
-        expand(x, codes[i % (kAhead + 1)], values, i);
-        issue<__half>(o[i % kProducts], x, values.p, i / kProducts * 64, true);
-        if (i % kProducts == kProducts - 1) tile::arrive_warp(values.empty[i / kProducts]);
-      } else {
-        const int batch = i - kOfValues;
-        expand(x, codes[i % (kAhead + 1)], keys, batch);
-        issue<__half>(products, x, keys.q, batch / 2 * kPanelBytes + batch % 2 * 64, i > kOfValues);
+      if constexpr (kHasValues) {
+        if (of_values) {
+          expand(x, codes[i % (kAhead + 1)], values);
+          if (kScalesOperands) scale(x, factors, values);
+          const int product = i % kProducts, copy = kCopies * product / kProducts;
+          issue<__half>(o[product], x, values.p, copy * kPanelBytes + i / kProducts * 64, true);
+          if (product == kProducts - 1) tile::arrive_warp(values.empty[i / kProducts]);
+        }
+      }
+      if constexpr (kHasKeys) {
+        if (!of_values) {
+          const int batch = i - kOfValues;
+          expand(x, codes[i % (kAhead + 1)], keys);
+          if (kScalesOperands) scale(x, factors, keys);
+          issue<__half>(products, x, keys.q, offset_in_q(batch), batch > 0);
+        }
       }
     }
+  }
+  // Of a batch of keys, in bytes.
+  __device__ __forceinline__ static int offset_in_q(int batch) {
+    return batch / 2 * kPanelBytes + batch % 2 * 64;
+  }
+
+  // Sᵀ of a block whose tokens have several scales: first what is rotated, then the products of
+  // each quarter of the columns by themselves, which are added times their scales. Operands of the
+  // next quarter's first batch are made before these are waited for.
+  __device__ __forceinline__ void multiply_quarters(Scores& s, const Keys& keys) const {
+    // More batches ahead, or two sets of accumulators, would spill.
+    constexpr int kAhead = 1, kOfQuarter = Keys::kBatches / kQuarters;
+    unsigned codes[kAhead + 1][4];
+    Batch a[kBuffers];
+    Scores products;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = 0; step < 2; ++step) load_rotated(a[i][step], keys, 2 * i + step);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(codes[i], keys, i);
+    ptx::wgmma_keep(s);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) issue<T>(s, a[i], keys.q, kPanels * kPanelBytes + i * 64, i > 0);
+#pragma unroll
+    for (int i = 0; i < Keys::kBatches; ++i) {
+      const int quarter = i / kOfQuarter;
+      if (i + kAhead < Keys::kBatches) load(codes[(i + kAhead) % (kAhead + 1)], keys, i + kAhead);
+      ptx::wgmma_wait_group<kBuffers - 1>();
+      expand(a[i % kBuffers], codes[i % (kAhead + 1)], keys);
+      if (quarter > 0 && i % kOfQuarter == 0) {
+        ptx::wgmma_wait_group<0>();
+        add_quarter(s, products, keys, quarter - 1);
+      }
+      issue<__half>(products, a[i % kBuffers], keys.q, offset_in_q(i), i % kOfQuarter > 0);
+    }
+    ptx::wgmma_wait_group<0>();
+    add_quarter(s, products, keys, kQuarters - 1);
+  }
+  __device__ __forceinline__ void add_quarter(Scores& s, Scores& products, const Keys& keys,
+                                              int quarter) const {
+    const float2 scales = reinterpret_cast<const float2&>(
+        keys.stage.quarter_scales[quarter][2 * (warp * 8 + lane / 4)]);
+    ptx::wgmma_keep(s);
+    ptx::wgmma_keep(products);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+      s[i] = fmaf(products[i], i / 2 % 2 == 0 ? scales.x : scales.y, s[i]);
   }
   template <bool kHasValues, bool kHasKeys>
   __device__ __forceinline__ void finish(Scores& products) {
@@ -205,10 +292,13 @@ struct CodeProducts {
   __device__ __forceinline__ void multiply_rotated(Scores& s, unsigned (&rotated)[4][4],
                                                    const Keys& keys) const {
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      ptx::ldmatrix_x4(rotated[step], (keys.from ^ step * 32) + kKeyPanels * kKeyPanelBytes);
+    for (int step = 0; step < 4; ++step) load_rotated(rotated[step], keys, step);
     ptx::wgmma_keep(s);
     issue<T>(s, rotated, keys.q, kPanels * kPanelBytes, true);
+  }
+  __device__ __forceinline__ static void load_rotated(unsigned (&rotated)[4], const Keys& keys,
+                                                      int step) {
+    ptx::ldmatrix_x4(rotated, (keys.from ^ step * 32) + kKeyPanels * kKeyPanelBytes);
   }
 
   // Of key 8 h + g of this warp's.
@@ -230,8 +320,9 @@ struct CodeProducts {
   // D += A B, or D = A B, for steps of A in registers and of B that lie side by side, `bytes` after
   // `base`: issued.
   template <class Operand, int kSteps>
-  __device__ __forceinline__ static void issue(Scores& d, unsigned (&a)[kSteps][4], unsigned base,
-                                               int bytes, bool accumulate) {
+  __device__ __forceinline__ static void issue(Scores& d, unsigned (&a)[kSteps][4],
+                                               unsigned long long base, int bytes,
+                                               bool accumulate) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::wgmma_keep(a[step]);
     ptx::wgmma_fence();
@@ -242,15 +333,16 @@ struct CodeProducts {
     ptx::wgmma_commit_group();
   }
 
-  // Where an operand lies, over 16, in a register that all lanes share, as ptxas knows of a
-  // reduction; and the descriptor of what lies `bytes` further, of kRows rows of 128 bytes. Others
-  // would be computed in each lane, and moved for each product.
-  __device__ __forceinline__ static unsigned uniform_base(const void* operand) {
-    return __reduce_or_sync(~0u, ptx::shared_address(operand) >> 4);
-  }
-  __device__ __forceinline__ static unsigned long long descriptor(unsigned base, int bytes) {
+  // The descriptor of an operand of kRows rows of 128 bytes, in registers that all lanes share, as
+  // ptxas knows of a reduction; and that of what lies `bytes` further. Others would be computed in
+  // each lane, and moved for each product; so would the upper half, were it added each time.
+  __device__ __forceinline__ static unsigned long long uniform_base(const void* operand) {
     constexpr unsigned long long kHigh = 1ull << 62 | 1024ull >> 4 << 32;  // swizzle, 8 rows apart
-    return kHigh | base + static_cast<unsigned>(bytes >> 4);
+    return kHigh | __reduce_or_sync(~0u, ptx::shared_address(operand) >> 4);
+  }
+  __device__ __forceinline__ static unsigned long long descriptor(unsigned long long base,
+                                                                  int bytes) {
+    return base + static_cast<unsigned>(bytes >> 4);
   }
 };
 

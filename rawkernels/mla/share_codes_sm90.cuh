@@ -52,7 +52,10 @@ struct SharedValues : Warpgroup {
   __device__ __forceinline__ void multiply_round(Scores& s, int next) {
     const Stage& stage = await_stage(next);
     const Keys keys = keys_in(stage);
-    multiply<kHasLast, true>(values_of(next - 2 * kHasLast), s, keys);
+    if constexpr (kHasLast)
+      multiply(values_of(next - 2), s, keys);
+    else
+      multiply(Nothing{}, s, keys);
     bool moves = false;
     if (kHasOthers) moves = await_probabilities(next - 1);
     finish<kHasLast, true>(s);
@@ -70,11 +73,11 @@ struct SharedValues : Warpgroup {
     return ((block % 2 == 0 ? evens : tiles - evens) + block / 2) % 2;
   }
   __device__ __forceinline__ Values values_of(int block) const {
-    return values_in(stage_of(block), first_column, smem.p[block % 2][0], empty_of(block));
+    return values_in(stage_of(block), first_column, smem.p[block % 2][0][0], empty_of(block));
   }
   __device__ __forceinline__ void add_values(int block) {
     Scores none;
-    multiply<true, false>(values_of(block), none, keys_in(stage_of(block)));
+    multiply(values_of(block), none, Nothing{});
     finish<true, false>(none);
   }
 
@@ -86,8 +89,8 @@ struct SharedValues : Warpgroup {
     scales_of(scales, stage);
     sync_own();  // all its warps have used its probabilities of the block before
     float sum[kSums], largest[2];
-    unsigned char* const p = smem.p[number][0];
-    put_probabilities(s, scales, p, sum, largest);
+    unsigned char* const p = smem.p[number][0][0];
+    put_probabilities(s, scales, stage, p, sum, largest);
     const unsigned id = tiles + block + 1;
     unsigned& raised = smem.raised[number][0];
     if (has_grown(largest, scales) && lane == 0) raised = id;
@@ -97,7 +100,7 @@ struct SharedValues : Warpgroup {
     if (raised == id) {
       put_largest(s, scales);
       follow();
-      put_probabilities(s, scales, p, sum, largest);
+      put_probabilities(s, scales, stage, p, sum, largest);
       add_up(sum);
       sync_warpgroups();
     }

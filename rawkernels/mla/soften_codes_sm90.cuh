@@ -19,9 +19,10 @@ struct Warpgroup : CodeProducts {
   const int maxima = kSharesValues ? 0 : number;  // which of those in shared memory are its own
   const int first_column = kSharesValues ? number * (kLatent / 2) : 0;
 
-  unsigned tiles = 0;          // blocks of the splits before
-  int blocks = 0;              // of the split
-  int first_whole, end_whole;  // between these, blocks of which all rows see all keys
+  // Opaque, or they would be set, and take registers, before the roles part.
+  unsigned tiles = ptx::opaque(0);  // blocks of the splits before
+  int blocks = ptx::opaque(0);      // of the split
+  int first_whole, end_whole;       // between these, blocks of which all rows see all keys
   float row_sum[kOwnSums];
 
   // Takes a split, whose queries are in shared memory then; false where there is none.
@@ -75,7 +76,8 @@ struct Warpgroup : CodeProducts {
   }
 
   __device__ __forceinline__ void put_probabilities(const Scores& s, const Scale (&scales)[2],
-                                                    unsigned char* panel, float (&sum)[kSums],
+                                                    const Stage& stage, unsigned char* panel,
+                                                    float (&sum)[kSums],
                                                     float (&largest)[2]) const {
     const unsigned to =
         ptx::shared_address(panel) + Panel::at(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
@@ -87,6 +89,10 @@ struct Warpgroup : CodeProducts {
     float4 rows[kRows / 8];
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) rows[j] = scales_of(j);
+    __half2 factors[kTokenScales];  // of each quarter that of both keys
+    if constexpr (kByQuarter)
+      reinterpret_cast<uint4&>(factors) =
+          reinterpret_cast<const uint4&>(stage.key_factors[warp * 8 + lane / 4]);
 #pragma unroll
     for (int pair = 0; pair < kRows / 16; ++pair) {
       unsigned words[4];
@@ -104,7 +110,19 @@ struct Warpgroup : CodeProducts {
           words[2 * i + h] = tile::pack<__half>(of_x * scales[h].factor, of_y * scales[h].factor);
         }
       }
-      ptx::stmatrix_x4_trans(to + pair * 16 * Panel::kRowBytes, words);
+      const unsigned to_pair = to + pair * 16 * Panel::kRowBytes;
+      if constexpr (kByQuarter) {
+#pragma unroll
+        for (int copy = 0; copy < kCopies; ++copy) {
+          const __half2 both[2] = {__low2half2(factors[copy]), __high2half2(factors[copy])};
+          unsigned own[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) own[i] = scaled(words[i], both[i % 2]);
+          ptx::stmatrix_x4_trans(to_pair + copy * kPanelBytes, own);
+        }
+      } else {
+        ptx::stmatrix_x4_trans(to_pair, words);
+      }
     }
     ptx::fence_proxy_async();
   }

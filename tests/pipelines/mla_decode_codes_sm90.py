@@ -31,6 +31,7 @@ class Protocol:
     arrivals: tuple[tuple[str, int], ...]
     computing: int  # threads that meet where all warpgroups do
     shares: bool  # each warpgroup has half of O's columns, not all of it for its own blocks
+    turns: int  # places of a warpgroup's probabilities
 
 
 class Split(NamedTuple):
@@ -48,6 +49,7 @@ def protocols() -> set[Protocol]:
             tuple(sorted(source.arrivals(text, constants).items())),
             constants["kComputing"],
             bool(constants["kSharesValues"]),
+            constants["kTurns"],
         )
         for constants in source.constants_of_variants(KERNEL)
     }
@@ -77,8 +79,8 @@ class Loader:
 class Warp:
     """A warp of a warpgroup."""
 
-    def __init__(self, warpgroups: int, number: int, warp: int) -> None:
-        self.warpgroups, self.number, self.warp = warpgroups, number, warp
+    def __init__(self, warpgroups: int, number: int, warp: int, turns: int = 1) -> None:
+        self.warpgroups, self.number, self.warp, self.turns = warpgroups, number, warp, turns
         self.first = number == warp == 0  # has the first threads, one for each row
 
     def __call__(self, own, split) -> Iterator[NamedTuple]:
@@ -119,13 +121,15 @@ class Warp:
 
     def block(self, raises: bool) -> Iterator[NamedTuple]:
         """Probabilities, and what says that a maximum moves, have two places each, which a
-        warpgroup's blocks take in turn."""
+        warpgroup's blocks take in turn; or probabilities have one."""
         n, w = self.number, self.warp
         yield Wait("full")
         yield Read(f"keys.{w}")
         yield from (Read(f"q.{number}.{warp}") for number, warp in self.everybody())
         yield Read("visible")
         yield Write(f"keys.{w}")  # zeros, for values that are not the split's
+        if self.turns == 1:
+            yield from self.own_meet()
         yield Write(f"p.{n}.{w}")
         yield Write(f"raised.{n}.{w}")  # one flag, to which all that write write the same
         yield from self.own_meet()
@@ -145,6 +149,7 @@ class Warp:
             yield Read(f"keys.{half}")
             yield Arrive(f"empty.{half}", EACH)
         yield Advance(f"p.{n}")
+        yield Advance(f"raised.{n}")
         yield Advance(f"own.{n}")
 
     def merge_sums(self) -> Iterator[NamedTuple]:
@@ -268,18 +273,19 @@ def pipeline(p: Protocol) -> Pipeline:
         in_order = not p.shares and p.stages % p.warpgroups != 0
         processes[f"loader {warp}"] = Loader(warp, in_order)
     for n in range(p.warpgroups):
-        rings |= {f"own.{n}": 1, f"p.{n}": 1 if p.shares else 2}
+        rings |= {f"own.{n}": 1, f"p.{n}": p.turns, f"raised.{n}": 2}
         barriers[f"own.{n}"] = "once", 128
         memory[f"maxima.{n}"] = f"own.{n}"
         if p.shares:
             barriers[f"full_p.{n}"] = f"p.{n}", arrivals["full_p"]
             memory["maxima"] = "maxima"
         for warp in range(WARPS):
-            memory |= {f"{name}.{n}.{warp}": f"p.{n}" for name in ("p", "raised")}
+            memory[f"p.{n}.{warp}"] = f"p.{n}"
+            memory[f"raised.{n}.{warp}"] = f"p.{n}" if p.shares else f"raised.{n}"
             memory |= {f"{name}.{n}.{warp}": "split" for name in ("q", "sums")}
             memory[f"largest.{n}.{warp}"] = "maxima" if p.shares else f"own.{n}"
             memory[f"sent.{n}.{warp}"] = "sent"
-            process = Sharing(n, warp) if p.shares else Warp(p.warpgroups, n, warp)
+            process = Sharing(n, warp) if p.shares else Warp(p.warpgroups, n, warp, p.turns)
             processes[f"warpgroup {n} warp {warp}"] = process
     inputs = tuple(itertools.starmap(Split, itertools.product(range(6), (False, True))))
     return Pipeline(rings, barriers, memory, processes, inputs)

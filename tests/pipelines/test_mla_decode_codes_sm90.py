@@ -10,7 +10,9 @@ import pytest
 from tests.pipelines import explorer
 from tests.pipelines.mla_decode_codes_sm90 import Split, pipeline, protocols
 
-PROTOCOLS = {"shared" if p.shares else f"{p.warpgroups} warpgroups": p for p in protocols()}
+PROTOCOLS = {
+    "shared" if p.shares else f"{p.warpgroups} warpgroups, {p.turns} places": p for p in protocols()
+}
 
 
 @pytest.fixture(params=sorted(PROTOCOLS))
@@ -60,7 +62,7 @@ def test_probabilities_of_the_other_are_waited_for(barrier):
 
 def test_blocks_have_to_become_full_in_their_order():
     """Without the loading warps' wait for the block before."""
-    model = pipeline(PROTOCOLS["3 warpgroups"])
+    model = pipeline(PROTOCOLS["3 warpgroups, 2 places"])
     out_of_order = {
         name: without_waits_for_the_block_before(role) if name.startswith("loader") else role
         for name, role in model.processes.items()

@@ -239,10 +239,11 @@ class Sm90CodesMlaConfig(Config):
     def smem_bytes(self) -> int:
         """Queries, probabilities, the ring, then what is small."""
         scales = LATENT // SCALE_COLUMNS if self.several_scales else 1
-        small = self.tile_keys * (4 + 2 * scales) + 16
+        small = self.tile_keys * 6 * (1 + scales) + 16
         stage = -(-(self.tile_keys * (LATENT + ROPE * 2) + small) // 1024) * 1024
         queries = self.rows * (LATENT + ROPE) * 2
-        probabilities = self.warpgroups * self.rows * (128 if self.rows == 64 else 256)
+        places = 1 if self.rows == 64 else 4 if self.rows == 16 and self.several_scales else 2
+        probabilities = self.warpgroups * self.rows * 128 * places
         small = self.rows * (44 * self.warpgroups + 40) + 2048
         return queries + probabilities + self.stages * stage + small
 
