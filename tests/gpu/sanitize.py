@@ -264,15 +264,17 @@ def codes_of_latents(rng: np.random.Generator, dtype: np.dtype, format: str) -> 
     were much work."""
     dispatch.mla.FEW_CODE_BLOCKS = 0
     lens = cupy.asarray(np.array([0, 1, 70, 300], np.int32))
-    for heads, tokens, tiers in (
-        (128, 1, ("mla_codes", "mla_simt")),
-        (16, 3, ("mla_codes",)),
-        (16, 1, ("mla_codes",)),
-        (24, 1, ("mla_codes",)),
-        (40, 2, ("mla_codes",)),
+    for heads, tokens, groups, tiers in (
+        (128, 1, 1, ("mla_codes", "mla_simt")),
+        (16, 3, 4, ("mla_codes",)),
+        (16, 1, 1, ("mla_codes",)),
+        (16, 1, 4, ("mla_codes",)),
+        (24, 1, 1, ("mla_codes",)),
+        (40, 2, 2, ("mla_codes",)),
     ):
         latents, rope = arrays(rng, dtype, (20, 64, 1, 512), (20, 64, 1, 64))
-        latents = cuattn.quantize(latents, format)
+        of_groups = {"granularity": "group", "group_size": 512 // groups}
+        latents = cuattn.quantize(latents, format, **of_groups if groups > 1 else {})
         table = cupy.asarray(rng.permutation(20).astype(np.int32).reshape(4, -1))
         q, q_rope = arrays(rng, dtype, (4, tokens, heads, 512), (4, tokens, heads, 64))
         chosen = cupy.asarray(rng.integers(-1, 300, (4, tokens, 100)).astype(np.int32))

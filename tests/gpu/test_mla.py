@@ -217,10 +217,13 @@ def test_every_split(rng, tier, num_splits, heads):
     ("heads", "seqlen_q", "lens"),
     [
         (16, 1, [0]),  # nobody has keys
-        (16, 1, [200]),  # some thread blocks of one cluster do
+        (16, 1, [200]),
         (3, 2, [64, 1]),
         (11, 1, [129]),
-        (1, 1, [1100]),  # several clusters
+        (1, 1, [1100]),
+        (64, 1, [70, 300]),  # several tiles of heads
+        (24, 1, [129] * 70),  # a thread block for each sequence
+        (16, 1, [20000]),  # more blocks of keys than warpgroups
         (16, 1, [4096, 3, 4095]),  # one block of keys each, or two
         (8, 2, [4000] * 10),  # several
         (16, 2, [4096]),
@@ -230,9 +233,30 @@ def test_every_split(rng, tier, num_splits, heads):
 )
 @pytest.mark.parametrize("window", [None, (100, 0)])
 def test_few_sequences(rng, heads, seqlen_q, lens, window):
-    """So few tiles of rows that each has clusters of thread blocks of its own."""
+    """So few rows that the thread blocks of a tile merge its result themselves."""
     cache = Cache(rng, lens, BFLOAT16)
     cache.check(cache.queries(rng, len(lens), seqlen_q, heads), window=window)
+
+
+def test_few_rows_beside_other_work(rng):
+    """Thread blocks of a tile need not run at the same time: here matrix products, and the other
+    stream's call, have multiprocessors."""
+    cache = Cache(rng, [9000], BFLOAT16)
+    q = cupy.asarray(cache.queries(rng, 1, 1, 16))
+    alone = [result.get().tobytes() for result in cache.decode(q)]
+    matrix = cupy.ones((2048, 2048), np.float32)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(100):
+        with streams[0]:
+            matrix @ matrix
+        for stream in streams[1:]:
+            with stream:
+                results.append(cache.decode(q))
+    cupy.cuda.Device().synchronize()
+    for result in results:
+        assert [part.get().tobytes() for part in result] == alone
 
 
 @pytest.mark.parametrize("length", [0, 1, 300, 2000, 20000])
