@@ -81,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   split.head = blockIdx.y;
   const bool begins_with_length = params.window_left != kUnbounded;
   const auto cut = [&] {
-    const auto keys = decoding::cut_keys<kRows, kKeys>(params, split.seq, 0);
-    split.begin = keys.begin;
-    split.end = keys.end;
+    split.begin = decoding::visible_keys(params, split.seq, 0).begin;
+    const int end = decoding::visible_keys(params, split.seq, params.seqlen_q - 1).end;
+    split.end = max(split.begin, end);
   };
   split.begin = params.first_key;
   if (begins_with_length) cut();

@@ -101,10 +101,10 @@ __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaPa
 }
 
 // A row of the result: where it begins in `out`, where its lse is, what O is multiplied by, and
-// lse.
+// what lse is made of.
 struct OutputRow {
   long long at, lse_at;
-  float factor, lse;
+  float factor, max, sum;
 };
 
 // Of a tile of kRows rows, with sums relative to 2^max.
@@ -128,12 +128,13 @@ __device__ __forceinline__ OutputRow output_row(const DecodeParams& params,
   return {split.seq.index * params.out_stride.batch + query * params.out_stride.seq +
               head * params.out_stride.head,
           split.seq.index * params.lse_batch_stride + head * params.lse_head_stride + query,
-          sum == 0.0f ? 0.0f : moved / sum,
-          sum == 0.0f ? tile::negative_infinity() : decoding::log_of_power(max, sum)};
+          sum == 0.0f ? 0.0f : moved / sum, max, sum};
 }
 
 __device__ __forceinline__ void put_lse(const DecodeParams& params, const OutputRow& row) {
-  if (params.lse != nullptr) static_cast<float*>(params.lse)[row.lse_at] = row.lse;
+  if (params.lse == nullptr) return;
+  static_cast<float*>(params.lse)[row.lse_at] =
+      row.sum == 0.0f ? tile::negative_infinity() : decoding::log_of_power(row.max, row.sum);
 }
 
 // Four columns of a row of the result.
