@@ -468,7 +468,7 @@ REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
 #: Kernels in which only some warps meet at a named barrier, each as often as it has work.
 OF_SOME_WARPS = re.compile(
     r'extern "C" __global__[^;{]*\b'
-    r"(?:decode_sm80|backward_fused_sm80|mla_decode_codes(?:_sm90)?)\([^;{]*\{\n"
+    r"(?:decode_sm80|backward_fused_sm80|mla_decode_(?:codes|codes_sm90|few_sm90))\([^;{]*\{\n"
 )
 NAMED_BARRIER = r"""__device__ __forceinline__ void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
