@@ -18,7 +18,7 @@
 
 namespace mla {
 
-// O of a thread block's keys as float16, relative to a maximum such that it fits.
+// O of a thread block's keys as float16, relative to a maximum with which it fits.
 using HalfTile = PartialTile<64, kLatent, true>;
 struct FewPart {
   uint4 o[kRows][kLatent / 8];
@@ -42,6 +42,7 @@ struct FewWorkspace {
   }
 };
 
+// A thread block's part in merging its tile.
 struct FewMerge {
   static constexpr int kRowVecsLog2 = 6;  // of eight columns
   // Partial results that a thread has on their way: its share of those of 132 thread blocks.
@@ -54,7 +55,8 @@ struct FewMerge {
   const int blocks;  // thread blocks that have keys
   const FewWorkspace workspace = FewWorkspace(params);
   const unsigned long long id = params.launch_id | 1;
-  // A row has 1 << row_shift tasks, of a line of memory at least, and not more than blocks are.
+  // A row is cut into 1 << row_shift tasks, of 64 columns at least, a line of memory, and of so many
+  // that there is a thread block for each task; or a row is a task, where rows are more.
   const int row_shift = find_row_shift();
   const int tasks = rows << row_shift;
   const Divisor by_blocks = Divisor(blocks);
