@@ -55,8 +55,8 @@ struct FewMerge {
   const int blocks;  // thread blocks that have keys
   const FewWorkspace workspace = FewWorkspace(params);
   const unsigned long long id = params.launch_id | 1;
-  // A row is cut into 1 << row_shift tasks, of 64 columns at least, a line of memory, and of so many
-  // that there is a thread block for each task; or a row is a task, where rows are more.
+  // A row is cut into 1 << row_shift tasks: of 64 columns at least, a line of memory, and of so
+  // many that there is a thread block for each task. Where rows are more, a row is a task.
   const int row_shift = find_row_shift();
   const int tasks = rows << row_shift;
   const Divisor by_blocks = Divisor(blocks);
