@@ -198,6 +198,7 @@ def test_rows_that_lie_too_far_apart_are_left_to_others(format):
         ({"batch": 64, "max_pages": 6}, 1, 1),
         ({"batch": 64, "max_pages": 7}, 2, 1),
         ({"batch": 500, "max_pages": 16}, 1, 1),
+        ({"batch": 65535, "max_pages": 1}, 1, 1),
         ({"batch": 1, "heads": 128, "max_pages": 66}, 33, 4),
         ({"batch": 33, "heads": 128, "max_pages": 6}, 1, 4),
     ],
@@ -226,6 +227,7 @@ def test_tiles_of_few_rows(heads, rows):
         {"heads": 128, "batch": 34, "max_pages": 6},
         {"batch": 2, "max_pages": 8 * 132 + 1},  # lengths may differ
         {"batch": 500, "max_pages": 17},
+        {"batch": 65536, "max_pages": 1},  # more than a grid's third axis has
         {"num_splits": 4},
         {"num_splits": "fixed"},
         {"page_size": 4},

@@ -15,6 +15,7 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, mla_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.decoding import partitioned
+from cuattn.gpu.dispatch.decoding_times import MOST_OF_GRID
 from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, Strides, capability
 from cuattn.gpu.dispatch.mla_config import (
     CODE_KEYS,
@@ -230,7 +231,7 @@ def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None
     """The launch of a call of so few rows and blocks of keys that all thread blocks of a tile merge
     its result; None for others. Its grid is (thread blocks of a tile, tiles of heads, batch)."""
     spec = call.spec
-    if spec.rows == "ragged" or call.num_splits is not None:
+    if spec.rows == "ragged" or call.num_splits is not None or spec.batch > MOST_OF_GRID:
         return None
     head_tiles = _head_tiles(call.as_call().spec, FEW_ROWS[-1])
     rows = spec.heads_q // head_tiles * spec.seqlen_q
