@@ -2,60 +2,41 @@
 // the end adds half of O's columns to the other warpgroup's.
 #pragma once
 
+#include "mla/descriptors_sm90.cuh"
+#include "mla/key_boxes_sm90.cuh"
 #include "mla/merge_few_sm90.cuh"
 #include "ptx/bar.cuh"
-#include "ptx/elect.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/wgmma_narrow.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/softmax.cuh"
 
 namespace mla {
 
 // Loads a warpgroup's blocks of keys, by its first warp, of which a lane has the pages: one, or
-// those that a block consists of. TMA gives zeros for pages that do not exist.
-struct Loader {
-  const DecodeParams& params;
-  const Maps& maps;
-  const kvcache::PageTable table = page_table(params);
-  const int box_shift = min(table.page_shift, 6);  // log2 of the keys of a box
-  const int lane = threadIdx.x % 32;
+// those that a block consists of.
+struct Loader : KeyBoxes {
   const int* const row = table.entry(blockIdx.z, 0);  // of the page table
 
-  // `end` bounds the keys.
   __device__ __forceinline__ int page_of_lane(int first, int end) const {
-    const int key = first + (lane << box_shift);
-    const bool has = lane << box_shift < kKeys && key < end;
-    return has ? row[key >> table.page_shift] : table.num_pages;
+    return KeyBoxes::page_of_lane(row, first, end);
   }
-  // Half of the panels of a block, in a warpgroup's order. By one lane, from uniform registers.
+  // Half of the panels of a block, in a warpgroup's order.
   template <int kHalf>
   __device__ __forceinline__ void load(Smem& smem, int warpgroup, int first, int page) const {
     constexpr int kBegin = kHalf * kHalfPanels, kEnd = kHalf == 0 ? kHalfPanels : kPanels;
     const unsigned long long hint = gridDim.y > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
-    const int slot = box_shift == 6 ? table.slot(first) : 0;
     const int first_panel = (warpgroup ^ kHalf) * kHalfPanels;
-#pragma unroll 1
-    for (int box = 0; box << box_shift < kKeys; ++box) {
-      const int its_page = __shfl_sync(~0u, page, box);
-      if (ptx::elect_one()) {
+    for_each_box(first, page, [&](int its_page, int slot, int box) {
 #pragma unroll
-        for (int i = kBegin; i < kEnd; ++i) {
-          const bool rotated = i == kRopePanel;
-          const int panel = rotated ? kRopePanel : first_panel + i - kBegin;
-          ptx::Mbarrier& full = smem.full[warpgroup][full_of(i)];
-          if (box == 0 && begins_full(i))
-            ptx::mbarrier_arrive_expect_tx(full, (full_of(i) + 1 == kFulls ? 3 : 2) * kPanelBytes);
-          ptx::tma_load(smem.k[warpgroup][panel] + (box << box_shift) * 128,
-                        rotated ? maps.rope : maps.latent, full, 0, slot,
-                        rotated ? rope_index() : panel, its_page, hint);
-        }
+      for (int i = kBegin; i < kEnd; ++i) {
+        const bool rotated = i == kRopePanel;
+        const int panel = rotated ? kRopePanel : first_panel + i - kBegin;
+        ptx::Mbarrier& full = smem.full[warpgroup][full_of(i)];
+        if (box == 0 && begins_full(i))
+          ptx::mbarrier_arrive_expect_tx(full, (full_of(i) + 1 == kFulls ? 3 : 2) * kPanelBytes);
+        copy_panel(smem.k[warpgroup][panel], panel, rotated, its_page, slot, box, full, hint);
       }
-      __syncwarp();
-    }
-  }
-  // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
-  __device__ __forceinline__ int rope_index() const {
-    return params.head_dim > params.head_dim_v ? 0 : kRopePanel;
+    });
   }
 };
 
@@ -123,7 +104,7 @@ struct Warpgroup {
 
   // Sᵀ of a block, panels in the order in which they come.
   __device__ __forceinline__ void multiply_keys(float (&s)[kScores], unsigned parity) const {
-    const unsigned q = uniform_base(smem.q), k = uniform_base(smem.k[number]);
+    const unsigned q = reduced_base(smem.q), k = reduced_base(smem.k[number]);
     const unsigned halves[2] = {number, number ^ 1u};  // in units of kHalfPanels
     ptx::wgmma_keep(s);
     ptx::wgmma_fence();
@@ -152,8 +133,8 @@ struct Warpgroup {
   // Oᵀ += Vᵀ Pᵀ of half of the columns, the warpgroup's own first: issued.
   template <int kHalf>
   __device__ __forceinline__ void multiply_values() {
-    const unsigned k = uniform_base(smem.k[number][(number ^ kHalf) * kHalfPanels]);
-    const unsigned p = uniform_base(smem.p[number]);
+    const unsigned k = reduced_base(smem.k[number][(number ^ kHalf) * kHalfPanels]);
+    const unsigned p = reduced_base(smem.p[number]);
 #pragma unroll
     for (int i = 0; i < kHalfPanels; ++i) ptx::wgmma_keep(o[kHalf][i]);
     ptx::wgmma_fence();
@@ -324,14 +305,6 @@ struct Warpgroup {
     return i / 2 * 4 + 2 * h + i % 2;
   }
   __device__ __forceinline__ void sync() const { ptx::bar_sync(1 + number, 128); }
-
-  __device__ __forceinline__ static unsigned uniform_base(const void* operand) {
-    return __reduce_or_sync(~0u, ptx::shared_address(operand) >> 4);
-  }
-  __device__ __forceinline__ static unsigned long long descriptor(unsigned base, int bytes) {
-    constexpr unsigned long long kHigh = 1ull << 62 | 1024ull >> 4 << 32;  // swizzle, 8 rows apart
-    return kHigh | base + static_cast<unsigned>(bytes >> 4);
-  }
 };
 
 }  // namespace mla

@@ -39,28 +39,19 @@ struct Consumer {
   __device__ __forceinline__ void start() {
     const decoding::Split& split = work->split;
     first = split.origin;
-    const tile::Range all = keys_of(split, kRows - 1), none_before = keys_of(split, 0);
+    const tile::Range all = keys_of_row<kRows>(params, split, kRows - 1),
+                      none_before = keys_of_row<kRows>(params, split, 0);
     common = {all.begin, none_before.end};
     if (lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (!odd) smem.visible[row + 8 * r] = keys_of(split, row + 8 * r);
+        if (!odd) smem.visible[row + 8 * r] = keys_of_row<kRows>(params, split, row + 8 * r);
         smem.row_max[odd][row + 8 * r] = tile::negative_infinity();
       }
     }
     softmax = tile::OnlineSoftmax();
 #pragma unroll
     for (int i = 0; i < kLatent / 4; ++i) o[i] = 0.0f;
-  }
-
-  // The keys of a split that a row of its tile sees; rows that do not exist do as the last one
-  // does.
-  __device__ __forceinline__ tile::Range keys_of(const decoding::Split& split, int row) const {
-    const int last = split.seq.seqlen_q * params.group - 1;
-    const int token = divided_by_group(params, min(split.row_tile * kRows + row, last));
-    const int position = split.seq.seqlen_k - split.seq.seqlen_q + token;
-    const tile::Range keys = decoding::visibility(params, split.end).keys(position);
-    return {max(keys.begin, split.begin), keys.end};
   }
 
   // S = Q Kᵀ of this consumer's block, panel by panel as they arrive: issued, not waited for.

@@ -49,16 +49,6 @@ __device__ __forceinline__ void request_queries(Smem& smem, const DecodeParams& 
   }
 }
 
-// The keys of a split that a row of its tile sees; rows that do not exist do as the last one does.
-__device__ __forceinline__ tile::Range keys_of_row(const DecodeParams& params,
-                                                   const decoding::Split& split, int row) {
-  const int last = split.seq.seqlen_q * params.group - 1;
-  const int token = divided_by_group(params, min(row, last));
-  const int position = split.seq.seqlen_k - split.seq.seqlen_q + token;
-  const tile::Range keys = decoding::visibility(params, split.end).keys(position);
-  return {max(keys.begin, split.begin), keys.end};
-}
-
 }  // namespace mla
 
 extern "C" __global__ void __launch_bounds__(Config::threads, 1)
@@ -88,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   split.begin = params.first_key;
   if (begins_with_length) cut();
   split.origin = split.begin & -kKeys;
-  const Loader loader = {params, maps};
+  const Loader loader = {{params, maps}};
   const bool loads = threadIdx.x / 32 % 4 == 0;
   const int first = split.origin + Deal::first(warpgroup) * kKeys;
   int page = 0, next_page = 0;
@@ -116,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
     loader.load<0>(smem, warpgroup, first, page);
     loader.load<1>(smem, warpgroup, first, page);
   }
-  if (threadIdx.x < kRows) smem.visible[threadIdx.x] = keys_of_row(params, split, threadIdx.x);
+  if (threadIdx.x < kRows)
+    smem.visible[threadIdx.x] = keys_of_row<kRows>(params, split, threadIdx.x);
   const FewMerge merge = {smem, params, split, split.seq.seqlen_q * params.group, blocks};
   if (threadIdx.x == 0) merge.begin();
   ptx::cp_async_wait_all();

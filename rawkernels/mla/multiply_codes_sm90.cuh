@@ -5,10 +5,11 @@
 // expanded in shared memory.
 #pragma once
 
+#include "mla/descriptors_sm90.cuh"
 #include "mla/layout_codes_sm90.cuh"
 #include "ptx/cvt_e4m3x4.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/wgmma_narrow.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace mla {
 
@@ -337,8 +338,7 @@ struct CodeProducts {
   // ptxas knows of a reduction; and that of what lies `bytes` further. Others would be computed in
   // each lane, and moved for each product; so would the upper half, were it added each time.
   __device__ __forceinline__ static unsigned long long uniform_base(const void* operand) {
-    constexpr unsigned long long kHigh = 1ull << 62 | 1024ull >> 4 << 32;  // swizzle, 8 rows apart
-    return kHigh | __reduce_or_sync(~0u, ptx::shared_address(operand) >> 4);
+    return kSwizzledRows | reduced_base(operand);
   }
   __device__ __forceinline__ static unsigned long long descriptor(unsigned long long base,
                                                                   int bytes) {

@@ -1,7 +1,8 @@
-// Operands of the products of mla/decode_sm90.cu: descriptors of tiles, and Q's way to shared
+// Operands of the products of mla/decode_sm90.cu: bases of descriptors, and Q's way to shared
 // memory.
 #pragma once
 
+#include "mla/descriptors_sm90.cuh"
 #include "mla/layout_sm90.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
@@ -9,12 +10,7 @@
 
 namespace mla {
 
-// The descriptor of what lies `bytes` after a base, which is the same for all lanes: a shared
-// address over 16. With bases that the compiler finds in vector registers it spills.
-__device__ __forceinline__ unsigned long long descriptor(unsigned base, int bytes, int leading) {
-  constexpr unsigned long long kHigh = 1ull << 62 | 1024ull >> 4 << 32;  // swizzle, 8 rows apart
-  return kHigh | (base + static_cast<unsigned>(bytes >> 4) + (leading >> 4 << 16));
-}
+// A base of descriptors.
 __device__ __forceinline__ unsigned uniform_base(const void* tile) {
   return __shfl_sync(~0u, ptx::shared_address(tile) >> 4, 0);
 }

@@ -3,8 +3,8 @@
 // for the queries too: while the end of the split before is computed.
 #pragma once
 
+#include "mla/key_boxes_sm90.cuh"
 #include "mla/layout_sm90.cuh"
-#include "mla/maps.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/elect.cuh"
 
@@ -57,12 +57,7 @@ __device__ __forceinline__ void ask_queries(Smem& smem, const DecodeParams& para
 
 // Loads blocks of keys, of which a lane has the pages: one, or those that a block consists of. TMA
 // gives zeros for pages that do not exist; so there are zeros for keys beyond the end's page.
-struct Loader {
-  const DecodeParams& params;
-  const Maps& maps;
-  const kvcache::PageTable table = page_table(params);
-  const int box_shift = min(table.page_shift, 6);  // log2 of the keys of a box
-  const int lane = threadIdx.x % 32;
+struct Loader : KeyBoxes {
   const int* row = nullptr;  // of the page table
   int end = 0;
 
@@ -71,35 +66,24 @@ struct Loader {
     end = split.end;
   }
   __device__ __forceinline__ int page_of_lane(int first) const {
-    const int key = first + (lane << box_shift);
-    const bool has = lane << box_shift < kBlockKeys && key < end;
-    return has ? row[key >> table.page_shift] : table.num_pages;
+    return KeyBoxes::page_of_lane(row, first, end);
   }
-  // Half of a block to a buffer. By one lane, from uniform registers: a loop over the lanes of a
-  // warp takes about a hundred cycles for each panel.
+  // Half of a block to a buffer.
   template <int kBuffer, int kHalf>
   __device__ __forceinline__ void load(Smem& smem, int first, int page,
                                        unsigned long long hint) const {
     constexpr int kBegin = kHalf * first_panels(kBuffer);
     constexpr int kEnd = kHalf == 0 ? first_panels(kBuffer) : kPanels;
-    const int slot = box_shift == 6 ? table.slot(first) : 0;
-#pragma unroll 1
-    for (int box = 0; box << box_shift < kBlockKeys; ++box) {
-      const int its_page = __shfl_sync(~0u, page, box);
-      if (ptx::elect_one()) {
+    for_each_box(first, page, [&](int its_page, int slot, int box) {
 #pragma unroll
-        for (int i = kBegin; i < kEnd; ++i) {
-          const int panel = panel_in_order(kBuffer, i);
-          const bool rotated = panel == kRopePanel;
-          ptx::Mbarrier& full = smem.full_k[kBuffer][panel];
-          if (box == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
-          ptx::tma_load(smem.k[kBuffer][panel] + (box << box_shift) * 128,
-                        rotated ? maps.rope : maps.latent, full, 0, slot,
-                        rotated ? rope_index() : panel, its_page, hint);
-        }
+      for (int i = kBegin; i < kEnd; ++i) {
+        const int panel = panel_in_order(kBuffer, i);
+        ptx::Mbarrier& full = smem.full_k[kBuffer][panel];
+        if (box == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
+        copy_panel(smem.k[kBuffer][panel], panel, panel == kRopePanel, its_page, slot, box, full,
+                   hint);
       }
-      __syncwarp();
-    }
+    });
   }
   // The half that is a warp's: of the first buffer warps 0 and 1, of the second warps 2 and 3.
   __device__ __forceinline__ void load_half_of_warp(Smem& smem, int warp, int first, int page,
@@ -112,10 +96,6 @@ struct Loader {
       load<1, 0>(smem, first, page, hint);
     else
       load<1, 1>(smem, first, page, hint);
-  }
-  // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
-  __device__ __forceinline__ int rope_index() const {
-    return params.head_dim > params.head_dim_v ? 0 : kRopePanel;
   }
 };
 
@@ -152,7 +132,7 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
   const int buffer = warp / 2, half = warp % 2;
   ptx::Mbarrier& empty = (half == 0 ? smem.empty_first : smem.empty_second)[buffer];
   Schedule schedule;
-  Loader loader = {params, maps};
+  Loader loader = {{params, maps}};
   tile::PipelineState<kQueue> queue;
   unsigned parity = 0, parity_q = 0;  // of the present use of the buffer, and of Q
   // What several blocks of the grid read at about the same time is kept for the others.

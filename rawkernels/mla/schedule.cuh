@@ -29,6 +29,17 @@ struct Divisor {
   __device__ __forceinline__ int divide_up(int n) const { return divide(n + d - 1); }
 };
 
+// The keys of a split that a row of its tile sees; rows that do not exist do as the last one does.
+template <int kRows>
+__device__ __forceinline__ tile::Range keys_of_row(const DecodeParams& params,
+                                                   const decoding::Split& split, int row) {
+  const int last = split.seq.seqlen_q * params.group - 1;
+  const int token = divided_by_group(params, min(split.row_tile * kRows + row, last));
+  const int position = split.seq.seqlen_k - split.seq.seqlen_q + token;
+  const tile::Range keys = decoding::visibility(params, split.end).keys(position);
+  return {max(keys.begin, split.begin), keys.end};
+}
+
 // A step of decoding::Schedule is kStepBlocks of what pieces consist of.
 template <int kRows, int kTileKeys, int kTileSteps, int kStepBlocks>
 struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps> {

@@ -31,6 +31,14 @@ __device__ __forceinline__ void wgmma_keep(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same of registers that are A: they are written before a wgmma_fence() that follows, or ptxas
+// serialises (C7519).
+template <int n>
+__device__ __forceinline__ void wgmma_keep(unsigned (&a)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // Descriptor of an operand in shared memory with TMA's 128-byte swizzle. Bytes:
 // `leading` between the 64-column panels of an MN-major operand (ignored for a K-major one),
 // `stride` between groups of 8 rows.
@@ -126,6 +134,8 @@ struct Wgmma;  // A and B of type T; one specialisation for each N in use, below
   WGMMA(N, R, __half, "f16", __VA_ARGS__) \
   WGMMA(N, R, __nv_bfloat16, "bf16", __VA_ARGS__)
 
+WGMMA_BOTH(16, 8, 8, 9, 10, 11, 12, 13, 14)
+WGMMA_BOTH(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_BOTH(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from cuattn._arrays import FLOAT_DTYPES
 from cuattn.gpu.arguments import cache_arguments, dropout_arguments, forward_arguments
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.launch import LEAST_SCALE, MAX_DIM, SHARED_KIB, Call, Launch, capability
+from cuattn.gpu.dispatch.launch import (
+    LEAST_SCALE,
+    MAX_DIM,
+    MOST_OF_GRID,
+    SHARED_KIB,
+    Call,
+    Launch,
+    capability,
+)
 from cuattn.gpu.structs import Arguments
 
 # ------------------------------------------------------------------------------------ forward, simt
@@ -43,7 +51,6 @@ SIMT_TILES = {
     8: {64: (32, 64, 8, 3), 128: (32, 64, 8, 2), 256: (16, 64, 8, 2)},
 }
 SIMT_KIB = 44  # of shared memory, at most, for a block
-GRID_Y = 65535  # the most blocks along a grid's second axis
 
 
 class SimtForward:
@@ -68,7 +75,7 @@ class SimtForward:
             tiles, batch = spec.seqlen_q // config.tile_m + spec.batch, 1
         else:
             tiles, batch = -(-spec.seqlen_q // config.tile_m), spec.batch
-        rows = min(batch, GRID_Y)
+        rows = min(batch, MOST_OF_GRID)
         grid = (tiles * spec.heads_q, rows, -(-batch // rows))
         arguments = _arguments(call), dropout_arguments(spec)
         return Launch(_simt_variant(config), grid, arguments)
@@ -174,7 +181,7 @@ class Sm80Forward:
             or (cached and (spec.dropout != 0.0 or call.partial is not None or spec.quantized))
             or spec.dtype.itemsize != 2
             or max(spec.head_dim, spec.head_dim_v) > MAX_DIM
-            or spec.heads_q > GRID_Y
+            or spec.heads_q > MOST_OF_GRID
             or heads > 1 << 30
         ):
             return None
@@ -203,7 +210,7 @@ class Sm80Forward:
                 shared = spec.heads_q // spec.heads_kv
                 key_bytes = spec.seqlen_k * sum(dims) * 2 + 1
                 group = min(heads, SM80_GROUP_BYTES * shared // key_bytes)
-            group = max(group, -(-heads // GRID_Y), 1)
+            group = max(group, -(-heads // MOST_OF_GRID), 1)
             grid = -(-spec.seqlen_q // config.tile_m) * group, -(-heads // group)
         if grid[0] >= 1 << 31:
             return None

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from cuattn.gpu.compiler import Config, Variant
-from cuattn.gpu.dispatch.attention import GRID_Y
-from cuattn.gpu.dispatch.launch import Call, Launch
+from cuattn.gpu.dispatch.launch import MOST_OF_GRID, Call, Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ def rows_grid(ragged: bool, batch: int, rows: int, tile_m: int, heads: int) -> t
     """A block for each tile of rows of a head: slots and heads along x, the batch along y and z."""
     if ragged:
         return ((rows // tile_m + batch) * heads, 1, 1)
-    along_y = min(batch, GRID_Y)
+    along_y = min(batch, MOST_OF_GRID)
     return (-(-rows // tile_m) * heads, along_y, -(-batch // along_y))
 
 

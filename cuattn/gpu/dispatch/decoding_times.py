@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from cuattn._quantized import code_columns
 from cuattn._spec import AttentionSpec
+from cuattn.gpu.dispatch.launch import MOST_OF_GRID
 from cuattn.gpu.dispatch.parts_sm90 import WARPGROUP_ROWS, packed_tiles, part_head_dim
 
 #: Sizes of clusters that decode_sm90.cu comes with, and for how many pairs of a sequence and a key
@@ -126,7 +127,6 @@ LONE_KEYS = {8: 128, 4: 256, 2: 384}
 #: know them) blocks of their own gain the more.
 LONE_BYTES = {True: 512 << 10, False: 384 << 10}
 FEW_BYTES = 160 << 20
-MOST_OF_GRID = 65535  # along its second and third axis
 
 
 class Clusters(NamedTuple):

@@ -26,6 +26,8 @@ MAX_DIM = 256
 #: The smallest scale of kernels that keep scores in other units than their own: their factors, and
 #: one over them, have to be floats that are not flushed to 0.
 LEAST_SCALE = 2.0**-100
+#: The most blocks along a grid's second axis, and along its third.
+MOST_OF_GRID = 65535
 
 
 def capability(arch: str) -> int:

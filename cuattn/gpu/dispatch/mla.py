@@ -15,8 +15,15 @@ from cuattn._spec import AttentionSpec
 from cuattn.gpu.arguments import Scales, mla_arguments
 from cuattn.gpu.compiler import Variant
 from cuattn.gpu.dispatch.decoding import partitioned
-from cuattn.gpu.dispatch.decoding_times import MOST_OF_GRID
-from cuattn.gpu.dispatch.launch import LEAST_SCALE, SHARED_KIB, Call, Launch, Strides, capability
+from cuattn.gpu.dispatch.launch import (
+    LEAST_SCALE,
+    MOST_OF_GRID,
+    SHARED_KIB,
+    Call,
+    Launch,
+    Strides,
+    capability,
+)
 from cuattn.gpu.dispatch.mla_config import (
     CODE_KEYS,
     CODE_ROWS,
@@ -46,8 +53,6 @@ FEW_TURNS, FEW_TURNS_OF_TILES = 8, 1
 #: Blocks of keys that one thread block takes less time for than several that merge, by the rows of
 #: its tile; and where a tile cannot have more than two thread blocks.
 FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
-#: Thread blocks that merge a tile at most: kMostBlocks of mla/layout_few_sm90.cuh.
-FEW_BLOCKS = 256
 #: How many pairs of blocks of keys are one split in mla/decode_sm90.cu where that leaves no thread
 #: block more than a tile: the second pair takes less time than a launch that merges both.
 UNSPLIT_PAIRS = 2
@@ -239,7 +244,8 @@ def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None
     if rows > FEW_ROWS[-1] or (head_tiles > 1 and tiles > call.multiprocessors):
         return None
     variant = few_variant(spec.dtype.name, min(size for size in FEW_ROWS if rows <= size))
-    blocks = max(min(call.multiprocessors, FEW_BLOCKS) // tiles, 1)
+    # A thread of what merges waits for each thread block of a tile.
+    blocks = max(min(call.multiprocessors, variant.config.threads) // tiles, 1)
     blocks_of_keys = -(-spec.seqlen_k // variant.config.tile_keys)
     unsplit = FEW_UNSPLIT[variant.config.rows] if blocks > 2 else FEW_UNSPLIT_OF_TWO
     if blocks_of_keys <= unsplit:

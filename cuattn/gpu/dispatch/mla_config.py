@@ -162,7 +162,8 @@ class Sm90FewMlaConfig(Config):
     def smem_bytes(self) -> int:
         """Q, a block of keys for each warpgroup, probabilities, then what is small."""
         row = (LATENT + ROPE) * 2
-        return self.rows * row + 2 * 64 * row + 2 * self.rows * 128 + 5120 + self.rows * 128
+        of_warpgroups = self.warpgroups * (self.tile_keys * row + self.rows * 128)
+        return self.rows * row + of_warpgroups + 5120 + self.rows * 128
 
     @property
     def part_bytes(self) -> int:
