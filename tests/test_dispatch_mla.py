@@ -258,7 +258,7 @@ def test_what_the_hopper_kernel_leaves(changes, tier):
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen_q", "tiles"), [(16, 5, 2), (40, 2, 2), (65, 1, 1), (128, 2, 4), (16, 4, 1)]
+    ("heads", "seqlen_q", "tiles"), [(16, 8, 2), (48, 3, 3), (81, 1, 1), (128, 2, 4), (16, 4, 1)]
 )
 def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, tiles):
     launch = choose_mla(described(heads=heads, seqlen_q=seqlen_q, max_pages=999)).main
@@ -296,11 +296,12 @@ def test_nothing_is_merged_where_nothing_can_be_split(changes, merges):
         ({"heads": 128}, (64, 64, 1, 1)),
         ({"heads": 16, "seqlen_q": 3, "batch": 20}, (64, 16, 3, 1)),
         ({"heads": 16, "seqlen_q": 4, "num_splits": 2}, (64, 16, 4, 1)),
-        ({"heads": 16, "seqlen_q": 5}, (64, 8, 5, 1)),  # two tiles of heads
+        ({"heads": 16, "seqlen_q": 5}, (64, 16, 5, 1)),  # a tile of 80 rows
+        ({"heads": 16, "seqlen_q": 8}, (64, 8, 8, 1)),  # two tiles of heads
         ({"heads": 128, "seqlen_q": 2}, (64, 32, 2, 1)),
         ({"heads": 128, "seqlen_q": 9, "top_k": 10}, (64, 64, 1, 1)),  # each query by itself
         ({"heads": 1, "seqlen_q": 100}, (64, 1, 64, 1)),  # two tiles of tokens
-        ({"heads": 65}, None),
+        ({"heads": 81}, None),
         ({"heads": 128, "format": "int8"}, None),
     ],
 )
@@ -318,6 +319,35 @@ def test_queries_are_loaded_as_boxes(changes, box):
     by_query = "top_k" in changes
     assert maps["q"].shape == (512, heads, 1 if by_query else tokens, maps["q"].shape[3])
     assert maps["q_rope"].strides == tuple(stride // 8 for stride in maps["q"].strides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 80),
+        ({"heads": 40, "seqlen_q": 2}, 80),
+        ({"heads": 65, "seqlen_q": 1}, 80),
+        ({"seqlen_q": 10}, 80),  # two tiles, where three of 64 rows would not have equal heads
+        ({"heads": 48, "seqlen_q": 3}, 64),  # which three have here
+        ({"seqlen_q": 4}, 64),
+        ({"seqlen_q": 6}, 64),
+        ({"heads": 27, "seqlen_q": 5}, 64),  # rows of a tile are no box
+        ({"batch": 1, "max_pages": 131 * 3}, 64),  # few keys
+        ({"batch": 1, "max_pages": 132 * 3}, 80),
+        ({"num_splits": 2}, 64),
+        ({"num_splits": "fixed"}, 64),
+        ({"page_size": 4}, 64),
+    ],
+)
+def test_tiles_of_80_rows(changes, rows):
+    call = described(**({"heads": 16, "seqlen_q": 5, "max_pages": 999} | changes))
+    launches = choose_mla(call)
+    assert launches.main.variant.config.rows == rows
+    assert launches.combine.variant.config.rows == rows
+    assert {launches.main.variant, launches.combine.variant} <= set(dispatch.variants("sm_90a"))
+    if rows == 80:
+        assert launches.main.variant.source == "mla/decode_80_sm90.cu"
+        assert launches.part_bytes >= 2 * 132 * launches.main.variant.config.part_bytes
 
 
 @pytest.mark.parametrize("changes", [{"page_size": 4}, {"top_k": 10}])

@@ -175,11 +175,12 @@ struct SplitPlace {
 };
 
 // The splits of this thread block, one after the other. A work tile's steps are one for its queries
-// and its epilogue, or kTileSteps where a token's heads fill it, and one for each block of keys;
-// groups get equal contiguous ranges of steps. With fixed splits nothing is counted but the blocks.
-// With kSpread, groups that have one step more lie evenly among the others: work tiles of n blocks
-// that have equal numbers of groups, which divide n, are then cut into equal splits.
-template <int kRows, int kTileKeys, int kHeads = 1, bool kSpread = false, int kTileSteps = 1>
+// and its epilogue, or kTileSteps where a token has kTileHeads or more, and one for each block of
+// keys; groups get equal contiguous ranges of steps. With fixed splits nothing is counted but the
+// blocks. With kSpread, groups that have one step more lie evenly among the others: work tiles of n
+// blocks that have equal numbers of groups, which divide n, are then cut into equal splits.
+template <int kRows, int kTileKeys, int kHeads = 1, bool kSpread = false, int kTileSteps = 1,
+          int kTileHeads = kRows>
 struct Schedule {
   CachedSequence seq;
   KvBlocks blocks;
@@ -189,7 +190,7 @@ struct Schedule {
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
     if (params.fixed_splits != 0 || params.single_tile) return 0;
-    return kTileSteps > 1 && params.group < kRows ? 1 : kTileSteps;
+    return kTileSteps > 1 && params.group < kTileHeads ? 1 : kTileSteps;
   }
 
   // Leaves the last row tile's blocks in `blocks`.

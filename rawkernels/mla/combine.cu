@@ -26,7 +26,9 @@ using Tile = PartialTile<kRows, kLatent, Config::half_parts>;
 // that lie side by side.
 constexpr bool kPairs = Config::half_parts && kVecs > 1;
 __device__ __forceinline__ int vec_of_lane(int lane, int i) {
-  return kPairs ? (i / 2 * 8 + lane / 4) * 8 + i % 2 * 4 + lane % 4 : lane + 32 * i;
+  if (!kPairs) return lane + 32 * i;
+  return Tile::kFragments ? (i / 2 * 8 + lane / 4) * 8 + i % 2 * 4 + lane % 4
+                          : (i / 2 * 32 + lane) * 2 + i % 2;
 }
 
 struct Smem {

@@ -19,7 +19,6 @@
 namespace mla {
 
 // O of a thread block's keys as float16, relative to a maximum with which it fits.
-using HalfTile = PartialTile<64, kLatent, true>;
 struct FewPart {
   uint4 o[kRows][kLatent / 8];
 };
@@ -88,8 +87,8 @@ struct FewMerge {
     }
     float factor = 0.0f;
     if (blocks > 1) {
-      const int rise = HalfTile::rise_for(largest);
-      factor = HalfTile::factor_for(rise);
+      const int rise = HalfNumbers::rise_for(largest);
+      factor = HalfNumbers::factor_for(rise);
       smem.max_sum[row] = {max + rise, sum * factor};
     } else if (row < rows) {
       const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
@@ -251,7 +250,7 @@ struct FewMerge {
       const unsigned pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 x = HalfTile::pair(pairs[j]);
+        const float2 x = HalfNumbers::pair(pairs[j]);
         sum[2 * j] = fmaf(factor, x.x, sum[2 * j]);
         sum[2 * j + 1] = fmaf(factor, x.y, sum[2 * j + 1]);
       }

@@ -26,25 +26,15 @@ struct PartialTile {
   __device__ __forceinline__ static float4 numbers(const Vec& vec) { return vec; }
 };
 
-// The same of 64 rows in half of the bytes: partial results are written when all thread blocks end
-// and read by all of the next launch, and 17 MB of float32 took 4.5 us to write on an H200, and 2
-// us to read. O is float16, with an eighth of the rounding of a bfloat16 result, and a row's `max`
-// is what its numbers need. Vectors 8m + t and 8m + 4 + t lie side by side.
-template <int kLatent>
-struct PartialTile<64, kLatent, true> {
-  static constexpr bool kFragments = true;
-  static constexpr int kVecs = kLatent / 4;
-  using Vec = uint2;
-  alignas(16) Vec o[64 * kVecs];
-  float2 max_sum[64];
-
-  __device__ __forceinline__ static constexpr int at(int row, int vec) {
-    return (((row / 8 * (kVecs / 8) + vec / 8) * 8 + row % 8) * 4 + vec % 4) * 2 + vec / 4 % 2;
-  }
+// Numbers of O as float16, in half of the bytes: partial results are written when all thread blocks
+// end and read by all of the next launch, and 17 MB of float32 took 4.5 us to write on an H200, and
+// 2 us to read. Float16 has an eighth of the rounding of a bfloat16 result, and a row's `max` is
+// what its numbers need.
+struct HalfNumbers {
   __device__ __forceinline__ static float2 pair(unsigned word) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
   }
-  __device__ __forceinline__ static float4 numbers(const Vec& vec) {
+  __device__ __forceinline__ static float4 numbers(const uint2& vec) {
     const float2 low = pair(vec.x), high = pair(vec.y);
     return {low.x, low.y, high.x, high.y};
   }
@@ -61,6 +51,32 @@ struct PartialTile<64, kLatent, true> {
   }
   __device__ __forceinline__ static float factor_for(int rise) {
     return __int_as_float(127 - rise << 23);
+  }
+};
+
+// Row after row.
+template <int kRows, int kLatent>
+struct PartialTile<kRows, kLatent, true> : HalfNumbers {
+  static constexpr bool kFragments = false;
+  static constexpr int kVecs = kLatent / 4;
+  using Vec = uint2;
+  alignas(16) Vec o[kRows * kVecs];
+  float2 max_sum[kRows];
+
+  __device__ __forceinline__ static constexpr int at(int row, int vec) { return row * kVecs + vec; }
+};
+
+// As the lanes of wgmma hold it. Vectors 8m + t and 8m + 4 + t lie side by side.
+template <int kLatent>
+struct PartialTile<64, kLatent, true> : HalfNumbers {
+  static constexpr bool kFragments = true;
+  static constexpr int kVecs = kLatent / 4;
+  using Vec = uint2;
+  alignas(16) Vec o[64 * kVecs];
+  float2 max_sum[64];
+
+  __device__ __forceinline__ static constexpr int at(int row, int vec) {
+    return (((row / 8 * (kVecs / 8) + vec / 8) * 8 + row % 8) * 4 + vec % 4) * 2 + vec / 4 % 2;
   }
 };
 

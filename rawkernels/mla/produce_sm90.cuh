@@ -5,6 +5,7 @@
 
 #include "mla/key_boxes_sm90.cuh"
 #include "mla/layout_sm90.cuh"
+#include "mla/query_boxes_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/elect.cuh"
 
@@ -37,21 +38,7 @@ __device__ __forceinline__ void ask_queries(Smem& smem, const DecodeParams& para
                                             const decoding::Split& split, unsigned parity) {
   if (mla.query_rows == 0) return;  // the consumers copy them
   ptx::mbarrier_wait(smem.empty_q, parity ^ 1);
-  const int first = split.row_tile * kRows, token = divided_by_group(params, first);
-  const int head = split.head * params.group + first - token * params.group;
-  const int sequence = params.cu_seqlens_q == nullptr ? split.seq.index : 0;
-  // Where nothing is rotated, the map is that of latents, which have no such panel: zeros.
-  const int rope_column = params.head_dim > params.head_dim_v ? 0 : kLatent;
-  if (ptx::elect_one()) {
-    ptx::mbarrier_arrive_expect_tx(smem.full_q, kPanels * Panel::kRowBytes * mla.query_rows);
-#pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-      const bool rotated = i == kRopePanel;
-      ptx::tma_load(smem.q[i], rotated ? maps.q_rope : maps.q, smem.full_q,
-                    rotated ? rope_column : i * 64, head, split.seq.begin_q + token, sequence,
-                    ptx::kEvictNormal);
-    }
-  }
+  if (ptx::elect_one()) ask_query_boxes<kRows>(smem.q, smem.full_q, params, mla, maps, split);
   __syncwarp();
 }
 

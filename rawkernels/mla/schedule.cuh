@@ -41,9 +41,9 @@ __device__ __forceinline__ tile::Range keys_of_row(const DecodeParams& params,
 }
 
 // A step of decoding::Schedule is kStepBlocks of what pieces consist of.
-template <int kRows, int kTileKeys, int kTileSteps, int kStepBlocks>
-struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps> {
-  using Even = decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps>;
+template <int kRows, int kTileKeys, int kTileSteps, int kStepBlocks, int kTileHeads = kRows>
+struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps, kTileHeads> {
+  using Even = decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps, kTileHeads>;
   static constexpr int kSplitSteps = 3;  // what a split costs beside its keys, about
   static constexpr int kPartSteps = 3;   // and partial results, if all groups have some
   static constexpr int kLaneSequences = 5, kCountBits = 12;

@@ -49,6 +49,15 @@ def dirty_scratch(monkeypatch):
         monkeypatch.setattr(module, "scratch", dirty)
 
 
+@pytest.fixture
+def tiles_of_80(monkeypatch):
+    """Tiles have 80 rows where they may, however few the keys are."""
+    monkeypatch.setattr(dispatch.mla, "ROWS_80_BLOCKS", 0)
+    mla._plans.cache_clear()
+    yield
+    mla._plans.cache_clear()
+
+
 class Cache:
     """Sequences of a batch on the host, and in pages on the device, with NaN where nothing is to
     be read."""
@@ -158,13 +167,14 @@ def test_every_number_of_rows(rng, tier, heads, seqlen_q):
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-6, 1e6, 1e30])
-def test_values_of_every_size(rng, size):
+def test_values_of_every_size(rng, tiles_of_80, size):
     """Partial results are float16 where latents are plain."""
     cache = Cache(rng, [1500, 300], BFLOAT16, sizes=size)
-    q = cache.queries(rng, 2, 1, 128, size=1 / size)
-    cache.check(q)
-    out = cache.decode(q)[0].get().astype(np.float64)
-    assert np.abs(out).max() > size / 100
+    for heads, seqlen_q in ((128, 1), (16, 5)):
+        q = cache.queries(rng, 2, seqlen_q, heads, size=1 / size)
+        cache.check(q)
+        out = cache.decode(q)[0].get().astype(np.float64)
+        assert np.abs(out).max() > size / 100
 
 
 def test_many_tokens(rng, tier):
@@ -238,6 +248,37 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
     cache.check(cache.queries(rng, len(lens), seqlen_q, heads), window=window)
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "lens"),
+    [
+        (16, 5, [0]),  # nobody has keys
+        (16, 5, [3]),  # nor have some of the queries
+        (16, 5, [256]),  # a thread block has them all
+        (16, 5, [2000, 5, 64, 129, 0]),
+        (16, 5, [700] * 140),  # more than thread blocks: some have several, and parts of others
+        (24, 3, [1000, 300]),  # not all rows exist
+        (8, 9, [513, 70]),
+        (40, 2, [900]),
+        (16, 10, [700, 1]),  # two tiles of rows
+        (16, 9, [450, 64]),  # the second is not full
+        (160, 1, [640, 3]),  # two of heads
+    ],
+)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_tiles_of_80_rows(rng, tiles_of_80, heads, seqlen_q, lens, option):
+    cache = Cache(rng, lens, BFLOAT16 if seqlen_q % 2 else np.float16)
+    q = cache.queries(rng, len(lens), seqlen_q, heads)
+    cache.check(q, **drawn(OPTIONS[option], rng, heads))
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 128])
+@pytest.mark.parametrize("widths", [(512, 64), (512, 0), (192, 64), (256, 32)])
+def test_pages_and_widths_of_80_rows(rng, tiles_of_80, page_size, widths):
+    latent, rope = widths
+    cache = Cache(rng, [515, 1, 64], BFLOAT16, page_size, latent=latent, rope=rope)
+    cache.check(cache.queries(rng, 3, 5, 16))
+
+
 def test_few_rows_beside_other_work(rng):
     """Thread blocks of a tile need not run at the same time: here matrix products, and the other
     stream's call, have multiprocessors."""
@@ -292,8 +333,11 @@ def test_whole_sequences(rng, count, longest):
     cache.check(cache.queries(rng, cu[-1], 40), cu, window=(70, 0))
 
 
-@pytest.mark.parametrize(("count", "heads"), [(40, 128), (150, 4), (70, 128)])
-def test_a_graph_replays_whole_sequences_and_pieces(rng, tier, count, heads):
+@pytest.mark.parametrize(
+    ("count", "heads", "seqlen_q"),
+    [(40, 128, 1), (150, 4, 1), (70, 128, 1), (40, 16, 5), (150, 16, 5)],
+)
+def test_a_graph_replays_whole_sequences_and_pieces(rng, tier, count, heads, seqlen_q):
     """Also with more tiles of rows than thread blocks, which merge some of their partial results
     themselves where these are there: the bits do not depend on it."""
     each = np.arange(count)
@@ -301,7 +345,7 @@ def test_a_graph_replays_whole_sequences_and_pieces(rng, tier, count, heads):
     if count > 40:
         lengths[0][20:] = 130
     cache = Cache(rng, list(np.maximum.reduce(lengths)), BFLOAT16)
-    on_gpu = cupy.asarray(cache.queries(rng, count, 1, heads))
+    on_gpu = cupy.asarray(cache.queries(rng, count, seqlen_q, heads))
     lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
 
     def call():
@@ -323,8 +367,9 @@ def test_ragged_rows(rng, tier):
     cache.check(cache.queries(rng, cu[-1], 16), cu)
 
 
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(40, 1), (16, 5)])
 @pytest.mark.parametrize("rise", ["first", "last", "every", "even", "odd"])
-def test_maxima_that_rise(rng, tier, rise):
+def test_maxima_that_rise(rng, tiles_of_80, tier, rise, heads, seqlen_q):
     """Scores that leave the lagging maximum far behind, in some blocks of 64 keys or in all."""
     n = 64 * 7 + 5
     cache = Cache(rng, [n, n - 64], BFLOAT16)
@@ -333,7 +378,7 @@ def test_maxima_that_rise(rng, tier, rise):
         "first": block == 1, "last": block == 7, "every": block, "even": block // 2 * 2,
         "odd": (block + 1) // 2 * 2,
     }[rise]  # fmt: skip
-    q = cache.queries(rng, 2, 1, 40, size=0.1)
+    q = cache.queries(rng, 2, seqlen_q, heads, size=0.1)
     q[..., 0] = 30.0
     page, slot = np.divmod(np.arange(n), 64)
     for b, rows in enumerate(cache.rows):
@@ -414,10 +459,11 @@ def test_fixed_splits_do_not_depend_on_the_batch(rng, tier, heads):
         )
 
 
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(128, 1), (16, 5)])
 @pytest.mark.parametrize("lens", [[900, 64, 300], [1100]])
-def test_a_graph_replays_after_lengths_changed(rng, tier, lens):
+def test_a_graph_replays_after_lengths_changed(rng, tiles_of_80, tier, lens, heads, seqlen_q):
     cache = Cache(rng, lens, BFLOAT16)
-    q = cache.queries(rng, len(lens), 1, 128)
+    q = cache.queries(rng, len(lens), seqlen_q, heads)
     on_gpu = cupy.asarray(q)
     lens, table = cupy.asarray(cache.lens), cupy.asarray(cache.table)
 

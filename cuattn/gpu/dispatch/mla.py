@@ -32,11 +32,13 @@ from cuattn.gpu.dispatch.mla_config import (
     LATENT_FORMATS,
     SCALE_COLUMNS,
     Sm90MlaConfig,
+    Sm90Rows80MlaConfig,
     codes_sm90_variant,
     codes_variant,
     combine_variant,
     combine_variants,
     few_variant,
+    rows_80_variant,
     simt_variant,
     sm80_variant,
     sm90_variant,
@@ -53,9 +55,14 @@ FEW_TURNS, FEW_TURNS_OF_TILES = 8, 1
 #: Blocks of keys that one thread block takes less time for than several that merge, by the rows of
 #: its tile; and where a tile cannot have more than two thread blocks.
 FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
-#: How many pairs of blocks of keys are one split in mla/decode_sm90.cu where that leaves no thread
-#: block more than a tile: the second pair takes less time than a launch that merges both.
-UNSPLIT_PAIRS = 2
+#: Kernels for more rows over plain latents.
+PLAIN_SM90 = (Sm90MlaConfig, Sm90Rows80MlaConfig)
+#: Rows of a tile of mla/decode_80_sm90.cu, and how many blocks of keys each multiprocessor has to
+#: have: with fewer, two tiles of 64 rows, on two of them, take less time.
+ROWS_80, ROWS_80_BLOCKS = 80, 3
+#: How many keys are one split in these where that leaves no thread block more than a tile: the
+#: second half takes less time than a launch that merges both.
+UNSPLIT_KEYS = 256
 #: Blocks of keys of each multiprocessor up to which mla/decode_codes_sm90.cu has tiles of 32 rows
 #: at most: it takes less time to begin and to end one than a tile of 64.
 FEW_CODE_BLOCKS = 8
@@ -217,6 +224,9 @@ class Sm90Mla:
             return few
         variant = sm90_variant(spec.dtype.name, gather=gather)
         queries = _query_maps(call, variant.config.rows)
+        if not gather and _fills_80(call):
+            variant = rows_80_variant(spec.dtype.name)
+            queries = _query_maps(call, variant.config.rows)
         query_rows = math.prod(queries["q"].box[1:]) if queries else 0
         launches = _merged(call, variant, query_rows=query_rows)
         return _with_maps(launches, {"latent": latent, "rope": rope} | queries)
@@ -230,6 +240,26 @@ class Sm90Mla:
                     yield from combine_variants(dtype, 64, half_parts=not gather)
                 for rows in FEW_ROWS:
                     yield few_variant(dtype, rows)
+                yield rows_80_variant(dtype)
+                yield from combine_variants(dtype, ROWS_80, half_parts=True)
+
+
+def _fills_80(call: MlaCall) -> bool:
+    """Whether mla/decode_80_sm90.cu takes less time for a call: where its tiles of 80 rows are
+    fewer than those of 64, one, or of equal heads where those of 64 are not; and where they are not
+    over with their first keys."""
+    spec = call.spec
+    rows = spec.heads_q * spec.seqlen_q
+    tiles, tiles_of_64 = -(-rows // ROWS_80), -(-rows // 64)
+    blocks = tiles * spec.batch * -(-spec.seqlen_k // CODE_KEYS)
+    return (
+        spec.rows != "ragged"
+        and call.num_splits is None
+        and tiles < tiles_of_64
+        and (tiles == 1 or (spec.heads_q % tiles == 0 and spec.heads_q % tiles_of_64 != 0))
+        and blocks >= ROWS_80_BLOCKS * call.multiprocessors
+        and bool(_query_maps(call, ROWS_80))
+    )
 
 
 def _few(call: MlaCall, maps: dict[str, TensorMap | None]) -> MlaLaunches | None:
@@ -491,7 +521,7 @@ def _merged(call: MlaCall, variant: Variant, **more: int) -> MlaLaunches:
         launch = _partitioned(call, variant, head_tiles, **more)
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     by_block = (
-        isinstance(variant.config, Sm90MlaConfig)
+        isinstance(variant.config, PLAIN_SM90)
         and call.num_splits is None
         and 2 * tasks > call.multiprocessors * variant.config.blocks_per_sm
     )
@@ -508,9 +538,9 @@ def _is_unsplit(call: MlaCall, config: Any, tiles: int) -> bool:
     """Whether every tile has a thread block of its own, and so few keys that it takes longer to
     split them."""
     return (
-        isinstance(config, Sm90MlaConfig)
+        isinstance(config, PLAIN_SM90)
         and call.num_splits is None
-        and call.as_call().spec.seqlen_k <= UNSPLIT_PAIRS * config.tile_keys
+        and call.as_call().spec.seqlen_k <= UNSPLIT_KEYS
         and tiles <= call.multiprocessors * config.blocks_per_sm
     )
 
@@ -535,7 +565,7 @@ def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows:
         columns, shared = LATENT, False
     # A row or more for each warp, in equal numbers.
     rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
-    half_parts = isinstance(variant.config, Sm90MlaConfig) and not variant.config.gather
+    half_parts = isinstance(variant.config, PLAIN_SM90) and variant.config.half_parts
     return Launch(
         combine_variant(
             *(call.spec.dtype.name, variant.config.rows, columns),

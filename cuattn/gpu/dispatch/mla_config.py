@@ -131,9 +131,15 @@ class Sm90MlaConfig(Config):
         return 3 * self.rows * (LATENT + ROPE) * 2 + 3072
 
     @property
+    def half_parts(self) -> bool:
+        """Whether O of partial results is float16: there are no registers for it beside keys that
+        are gathered."""
+        return not self.gather
+
+    @property
     def part_bytes(self) -> int:
-        """Scratch of a partial result: O, as float16 unless keys are gathered, maxima and sums."""
-        return self.rows * (LATENT * (4 if self.gather else 2) + 8)
+        """Scratch of a partial result: O, maxima and sums."""
+        return self.rows * (LATENT * (2 if self.half_parts else 4) + 8)
 
 
 def sm90_variant(dtype: str, *, gather: bool) -> Variant:
@@ -141,6 +147,45 @@ def sm90_variant(dtype: str, *, gather: bool) -> Variant:
     registers = (208, 88) if gather else (216, 72)
     config = Sm90MlaConfig(dtype, gather, *registers)
     return Variant("mla/decode_sm90.cu", "mla_decode_sm90", config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm90Rows80MlaConfig(Config):
+    """mla/decode_80_sm90.cu."""
+
+    dtype: str
+    rows: int = 80
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    tile_keys: int = 64
+    blocks_per_sm: int = 1
+
+    @property
+    def half_parts(self) -> bool:
+        """O of partial results is float16."""
+        return True
+
+    @property
+    def threads(self) -> int:
+        """Two consuming warpgroups, each with half of O's columns, and one that produces."""
+        return 384
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, seven places for panels of keys of each half of the columns, two for what is rotated
+        and for probabilities, then what is small."""
+        places = 2 * 7 * self.tile_keys * 128 + 2 * self.rows * 128
+        return self.rows * (LATENT + ROPE) * 2 + places + 4096
+
+    @property
+    def part_bytes(self) -> int:
+        """Scratch of a partial result: O as float16, maxima and sums."""
+        return self.rows * (LATENT * 2 + 8)
+
+
+def rows_80_variant(dtype: str) -> Variant:
+    """Of mla/decode_80_sm90.cu."""
+    return Variant("mla/decode_80_sm90.cu", "mla_decode_80_sm90", Sm90Rows80MlaConfig(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
