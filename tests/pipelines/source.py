@@ -24,7 +24,7 @@ SKELETONS = {
         "sampling/softmax",
     )
 }
-for kernel in ("decode_sm90", "decode_few_sm90", "decode_codes_sm90"):
+for kernel in ("decode_sm90", "decode_80_sm90", "decode_few_sm90", "decode_codes_sm90"):
     SKELETONS[f"mla/{kernel}.cu"] = pathlib.Path(__file__).with_name(f"mla_{kernel}.txt")
 
 #: Functions that models repeat whole: how decoding shares out its work, and who merges what.
