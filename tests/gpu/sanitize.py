@@ -471,7 +471,7 @@ REPLACED = "if (threadIdx.x % 32 == 0) smem.replaced"
 #: Kernels in which only some warps meet at a named barrier, each as often as it has work.
 OF_SOME_WARPS = re.compile(
     r'extern "C" __global__[^;{]*\b'
-    r"(?:decode_sm80|backward_fused_sm80|mla_decode_(?:codes|codes_sm90|few_sm90))\([^;{]*\{\n"
+    r"(?:decode_sm80|backward_fused_sm80|mla_decode_(?:80_sm90|codes|codes_sm90|few_sm90))\([^;{]*\{\n"
 )
 NAMED_BARRIER = r"""__device__ __forceinline__ void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -480,6 +480,8 @@ NAMED_BARRIER = r"""__device__ __forceinline__ void bar_sync(int barrier, int th
 MBARRIER = r"""
 __shared__ unsigned long long named_barriers[8];
 __shared__ unsigned char named_parities[Config::threads];
+__shared__ unsigned named_votes[8][4];
+__shared__ unsigned char named_voted[Config::threads];  // how often
 __device__ __forceinline__ unsigned named_barrier(int barrier) {
   return static_cast<unsigned>(__cvta_generic_to_shared(&named_barriers[barrier]));
 }
@@ -487,7 +489,8 @@ __device__ __forceinline__ void init_named_barriers() {
   if (threadIdx.x < 8)
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(named_barrier(threadIdx.x)), "r"(768)
                  : "memory");
-  named_parities[threadIdx.x] = 0;
+  if (threadIdx.x < 32) named_votes[threadIdx.x / 4][threadIdx.x % 4] = 0;
+  named_parities[threadIdx.x] = named_voted[threadIdx.x] = 0;
   __syncthreads();
 }
 __device__ __forceinline__ void bar_sync(int barrier, int threads) {
@@ -500,6 +503,23 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
                  "selp.u32 %0, 1, 0, p;}"
                  : "=r"(done) : "r"(named_barrier(barrier)), "r"(parity) : "memory");
   named_parities[threadIdx.x] ^= 1 << barrier;
+"""
+ARRIVED = r"""  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+"""
+ARRIVED_AT_MBARRIER = r"""
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(named_barrier(barrier)),
+               "r"(768 / threads) : "memory");
+  named_parities[threadIdx.x] ^= 1 << barrier;
+"""
+VOTE = re.compile(r"(bar_sync_or\([^{]*\{\n).*?return any;\n", re.DOTALL)
+# Four votes at a barrier have places; the one after the next is cleared, which all have read.
+VOTE_AT_MBARRIER = r"""\1
+  const int place = named_voted[threadIdx.x]++ % 4;
+  if (predicate) atomicOr(&named_votes[barrier][place], 1u);
+  bar_sync(barrier, threads);
+  const bool any = *const_cast<volatile unsigned*>(&named_votes[barrier][place]);
+  if (threadIdx.x % threads == 0) named_votes[barrier][(place + 2) % 4] = 0;
+  return any;
 """
 
 
@@ -528,7 +548,8 @@ def for_racecheck(text: str) -> str:
         changes = "if (threadIdx.x % 32 == 0 && (replaced || block == tile.block_end - 1))"
         text = text.replace(REPLACED, f"{changes} smem.replaced")
     if OF_SOME_WARPS.search(text) and "warps_q = 1;" not in text:  # which has none
-        text = text.replace(NAMED_BARRIER, MBARRIER)
+        text = text.replace(NAMED_BARRIER, MBARRIER).replace(ARRIVED, ARRIVED_AT_MBARRIER)
+        text = VOTE.sub(VOTE_AT_MBARRIER, text)
         text = OF_SOME_WARPS.sub(r"\g<0>  ptx::init_named_barriers();\n", text)
     return text
 
@@ -608,6 +629,7 @@ def see_order() -> None:
         OPENED_INBOX,
         REPLACED,
         NAMED_BARRIER,
+        ARRIVED,
         *BY_32,
     ):
         if pattern not in known:
