@@ -4,6 +4,7 @@
 
 #include "mla/descriptors_sm90.cuh"
 #include "mla/layout_80_sm90.cuh"
+#include "mla/query_columns_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/registers.cuh"
@@ -15,9 +16,7 @@
 
 namespace mla {
 
-struct Warpgroup {
-  static constexpr int kScores = kRows / 2;   // numbers of a product of 64 rows in a lane
-  static constexpr int kOwnRows = kRows / 4;  // queries of which a lane has scores
+struct Warpgroup : QueryColumns<kRows> {
   // How large a probability may be until what exponents are relative to is raised.
   static constexpr float kMost = 256.0f;
   // What they are relative to where a row has seen no key: any score is above it.
@@ -32,7 +31,6 @@ struct Warpgroup {
   const MlaParams& mla;
   const int number;
   const float scale_log2 = static_cast<float>(params.scale) * tile::kLog2e;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 
   const Work* work = nullptr;
   int whole_begin = 0, whole_end = 0;  // blocks of which all rows see all keys
@@ -167,7 +165,7 @@ struct Warpgroup {
   // Probabilities of a block to shared memory, for both warpgroups: as if maxima need not be
   // raised, and again where they have to be, which is said.
   __device__ __forceinline__ bool soften(float (&s)[kScores], int block) {
-    if (!is_whole(block)) hide_keys(s, work->first_key(block));
+    if (!is_whole(block)) hide(s, smem.visible, work->first_key(block));
     const bool raises = put_probabilities(s);
     if (raises) {
       raise(s);
@@ -181,8 +179,7 @@ struct Warpgroup {
   __device__ __forceinline__ bool put_probabilities(const float (&s)[kScores]) const {
     float offset[kOwnRows];
     get_rows(offset, smem.offset);
-    const unsigned to = ptx::shared_address(smem.rope[number]) +
-                        Panel::at(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+    const unsigned to = probabilities_at(smem.rope[number]);
     Pair largest = {};
 #pragma unroll
     for (int pair = 0; pair < kRows / 16; ++pair) {
@@ -219,14 +216,7 @@ struct Warpgroup {
 
   // Raises what exponents are relative to, to the largest scores so far.
   __device__ __forceinline__ void raise(const float (&s)[kScores]) {
-#pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      float max = fmaxf(s[at(i, 0)], s[at(i, 1)]);
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
-      if (lane < 4) smem.warp_max[warp][own_row(i)] = max;
-    }
+    put_largest(s, smem.warp_max[warp]);
     sync();
     const int row = threadIdx.x % 128;
     if (row < kRows) {
@@ -261,16 +251,7 @@ struct Warpgroup {
     }
   }
 
-  // Scores of keys that a row does not see become -inf.
-  __device__ __forceinline__ void hide_keys(float (&s)[kScores], int first) const {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const tile::Range& keys = smem.visible[own_row(i / 4 * 2 + i % 2)];
-      const int key = first + warp * 16 + i / 2 % 2 * 8 + lane / 4;
-      if (key < keys.begin || key >= keys.end) s[i] = tile::negative_infinity();
-    }
-  }
-  // The same for those that are in shared memory: 0 · NaN is NaN.
+  // Zeros for values of keys outside of the split in shared memory: 0 · NaN is NaN.
   __device__ __forceinline__ void clear_values(int block) const {
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < (kHalfPanels - 1) * kKeys * 8; i += 128) {
@@ -303,11 +284,6 @@ struct Warpgroup {
       own[i] = two.x;
       own[i + 1] = two.y;
     }
-  }
-  // Queries are columns of products: those of a lane, and where its two keys' scores are.
-  __device__ __forceinline__ int own_row(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-  __device__ __forceinline__ static constexpr int at(int i, int h) {
-    return i / 2 * 4 + 2 * h + i % 2;
   }
   __device__ __forceinline__ void sync_both() const { ptx::bar_sync(kBoth, kConsumers); }
   __device__ __forceinline__ void sync() const { ptx::bar_sync(kOwn + number, 128); }

@@ -5,6 +5,7 @@
 #include "mla/descriptors_sm90.cuh"
 #include "mla/key_boxes_sm90.cuh"
 #include "mla/merge_few_sm90.cuh"
+#include "mla/query_columns_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -41,10 +42,7 @@ struct Loader : KeyBoxes {
 };
 
 // A warpgroup: scores, softmax and O of its blocks of keys.
-struct Warpgroup {
-  static constexpr int kScores = kRows / 2;   // numbers of a product of 64 rows in a lane
-  static constexpr int kOwnRows = kRows / 4;  // queries of which a lane has scores
-
+struct Warpgroup : QueryColumns<kRows> {
   Smem& smem;
   const DecodeParams& params;
   const decoding::Split& split;
@@ -52,7 +50,6 @@ struct Warpgroup {
   const int number;
   const Deal deal;
   const float scale_log2 = static_cast<float>(params.scale) * tile::kLog2e;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 
   float row_max[kOwnRows], row_sum[kOwnRows];  // sums are of the lane's own keys
   float o[2][kHalfPanels][kScores];            // the warpgroup's own columns, then the other's
@@ -153,12 +150,7 @@ struct Warpgroup {
   __device__ __forceinline__ void hide_keys(float (&s)[kScores], int first) const {
     const tile::Range common = {smem.visible[kRows - 1].begin, smem.visible[0].end};
     if (common.contains(first, kKeys)) return;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const tile::Range& keys = smem.visible[own_row(i / 4 * 2 + i % 2)];
-      const int key = first + warp * 16 + i / 2 % 2 * 8 + lane / 4;
-      if (key < keys.begin || key >= keys.end) s[i] = tile::negative_infinity();
-    }
+    hide(s, smem.visible, first);
     const int own = warp * 16 + lane % 16;
     if (first + own >= split.begin && first + own < split.end) return;
 #pragma unroll 1
@@ -169,14 +161,7 @@ struct Warpgroup {
 
   // Probabilities of a block to shared memory, relative to the rows' largest scores so far.
   __device__ __forceinline__ void soften(float (&s)[kScores]) {
-#pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      float max = fmaxf(s[at(i, 0)], s[at(i, 1)]);
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
-      if (lane < 4) smem.warp_max[number][warp][own_row(i)] = max;
-    }
+    put_largest(s, smem.warp_max[number][warp]);
     sync();  // maxima are there, and no warp's products read probabilities any more
     float correction[kOwnRows];
     bool moved = false;
@@ -206,8 +191,7 @@ struct Warpgroup {
 #pragma unroll
             for (int h = 0; h < 2; ++h) panel[at(i, h)] *= correction[i];
     }
-    const unsigned to = ptx::shared_address(smem.p[number]) +
-                        Panel::at(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+    const unsigned to = probabilities_at(smem.p[number]);
 #pragma unroll
     for (int pair = 0; pair < kRows / 16; ++pair) {
       unsigned words[4];
@@ -299,11 +283,6 @@ struct Warpgroup {
       }
   }
 
-  // Queries are columns of products: those of a lane, and where its two keys' scores are.
-  __device__ __forceinline__ int own_row(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-  __device__ __forceinline__ static constexpr int at(int i, int h) {
-    return i / 2 * 4 + 2 * h + i % 2;
-  }
   __device__ __forceinline__ void sync() const { ptx::bar_sync(1 + number, 128); }
 };
 

@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   ptx::cp_async_wait_all();
   ptx::fence_proxy_async();
   __syncthreads();
-  Warpgroup computing = {smem, params, split, loader, warpgroup, deal};
+  Warpgroup computing = {{}, smem, params, split, loader, warpgroup, deal};
   computing.run(next_page);
   computing.put(merge);
   if (blocks == 1) return;

@@ -259,6 +259,7 @@ def test_few_sequences(rng, heads, seqlen_q, lens, window):
         (24, 3, [1000, 300]),  # not all rows exist
         (8, 9, [513, 70]),
         (40, 2, [900]),
+        (65, 1, [640, 3]),
         (16, 10, [700, 1]),  # two tiles of rows
         (16, 9, [450, 64]),  # the second is not full
         (160, 1, [640, 3]),  # two of heads
