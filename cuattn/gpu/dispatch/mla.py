@@ -59,7 +59,7 @@ FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
 PLAIN_SM90 = (Sm90MlaConfig, Sm90Rows80MlaConfig)
 #: Rows of a tile of mla/decode_80_sm90.cu, and how many blocks of keys each multiprocessor has to
 #: have: with fewer, two tiles of 64 rows, on two of them, take less time.
-ROWS_80, ROWS_80_BLOCKS = 80, 3
+ROWS_80, ROWS_80_BLOCKS = Sm90Rows80MlaConfig.rows, 3
 #: How many keys are one split in these where that leaves no thread block more than a tile: the
 #: second half takes less time than a launch that merges both.
 UNSPLIT_KEYS = 256
@@ -251,7 +251,7 @@ def _fills_80(call: MlaCall) -> bool:
     spec = call.spec
     rows = spec.heads_q * spec.seqlen_q
     tiles, tiles_of_64 = -(-rows // ROWS_80), -(-rows // 64)
-    blocks = tiles * spec.batch * -(-spec.seqlen_k // CODE_KEYS)
+    blocks = tiles * spec.batch * -(-spec.seqlen_k // Sm90Rows80MlaConfig.tile_keys)
     return (
         spec.rows != "ragged"
         and call.num_splits is None
