@@ -43,6 +43,7 @@ TESTS = (
     "test_mla.py::test_every_page_size[mla_sm90-256-True]",
     "test_mla.py::test_every_width[mla_sm80-widths0]",
     "test_mla.py::test_sparse[mla_sm90-16-3]",
+    "test_mla.py::test_tiles_of_80_rows[window-16-5-lens3]",
     "test_mla.py::test_prefill[float16-False]",
     "test_mla_codes.py::test_every_format[mla_codes-int8-bfloat16]",
     "test_mla_codes.py::test_splits[mla_codes-24-3]",
