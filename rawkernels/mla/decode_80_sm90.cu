@@ -4,12 +4,12 @@
 //   What mla/decode_sm90.cu computes, where a tile's queries are a box that TMA copies, and pages
 //   have at least 8 keys. Grid: (tiles of heads, groups of thread blocks).
 //
-// In tiles of 64 rows these queries are two, of which the second is empty but for 16 rows, and the
-// products of Q Kᵀ and P V have 64. Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ have any multiple of 8 columns. Two
-// warpgroups hold half of O's columns each. Every second block of 64 keys is a warpgroup's own: it
-// computes the scores, raises maxima that have been left far behind, and puts probabilities for
-// both, which add the block's values then (consume_80_sm90.cuh). A third one loads
-// (produce_80_sm90.cuh). Beside 80 queries there is no room for two blocks of keys: see kPlaces.
+// With queries as rows, which are 64 of a product, these would be two tiles, and 48 rows of them
+// empty. Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ have any multiple of 8 columns. Two warpgroups hold half of O's
+// columns each. Every second block of 64 keys is a warpgroup's own: it computes the scores, raises
+// maxima that have been left far behind, and puts probabilities into shared memory, with which both
+// add the block's values (consume_80_sm90.cuh). A third warpgroup loads (produce_80_sm90.cuh).
+// Beside 80 queries there is no room for two blocks of keys: see kPlaces.
 #include "mla/finish_80_sm90.cuh"
 #include "mla/produce_80_sm90.cuh"
 #include "ptx/setmaxnreg.cuh"
