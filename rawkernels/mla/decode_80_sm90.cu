@@ -61,15 +61,11 @@ __device__ __forceinline__ void find_work(Smem& smem, const DecodeParams& params
   ptx::mbarrier_arrive(smem.full_work[number % 2]);
 }
 
-// What rows of a split begin with: zeros for queries that TMA does not load, and the keys that they
-// see. By both warpgroups.
+// What rows of a split begin with: zeros where they have no query, and the keys that they see. By
+// both warpgroups.
 __device__ __forceinline__ void prepare_rows(Smem& smem, const DecodeParams& params,
                                              const MlaParams& mla, const decoding::Split& split) {
-  constexpr int kChunks = kPanels * 8;
-#pragma unroll 1
-  for (int i = mla.query_rows * kChunks + threadIdx.x; i < kRows * kChunks; i += kConsumers)
-    *reinterpret_cast<uint4*>(smem.q[i % kChunks / 8] + Panel::at(i / kChunks, i % 8)) = {};
-  ptx::fence_proxy_async();
+  clear_missing_queries<kRows, kConsumers>(smem.q, mla);
   const int row = threadIdx.x;
   if (row >= kRows) return;
   smem.visible[row] = keys_of_row<kRows>(params, split, row);

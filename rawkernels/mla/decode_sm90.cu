@@ -31,7 +31,7 @@ struct SplitConsumer : Consumer {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) clear_task(mla);
     const bool by_tma = mla.query_rows > 0;
-    if (by_tma) clear_missing_queries();
+    if (by_tma) clear_missing_queries<kRows, kConsumers>(smem.q, mla);
     while (true) {
       const tile::PipelineState<kQueue> place = queue.state();
       ptx::mbarrier_wait(smem.full_work[place.index], place.parity);
@@ -53,15 +53,6 @@ struct SplitConsumer : Consumer {
       tile::arrive_warp(smem.empty_work[queue.state().index]);
       queue.advance();
     }
-  }
-
-  // Zeros for the rows that TMA does not load, in any split.
-  __device__ __forceinline__ void clear_missing_queries() const {
-    constexpr int kChunks = kPanels * 8;
-#pragma unroll 1
-    for (int i = mla.query_rows * kChunks + threadIdx.x; i < kRows * kChunks; i += kConsumers)
-      *reinterpret_cast<uint4*>(smem.q[i % kChunks / 8] + Panel::at(i / kChunks, i % 8)) = {};
-    ptx::fence_proxy_async();
   }
 
   // The end of a split: sums of both consumers, then the result or a partial one.

@@ -3,26 +3,21 @@
 
 #include "decoding/combine.cuh"
 #include "mla/maps.cuh"
+#include "mla/panels_sm90.cuh"
 #include "mla/partial.cuh"
 #include "mla/schedule.cuh"
 #include "ptx/tma.cuh"
-#include "tile/swizzle.cuh"
 
 namespace mla {
 
 using T = Config::dtype;
 
-constexpr int kRows = Config::rows;         // of a tile: heads times query tokens
-constexpr int kKeys = 64;                   // of a block: the rows of a product
-constexpr int kLatent = 512;                // width of a value
-constexpr int kHalfPanels = kLatent / 128;  // of 64 columns, of which a warpgroup has O
-constexpr int kPanels = 2 * kHalfPanels + 1;
-constexpr int kRopePanel = kPanels - 1;  // what is rotated
-constexpr int kPanelBytes = kKeys * 128;
-constexpr int kConsumers = 256;  // threads
-constexpr int kProducers = 4;    // warps
+constexpr int kRows = Config::rows;             // of a tile: heads times query tokens
+constexpr int kKeys = 64;                       // of a block: the rows of a product
+constexpr int kHalfPanels = kLatentPanels / 2;  // of which a warpgroup has O
+constexpr int kConsumers = 256;                 // threads
+constexpr int kProducers = 4;                   // warps
 
-using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 // Queries, first scores and the result of a tile take as long as five blocks of keys.
 using Schedule = PieceSchedule<kRows, kKeys, 5, 1, 1>;
 using Part = PartialTile<kRows, kLatent, true>;

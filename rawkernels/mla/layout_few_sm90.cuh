@@ -3,9 +3,9 @@
 
 #include "decoding/combine.cuh"
 #include "mla/maps.cuh"
+#include "mla/panels_sm90.cuh"
 #include "mla/partial.cuh"
 #include "ptx/tma.cuh"
-#include "tile/swizzle.cuh"
 
 namespace mla {
 
@@ -13,16 +13,9 @@ using T = Config::dtype;
 
 constexpr int kRows = Config::rows;  // of a tile: heads times query tokens
 constexpr int kKeys = 64;            // of a block: the rows of a product
-constexpr int kLatent = 512;         // width of a value
-constexpr int kLatentPanels = kLatent / 64;
-constexpr int kPanels = kLatentPanels + 1;  // of 64 columns; the last is what is rotated
-constexpr int kRopePanel = kLatentPanels;
-constexpr int kPanelBytes = kKeys * 128;
 constexpr int kThreads = Config::threads;
 constexpr int kWarpgroups = Config::warpgroups;
 constexpr int kMostBlocks = kThreads;  // thread blocks of a tile: a thread waits for each
-
-using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 
 // A warpgroup reads, and frees, the panels of half of the columns first: those that it writes in
 // the end. Of panels in this order every two have an mbarrier, the last one with what is rotated.

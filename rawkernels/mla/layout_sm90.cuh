@@ -2,25 +2,19 @@
 #pragma once
 
 #include "decoding/combine.cuh"
+#include "mla/panels_sm90.cuh"
 #include "mla/partial.cuh"
 #include "mla/schedule.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "tile/pipeline.cuh"
-#include "tile/swizzle.cuh"
 
 namespace mla {
 
 using T = Config::dtype;
 
-constexpr int kRows = 64;       // of a tile: heads times query tokens
-constexpr int kBlockKeys = 64;  // of a block
-constexpr int kLatent = 512;    // width of a value
-constexpr int kLatentPanels = kLatent / 64;
-constexpr int kPanels =
-    kLatentPanels + 1;  // of a row, 64 columns each; the last is what is rotated
-constexpr int kRopePanel = kLatentPanels;
-constexpr int kPanelBytes = 64 * 128;
+constexpr int kRows = 64;        // of a tile: heads times query tokens
+constexpr int kBlockKeys = 64;   // of a block
 constexpr int kConsumers = 256;  // threads
 constexpr int kProducers = 4;    // warps
 // Of a block whose keys lie apart, which all of them share.
@@ -35,7 +29,6 @@ constexpr bool kMerges = !Config::gather;
 // Partial results are float16, which needs registers where they are made, too.
 constexpr bool kHalfParts = kMerges;
 
-using Panel = tile::Swizzled<8>;  // as TMA writes it and wgmma reads it: rows of 128 bytes
 // Where 64 heads fill a tile, its queries and its result take as long as two steps of keys.
 using Schedule = PieceSchedule<kRows, kBlockKeys, 2, 2>;
 

@@ -55,11 +55,11 @@ FEW_TURNS, FEW_TURNS_OF_TILES = 8, 1
 #: Blocks of keys that one thread block takes less time for than several that merge, by the rows of
 #: its tile; and where a tile cannot have more than two thread blocks.
 FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
-#: Kernels for more rows over plain latents.
-PLAIN_SM90 = (Sm90MlaConfig, Sm90Rows80MlaConfig)
 #: Rows of a tile of mla/decode_80_sm90.cu, and how many blocks of keys each multiprocessor has to
 #: have: with fewer, two tiles of 64 rows, on two of them, take less time.
 ROWS_80, ROWS_80_BLOCKS = Sm90Rows80MlaConfig.rows, 3
+#: Kernels for more rows over plain latents.
+PLAIN_SM90 = (Sm90MlaConfig, Sm90Rows80MlaConfig)
 #: How many keys are one split in these where that leaves no thread block more than a tile: the
 #: second half takes less time than a launch that merges both.
 UNSPLIT_KEYS = 256
@@ -222,10 +222,11 @@ class Sm90Mla:
             rope = _panels(call, call.rope, call.rope_dim) if call.rope_dim else latent
         if not gather and (few := _few(call, {"latent": latent, "rope": rope})) is not None:
             return few
-        variant = sm90_variant(spec.dtype.name, gather=gather)
-        queries = _query_maps(call, variant.config.rows)
-        if not gather and _fills_80(call):
+        queries = _query_maps(call, ROWS_80) if not gather and _fills_80(call) else {}
+        if queries:
             variant = rows_80_variant(spec.dtype.name)
+        else:
+            variant = sm90_variant(spec.dtype.name, gather=gather)
             queries = _query_maps(call, variant.config.rows)
         query_rows = math.prod(queries["q"].box[1:]) if queries else 0
         launches = _merged(call, variant, query_rows=query_rows)
@@ -258,7 +259,6 @@ def _fills_80(call: MlaCall) -> bool:
         and tiles < tiles_of_64
         and (tiles == 1 or (spec.heads_q % tiles == 0 and spec.heads_q % tiles_of_64 != 0))
         and blocks >= ROWS_80_BLOCKS * call.multiprocessors
-        and bool(_query_maps(call, ROWS_80))
     )
 
 
