@@ -304,7 +304,7 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
       }
       if (kAddsDq && pass == tile::kValues)
         add_dq(params, backward, block, ds, rows0, smem + kRows0 + kRows1 + 2 * kStageBytes,
-               columns, kGeneral ? 1.0f : scale);
+               columns, scale);
       if (has_column && n + 1 < count) store_column(n + 1, loaded);
       columns = columns.after(block);
     }
@@ -334,9 +334,9 @@ __device__ __forceinline__ void compute_block(const ForwardParams& params,
         const int block_row = warp_row + 16 * m;
         if (kFirst)
           if (pass < tile::kPositive)
-            write_rows<Tile0, kDim>(kKeysStationary ? backward.dk : backward.dq, first[m],
-                                    kGeneral ? 1.0f : scale, smem + block_row * Tile0::kRowBytes,
-                                    block, row, block_row, heads, params.head_dim, pass);
+            write_rows<Tile0, kDim>(kKeysStationary ? backward.dk : backward.dq, first[m], scale,
+                                    smem + block_row * Tile0::kRowBytes, block, row, block_row,
+                                    heads, params.head_dim, pass);
         if (kSecond)
           write_rows<Tile1, kDimV>(backward.dv, second[m], 1.0f,
                                    smem + kRows0 + block_row * Tile1::kRowBytes, block, row,

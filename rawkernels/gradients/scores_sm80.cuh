@@ -25,17 +25,21 @@ struct Place {
   }
 };
 
-// Scores from products, and their derivatives by q·k.
+// Scores from products, and their derivatives by scale · q·k. The scale itself is for results: a
+// small one would make dS numbers that float16 hardly has.
 __device__ __forceinline__ void apply_score_mod(float (&s)[kTileN / 2],
                                                 float (&derivative)[kTileN / 2],
                                                 const ForwardParams& params, const Block& block,
                                                 int head, const Place& place) {
   const tile::Sequence& seq = block.seq;
   const ScoreMod<T, true, false> score_mod = {score_inputs(params).of_head<T>(seq.index, head)};
-  const float slope = score_mod.slope(seq.index, head);
+  const float slope = score_mod.slope(seq.index, head), scale = score_mod.scale_factor();
 #pragma unroll
-  for (int i = 0; i < kTileN / 2; ++i) derivative[i] = 1.0f;
-  score_mod.terms([&](const auto& term) {
+  for (int i = 0; i < kTileN / 2; ++i) {
+    s[i] *= scale;
+    derivative[i] = 1.0f;
+  }
+  score_mod.terms_after_scale([&](const auto& term) {
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {
       const int query = place.query_of(i), key = place.key_of(i);

@@ -63,18 +63,16 @@ def judge(
         *inputs, precision=exact_type, cancelled=cancelled, **options
     )
     plain = formulas.plain_gradients(*inputs, lse=lse, **options)
-    by_roundings = formulas.sums_by_roundings(
+    roundings = formulas.Roundings(
         exact, *inputs, out=out, lse=lse, precision=exact_type, **options
     )
     for name, expected in exact.items():
         actual = getattr(grads, name).get()
         assert actual.shape == expected.shape, name
         assert np.isfinite(actual).all(), name
-        if name in by_roundings:
-            actual = (actual - by_roundings[name]).astype(actual.dtype)
         try:
-            formulas.assert_gradients_accurate(
-                actual, expected, *plain[name], inputs=call.q.dtype, lse=lse,
+            roundings.assert_accurate(
+                name, actual, *plain[name], inputs=call.q.dtype, lse=lse,
                 cancelled=cancelled.get(name, 0.0),
             )  # fmt: skip
         except AssertionError as error:
@@ -107,30 +105,29 @@ def judge_varlen(
         )
         given = lse[None, :, rows]
         plain = formulas.plain_gradients(*inputs, lse=given, **more)
-        by_roundings = formulas.sums_by_roundings(
+        roundings = formulas.Roundings(
             exact, *inputs, out=out[None, rows], lse=given, precision=exact_type, **more
         )
         for name, actual in (("dq", dq[rows]), ("dk", dk[keys]), ("dv", dv[keys])):
-            formulas.assert_gradients_accurate(
-                actual[None], exact[name], *plain[name], inputs=dtype, lse=given,
+            roundings.assert_accurate(
+                name, actual[None], *plain[name], inputs=dtype, lse=given,
                 cancelled=cancelled.get(name, 0.0),
             )  # fmt: skip
         for name in ("dsinks", "dalibi"):
             if name not in exact:
                 continue
             if name == "dalibi" and own_slopes:
-                actual = (dalibi[b] - by_roundings[name]).astype(dalibi.dtype)
-                formulas.assert_gradients_accurate(
-                    actual, exact[name], *plain[name], inputs=dtype,
+                roundings.assert_accurate(
+                    name, dalibi[b], *plain[name], inputs=dtype,
                     cancelled=cancelled.get(name, 0.0),
                 )  # fmt: skip
             else:
-                parts = exact[name], plain[name], by_roundings[name], cancelled.get(name, 0.0)
+                parts = exact[name], plain[name], roundings[name], cancelled.get(name, 0.0)
                 summed.setdefault(name, []).append(parts)
     for name, parts in summed.items():
-        exacts, plains, roundings, sizes = zip(*parts, strict=True)
+        exacts, plains, of_roundings, sizes = zip(*parts, strict=True)
         actual = dsinks if name == "dsinks" else dalibi
-        actual = (actual - sum(roundings)).astype(actual.dtype)
+        actual = (actual - sum(of_roundings)).astype(actual.dtype)
         # Of a long sequence there are fewer orders; the last of all is as a backward pass does.
         fewest = min(map(len, plains))
         orders = [sum(p[n] for p in plains) for n in range(-fewest, 0)]

@@ -132,6 +132,16 @@ def test_aligned_bias_and_mask(backward_tier, dtype, rng):
     check_aligned(Call(q, k, v, options, rng))
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.1}, {"mask": ...}], ids=str)
+def test_aligned_small_scale(backward_tier, options, rng):
+    """dS times a small scale is less than float16 can tell from others: dq and dk are not."""
+    q, k, v = (normal(rng, (1, 70, 2, 64), DTYPES["float16"]) for _ in "qkv")
+    options = {"scale": 1e-6, **options}
+    if "mask" in options:
+        options["mask"] = rng.random((70, 70)) < 0.5
+    check_aligned(Call(q, k, v, options, rng))
+
+
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_varlen(backward_tier, dtype, number, rng):
