@@ -48,8 +48,10 @@ struct Warpgroup : QueryColumns<kRows> {
     for (auto& panel : o)
 #pragma unroll
       for (float& x : panel) x = 0.0f;
+    const int end = work->end;
 #pragma unroll 1
-    for (int block = work->first; block < work->end; ++block) {
+    for (int any_block = work->first; any_block < end; ++any_block) {
+      const int block = uniform(any_block);
       const bool own = block % 2 == number;
       bool raised;
       if (own) {
@@ -60,8 +62,8 @@ struct Warpgroup : QueryColumns<kRows> {
       FirstValues first_values;
       take_first_values(first_values, block);
       if (!own) {
-        ptx::bar_sync(kProbabilities + (number ^ 1), kConsumers);
-        raised = smem.raised[number ^ 1];
+        raised = ptx::bar_sync_or(kProbabilities + (number ^ 1), kConsumers, false);
+        if (raised) ptx::bar_sync(kProbabilities + (number ^ 1), kConsumers);
       }
       if (raised) move(block % 2);
       add_values(first_values, block);
@@ -69,8 +71,7 @@ struct Warpgroup : QueryColumns<kRows> {
   }
 
   // Sᵀ of the warpgroup's block, panel by panel as they come.
-  __device__ __forceinline__ void multiply_keys(float (&s)[kScores], int any_block) const {
-    const int block = uniform(any_block);
+  __device__ __forceinline__ void multiply_keys(float (&s)[kScores], int block) const {
     const unsigned q = base(smem.q);
     ptx::wgmma_keep(s);
     ptx::mbarrier_wait(smem.full_rope[number], block / 2 % 2);
@@ -94,7 +95,7 @@ struct Warpgroup : QueryColumns<kRows> {
     ptx::wgmma_keep(s);
     __syncwarp();
     if (lane < 2 * kHalfPanels)
-      ptx::mbarrier_arrive(smem.empty_k[lane % 2][Place::of(any_block, lane / 2).index()]);
+      ptx::mbarrier_arrive(smem.empty_k[lane % 2][Place::of(block, lane / 2).index()]);
   }
   __device__ __forceinline__ static void multiply_panel(float (&s)[kScores], unsigned k, unsigned q,
                                                         bool adds) {
@@ -126,8 +127,7 @@ struct Warpgroup : QueryColumns<kRows> {
   }
 
   // Oᵀ += Vᵀ Pᵀ of the warpgroup's columns for a block.
-  __device__ __forceinline__ void add_values(FirstValues& first_values, int any_block) {
-    const int block = uniform(any_block);
+  __device__ __forceinline__ void add_values(FirstValues& first_values, int block) {
     const unsigned p = base(smem.rope[block % 2]);
     if (!is_whole(block)) clear_values(block);
 #pragma unroll
@@ -163,20 +163,21 @@ struct Warpgroup : QueryColumns<kRows> {
   }
 
   // Probabilities of a block to shared memory, for both warpgroups: as if maxima need not be
-  // raised, and again where they have to be, which is said.
+  // raised, and again where they have to be, which the barrier tells both.
   __device__ __forceinline__ bool soften(float (&s)[kScores], int block) {
     if (!is_whole(block)) hide(s, smem.visible, work->first_key(block));
-    const bool raises = put_probabilities(s);
+    const bool raises =
+        ptx::bar_sync_or(kProbabilities + number, kConsumers, put_probabilities<true>(s) > kMost);
     if (raises) {
       raise(s);
-      put_probabilities(s);
+      put_probabilities<false>(s);
+      ptx::bar_sync(kProbabilities + number, kConsumers);
     }
-    if (threadIdx.x % 128 == 0) smem.raised[number] = raises;
-    ptx::bar_arrive(kProbabilities + number, kConsumers);
     return raises;
   }
-  // Relative to the rows' offsets; whether some are too large for these.
-  __device__ __forceinline__ bool put_probabilities(const float (&s)[kScores]) const {
+  // Relative to the rows' offsets; the lane's largest one.
+  template <bool kFirst>
+  __device__ __forceinline__ float put_probabilities(const float (&s)[kScores]) const {
     float offset[kOwnRows];
     get_rows(offset, smem.offset);
     const unsigned to = probabilities_at(smem.rope[number]);
@@ -191,12 +192,12 @@ struct Warpgroup : QueryColumns<kRows> {
                                  ptx::ex2(fmaf(s[at + 1], scale_log2, -offset[row + 1])));
         largest = __hmax2(largest, reinterpret_cast<const Pair&>(words[i]));
       }
-      if (pair == 0) sync();  // all have their scores: what is rotated may be overwritten
+      // When all have their scores, what is rotated may be overwritten.
+      if (kFirst && pair == 0) sync();
       ptx::stmatrix_x4_trans(to + pair * 16 * Panel::kRowBytes, words);
     }
-    const float larger = static_cast<float>(__hmax(largest.x, largest.y));
     ptx::fence_proxy_async();
-    return ptx::bar_sync_or(kOwn + number, 128, larger > kMost);
+    return static_cast<float>(__hmax(largest.x, largest.y));
   }
 
   // Sums of the probabilities of the warpgroup's block, by a thread for each row.

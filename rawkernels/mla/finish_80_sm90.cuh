@@ -26,6 +26,9 @@ struct SplitWarpgroup : Warpgroup {
 
   __device__ __forceinline__ void put_sums() const {
     End& end = smem.end();
+    const int row = threadIdx.x % 128;
+    if (row < kRows) end.sum[number][row] = row_sum;
+    if (work->place.count == 1) return;
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       float largest = 0.0f;
@@ -37,20 +40,18 @@ struct SplitWarpgroup : Warpgroup {
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
       if (lane < 4) end.largest[number][warp][own_row(i)] = largest;
     }
-    const int row = threadIdx.x % 128;
-    if (row < kRows) end.sum[number][row] = row_sum;
   }
   __device__ __forceinline__ void add_sums(int row) const {
     End& end = smem.end();
     const decoding::Split& split = work->split;
     const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
     const float sum = end.sum[0][row] + end.sum[1][row];
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, end.largest[i / 4][i % 4][row]);
     const float max = smem.row_max[row] * scale_log2;
     float factor = 0.0f;
     if (work->place.count > 1) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) largest = fmaxf(largest, end.largest[i / 4][i % 4][row]);
       const int rise = Part::rise_for(largest);
       factor = Part::factor_for(rise);
       if (row < rows) part().max_sum[row] = {max + rise, sum * factor};

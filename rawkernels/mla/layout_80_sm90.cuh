@@ -78,7 +78,6 @@ struct Smem {
   float correction[2][kRows];  // of O, for probabilities of a warpgroup that has raised maxima
   float warp_max[4][kRows];    // of a block's keys, where maxima are raised
   tile::Range visible[kRows];  // the split's keys that each row sees
-  bool raised[2];              // by a warpgroup for its block
   Work work[2];                // of a split and of the next one
   Schedule schedule;
   // What is rotated of a block comes to rope[block % 2].

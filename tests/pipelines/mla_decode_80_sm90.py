@@ -35,9 +35,9 @@ ROPE, QUERIES = 2, 3  # the warps that load these; the others have half of the c
 MOST_KEYS = 5  # blocks of keys that a split has
 
 #: Meetings at a barrier, by what is done by then: a kind each, so that tests can leave out one.
-OWN_PLACES = ("scores", "probabilities", "maxima", "offsets", "raised", "zeros")
+OWN_PLACES = ("scores", "maxima", "offsets", "zeros")
 BOTH_PLACES = ("work", "rows", "sums", "factors", "o")
-MEET = {place: type(place, (Sync,), {}) for place in (*OWN_PLACES, *BOTH_PLACES, "again")}
+MEET = {place: type(place, (Sync,), {}) for place in (*OWN_PLACES, *BOTH_PLACES)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Warp:
         yield from self.read_values(0)
         yield Arrive(f"empty_k.{self.number}", EACH)
         if owner != self.number:
-            yield from (Sync(f"probabilities.{owner}", EACH * 32), Read(f"raised.{owner}"))
+            yield from self.probabilities_are_there(owner, block)
         if block.raises:
             if owner != self.number:
                 yield Advance("maxima")
@@ -196,25 +196,27 @@ class Warp:
         yield from (Advance(f"k.{half}", panel), *operations, Advance(f"k.{half}", -panel))
 
     def soften(self, block: Block) -> Iterator[NamedTuple]:
-        """Probabilities are put again where maxima have been raised, by the same function: nothing
-        needs its first meeting then."""
+        """Probabilities are put again where maxima have been raised."""
         n = self.number
-        yield from map(Read, pieces("visible"))
-        yield from self.put_probabilities("scores", "probabilities")
+        yield from map(Read, (*pieces("visible"), *pieces("offset")))
+        yield self.own_meet("scores")
+        yield from self.put_probabilities()
         if block.raises:
+            yield Sync(f"probabilities.{n}", EACH * 32)
             yield from self.raise_maxima()
-            yield from self.put_probabilities("again", "raised")
-        if self.warp == 0:
-            yield Write(f"raised.{n}")
-        yield Arrive(f"probabilities.{n}", EACH * 32)
+            yield from map(Read, pieces("offset"))
+            yield from self.put_probabilities()
+        yield Sync(f"probabilities.{n}", EACH * 32)
 
-    def put_probabilities(self, before: str, after: str) -> Iterator[NamedTuple]:
-        """In the place of what is rotated: another use of that memory. The second meeting also
-        tells whether maxima are raised."""
+    def probabilities_are_there(self, owner: int, block: Block) -> Iterator[NamedTuple]:
+        """The barrier also tells whether maxima are raised, and probabilities put again."""
+        for _ in range(1 + block.raises):
+            yield Sync(f"probabilities.{owner}", EACH * 32)
+
+    def put_probabilities(self) -> Iterator[NamedTuple]:
+        """In the place of what is rotated: another use of that memory."""
         n = self.number
-        yield from (*map(Read, pieces("offset")), self.own_meet(before))
         yield from self.at_probabilities(n, Write(f"rotated.{n}.{self.warp}"))
-        yield self.own_meet(after)
 
     def at_probabilities(self, owner: int, *operations: NamedTuple) -> Iterator[NamedTuple]:
         yield from (Advance(f"rotated.{owner}"), *operations, Advance(f"rotated.{owner}", -1))
@@ -285,7 +287,6 @@ def pipeline(p: Protocol, splits: tuple[tuple[Block, ...], ...] = ALIKE) -> Pipe
     for n in range(2):
         rings |= {f"k.{n}": p.places, f"rope.{n}": 1, f"rotated.{n}": 1}
         barriers |= {f"{name}.{n}": ("once", threads[name]) for name in ("own", "probabilities")}
-        memory[f"raised.{n}"] = f"rope.{n}"
     for at, what in itertools.product(("full", "empty"), ("work", "q", "k", "rope")):
         count = arrivals[at if what == "k" else f"{at}_{what}"]  # as the source names them
         of = (what,) if what in ("work", "q") else (f"{what}.0", f"{what}.1")
