@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import io
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from threading import get_ident
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -35,62 +31,10 @@ from cuattn._spec import MAX_HEAD_DIM
 from cuattn._typing import Array, Integers
 from cuattn.kvcache import files, snapshot
 from cuattn.kvcache.append import check_rope, flat, pair
+from cuattn.kvcache.exclusive import Exclusive, exclusive
 from cuattn.kvcache.layout import KVQuantization, as_quantization, sides
 from cuattn.kvcache.pages import MAX_TOKENS, PageManager
 from cuattn.kvcache.store import PageStore
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _exclusive(
-    method: Callable[Concatenate[PagedKVCache, P], R],
-) -> Callable[Concatenate[PagedKVCache, P], R]:
-    """Let one thread at a time into a cache's methods, and explain their errors."""
-    explained = explain_errors(method)
-
-    @functools.wraps(method)
-    def call(self: PagedKVCache, *args: P.args, **kwargs: P.kwargs) -> R:
-        me = get_ident()
-        if self._owner == me and self._lock.locked():  # to wait for it would be for ever
-            raise RuntimeError(
-                f"PagedKVCache.{method.__name__}: called in the middle of another call of this "
-                "thread on the same cache, by an argument's iterator, a finalizer or a signal "
-                "handler; call it before or afterwards"
-            )
-        with self._lock:
-            self._owner = me
-            try:
-                return explained(self, *args, **kwargs)
-            finally:
-                self._owner = None
-
-    return call
-
-
-#: Every cache: a fork waits until no other thread is in the middle of a call, since the child has
-#: nobody who would end it.
-_CACHES: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
-_forking = threading.local()  # the locks that a thread which forks holds meanwhile
-
-
-def _before_fork() -> None:
-    _forking.locks = []
-    for cache in list(_CACHES):
-        if cache._owner != get_ident():
-            cache._lock.acquire()
-            _forking.locks.append(cache._lock)
-
-
-def _after_fork() -> None:
-    for lock in _forking.locks:
-        lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # each is one of its own, in lists and sets
@@ -126,7 +70,7 @@ class SwappedSequence:
     layout: dict[str, Any] | None = None
 
 
-class PagedKVCache:
+class PagedKVCache(Exclusive):
     """Keys and values of many sequences, in pages that are handed out, shared and taken back.
 
     A step of generation is ``extend`` (room for the new tokens), ``write`` in each layer, and
@@ -271,17 +215,15 @@ class PagedKVCache:
         self._manager = PageManager(
             self.num_pages, self.page_size, self.num_layers, self.max_seqlen
         )
-        self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that has the lock
         # What `write` checked last: new tokens, and what arrays of this type have to be like.
         self._checked: tuple[Any, ...] | None = None
         self._quick_type = None if self._store.xp is np else self._store.xp.ndarray
-        _CACHES.add(self)
+        super().__init__()
 
     # ------------------------------------------------------------------------------------------
     # sequences
 
-    @_exclusive
+    @exclusive
     def add_sequence(self, tokens: Array | Sequence[int] | None = None) -> int:
         """Start a sequence.
 
@@ -307,7 +249,7 @@ class PagedKVCache:
             )
         return self._manager.add(known)
 
-    @_exclusive
+    @exclusive
     def extend(
         self, ids: Sequence[int], n: Integers, *, tokens: Array | Sequence[int] | None = None
     ) -> None:
@@ -347,7 +289,7 @@ class PagedKVCache:
             self._store.copy_pages(growth.source, self._manager.targets(growth))
         self._manager.extend(growth, n if type(n) is int else None)
 
-    @_exclusive
+    @exclusive
     def write(
         self,
         layer: int,
@@ -429,7 +371,7 @@ class PagedKVCache:
         if not capturing:
             self._manager.mark_written(rows, (layer,))
 
-    @_exclusive
+    @exclusive
     def mark_written(self, ids: Sequence[int]) -> None:
         """Say that the tokens which the last ``extend`` made room for have been written in every
         layer, by something else than a call of ``write``: a CUDA graph, or a kernel of one's own.
@@ -444,7 +386,7 @@ class PagedKVCache:
         """
         self._manager.mark_written(self._manager.rows("mark_written", ids), range(self.num_layers))
 
-    @_exclusive
+    @exclusive
     def fork(self, id: int) -> int:
         """Start a sequence that has what another has; they share pages until one of them writes.
 
@@ -455,7 +397,7 @@ class PagedKVCache:
         """
         return self._manager.fork(self._manager.row("fork", id))
 
-    @_exclusive
+    @exclusive
     def truncate(self, id: int, n: int) -> None:
         """Forget all but a sequence's first `n` tokens, and give back the pages they do not
         need."""
@@ -467,7 +409,7 @@ class PagedKVCache:
             raise ValueError(f"{name}: n is {n}, must be from 0 to the sequence's {length} tokens")
         self._manager.truncate(row, n)
 
-    @_exclusive
+    @exclusive
     def rollback(self, ids: Sequence[int]) -> None:
         """Undo the last ``extend`` of each of some sequences, as after a step that failed: they
         have the tokens, and the cache knows of those to come, what it was before.
@@ -480,14 +422,14 @@ class PagedKVCache:
         """
         self._manager.rollback(self._manager.rows("rollback", ids))
 
-    @_exclusive
+    @exclusive
     def remove(self, id: int) -> None:
         """End a sequence. Its pages are free again; full ones of known tokens are kept for reuse as
         long as there is room.
         """
         self._manager.remove(id, self._manager.row("remove", id))
 
-    @_exclusive
+    @exclusive
     def reset(self) -> None:
         """End all sequences and forget all prefixes: every page is free. Ids are not given again,
         and arrays that ``page_table`` and ``seq_lens`` returned stay the cache's."""
@@ -496,7 +438,7 @@ class PagedKVCache:
     # ------------------------------------------------------------------------------------------
     # on the host, in files and in copies
 
-    @_exclusive
+    @exclusive
     def swap_out(self, id: int) -> SwappedSequence:
         """End a sequence and keep its tokens, keys and values on the host, until ``swap_in``.
 
@@ -523,7 +465,7 @@ class PagedKVCache:
         manager.remove(id, row)
         return swapped
 
-    @_exclusive
+    @exclusive
     def swap_in(self, swapped: SwappedSequence) -> int:
         """Start a sequence that has what ``swap_out`` has kept: pages that can be found in the
         cache are shared, the others are copied to the device.
@@ -636,7 +578,7 @@ class PagedKVCache:
             ) from error
         return cache
 
-    @_exclusive
+    @exclusive
     def _snapshot(self) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray]]:
         """The books, the pages that hold something, and what they hold."""
         manager = self._manager
@@ -674,7 +616,7 @@ class PagedKVCache:
             "copy.deepcopy makes an independent cache, fork another sequence with the same tokens"
         )
 
-    @_exclusive
+    @exclusive
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         xp = self._store.xp
         with contextlib.nullcontext() if xp is np else self._store.memory_device:
@@ -692,7 +634,7 @@ class PagedKVCache:
     # ------------------------------------------------------------------------------------------
     # what the host knows: none of this waits for a device
 
-    @_exclusive
+    @exclusive
     def num_tokens(self, id: int) -> int:
         """How many tokens a sequence has, those included that the last ``extend`` made room for."""
         return int(self._manager.length[self._manager.row("num_tokens", id)])
@@ -702,7 +644,7 @@ class PagedKVCache:
         """How many pages can be had: free ones, and those kept for reuse."""
         return self._manager.available
 
-    @_exclusive
+    @exclusive
     def can_extend(self, ids: Sequence[int], n: Integers) -> bool:
         """Whether there is room for `n` more tokens in each sequence: whether ``extend`` would make
         it, and not raise MemoryError or go beyond `max_seqlen`.
@@ -720,7 +662,7 @@ class PagedKVCache:
             return False
         return True
 
-    @_exclusive
+    @exclusive
     def match_prefix(self, tokens: Array | Sequence[int]) -> int:
         """How many leading tokens ``add_sequence(tokens)`` would find in the cache; nothing is
         taken over, and the order in which pages are evicted stays as it is.
@@ -746,7 +688,7 @@ class PagedKVCache:
     # ------------------------------------------------------------------------------------------
     # what kernels read
 
-    @_exclusive
+    @exclusive
     def page_table(self, ids: Sequence[int]) -> Any:
         """The page table of some sequences.
 
@@ -762,7 +704,7 @@ class PagedKVCache:
         """
         return self._store.page_table(self._manager, self._manager.rows("page_table", ids))
 
-    @_exclusive
+    @exclusive
     def seq_lens(self, ids: Sequence[int]) -> Any:
         """How many tokens each of some sequences has: int32 array (len(ids),), updated in place as
         ``page_table``'s.
