@@ -31,17 +31,6 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return y;
 }
 
-// The larger of the magnitudes, of any sign, or NaN if either is.
-__device__ __forceinline__ float max_magnitude_nan(float a, float b) {
-#if __CUDA_ARCH__ >= 860
-  float y;
-  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-#else
-  return max_nan(fabsf(a), fabsf(b));
-#endif
-}
-
 // The smaller, or NaN if either is.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float y;

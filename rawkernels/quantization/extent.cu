@@ -5,6 +5,7 @@
 //   lane has found into (2, heads, head_dim): both ends as integers of the same order, NaN above
 //   all. They begin as the largest integer and 0. `scales` then makes a scale, and a minimum, of
 //   each group of features of a head or of all heads.
+#include "ptx/magnitudes.cuh"
 #include "quantization/params.cuh"
 
 using T = Config::dtype;
@@ -68,7 +69,7 @@ extern "C" __global__ void scales(const __grid_constant__ QuantizeParams params,
   if (params.minimum != nullptr)
     scale = extent.scale(params.format, minimum);
   else
-    scale = tile::finite_scale_of(ptx::max_nan(fabsf(extent.least), fabsf(extent.most)),
+    scale = tile::finite_scale_of(ptx::magnitude(ptx::max_magnitude_nan(extent.least, extent.most)),
                                   tile::largest_code(params.format), 0.0f);
   const long long at = head * params.scale_stride.head + place * params.scale_stride.group;
   static_cast<unsigned short*>(params.scale)[at] = tile::bfloat16_bits(scale);

@@ -3,6 +3,7 @@
 // and tile/warp_row.cuh have rows that lanes of a warp share in one way or another.
 #pragma once
 
+#include "ptx/magnitudes.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/quantized.cuh"
 
@@ -138,7 +139,7 @@ struct Extent {
   // Gives the scale, and the minimum where codes have one, else 0.
   __device__ __forceinline__ float scale(int format, float& minimum) const {
     minimum = 0;
-    if (!kHasMinimum) return finite_scale_of(magnitude(most), largest_code(format), 0.0f);
+    if (!kHasMinimum) return finite_scale_of(ptx::magnitude(most), largest_code(format), 0.0f);
     const float low = rounded_down(least);
     const float scale = finite_scale_of(distance_of(low, most), 15.0f, low);
     minimum = scale == scale ? low : 0.0f;
@@ -148,9 +149,6 @@ struct Extent {
  private:
   __device__ __forceinline__ void add_most(float x) {
     most = kHasMinimum ? ptx::max_nan(most, x) : ptx::max_magnitude_nan(most, x);
-  }
-  __device__ __forceinline__ static float magnitude(float x) {
-    return __uint_as_float(__float_as_uint(x) & 0x7fffffff);
   }
 };
 

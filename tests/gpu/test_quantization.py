@@ -113,6 +113,17 @@ def test_rows_of_one_sign(rng, rotate, dtype):
         assert_same_bits(got, cuattn.quantize(x, format, **options))
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_scales_of_subnormal_numbers(dtype, granularity):
+    x = np.zeros((1, 6, 2, 64), DTYPES[dtype])
+    x[:, 1:3, 0], x[:, ::2, 1] = 1e-40, -1e-40
+    for format in FORMATS:
+        want = cuattn.quantize(x, format, granularity=granularity)
+        got = cuattn.quantize(cupy.asarray(x), format, granularity=granularity)
+        assert_same_bits(got, want)
+
+
 @pytest.mark.parametrize("way", ["int8", "float8_e4m3", "int4", "k8v4", "rotated floats"])
 def test_the_writer_s_rows_of_one_sign(rng, way):
     x = rows_of_one_sign(rng, (16, 2, 128), BFLOAT16)
