@@ -160,12 +160,14 @@ class Roundings:
         **options: Any,
     ) -> None:
         self.exact = exact
-        self.call = functools.partial(attention_gradients, *inputs, given_out=out, lse=lse)
-        self.options = options
+        self._gradients = functools.partial(
+            attention_gradients, *inputs, given_out=out, lse=lse, **options
+        )
 
     @functools.cached_property
     def given(self) -> dict[str, np.ndarray]:
-        return self.call(**self.options)
+        """The gradients with these; a whole formula, so only if they are asked for."""
+        return self._gradients()
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Of a gradient."""

@@ -1,4 +1,4 @@
-"""One thread at a time in the methods of an object, and none of them in a process that forks."""
+"""One thread at a time in the methods of an object; a fork waits until none is in one."""
 
 from __future__ import annotations
 

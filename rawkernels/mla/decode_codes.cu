@@ -94,7 +94,7 @@ __device__ __forceinline__ void combine(const Smem& smem, const DecodeParams& pa
   constexpr int kVecs = kLatent / 4;
   const decoding::Split& split = smem.split;
   const decoding::SplitPlace& place = smem.place;
-  const int rows = min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
+  const int rows = min(kRows, rows_from<kRows>(params, split));
   for (int i = threadIdx.x; i < rows * kVecs; i += Config::threads) {
     const int row = i / kVecs, column = i % kVecs * 4;
     decoding::Partial<T> whole;

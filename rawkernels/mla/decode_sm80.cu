@@ -59,7 +59,7 @@ static_assert(sizeof(Smem) <= Config::smem_bytes, "Config has to ask for all of 
 
 __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& params,
                                              const MlaParams& mla, const decoding::Split& split) {
-  const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
+  const int rows = mla::rows_from<kRows>(params, split);
   for (int i = threadIdx.x; i < kRows * kPanels * 8; i += Config::threads) {
     const int row = i / (kPanels * 8), chunk = i % (kPanels * 8);
     const int index = split.row_tile * kRows + min(row, rows - 1);

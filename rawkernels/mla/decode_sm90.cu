@@ -71,7 +71,7 @@ struct SplitConsumer : Consumer {
     bool merges = false;
     if constexpr (kMerges) merges = smem.merges;
     const decoding::Split& split = work->split;
-    const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
+    const int rows = rows_from<kRows>(params, split);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int its_row = row + 8 * r;

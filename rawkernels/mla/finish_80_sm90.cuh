@@ -44,7 +44,7 @@ struct SplitWarpgroup : Warpgroup {
   __device__ __forceinline__ void add_sums(int row) const {
     End& end = smem.end();
     const decoding::Split& split = work->split;
-    const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
+    const int rows = rows_from<kRows>(params, split);
     const float sum = end.sum[0][row] + end.sum[1][row];
     const float max = smem.row_max[row] * scale_log2;
     float factor = 0.0f;
@@ -92,8 +92,7 @@ struct SplitWarpgroup : Warpgroup {
   }
   __device__ __forceinline__ void put_rows() const {
     constexpr int kVecs = kLatent / 8;
-    const decoding::Split& split = work->split;
-    const int rows = min(split.seq.seqlen_q * params.group - split.row_tile * kRows, kRows);
+    const int rows = min(rows_from<kRows>(params, work->split), kRows);
     uint4* const to_part = reinterpret_cast<uint4*>(part().o);
     const bool parts = work->place.count > 1;
 #pragma unroll 4

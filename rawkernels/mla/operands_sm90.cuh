@@ -19,7 +19,7 @@ __device__ __forceinline__ unsigned uniform_base(const void* tile) {
 __device__ __forceinline__ void load_queries(Smem& smem, const DecodeParams& params,
                                              const MlaParams& mla, const decoding::Split& split) {
   constexpr int kChunks = kPanels * 8;
-  const int rows = split.seq.seqlen_q * params.group - split.row_tile * kRows;
+  const int rows = rows_from<kRows>(params, split);
   const int first = ptx::thread_index();  // or addresses are kept, and others spilled
 #pragma unroll(Config::gather ? 4 : 6)    // more would spill
   for (int i = first; i < kRows * kChunks; i += kConsumers) {

@@ -9,7 +9,7 @@
 // query belongs to.
 #pragma once
 
-#include "decoding/params.cuh"
+#include "decoding/schedule.cuh"
 #include "tile/ragged.cuh"
 #include "tile/visibility.cuh"
 
@@ -93,6 +93,12 @@ __device__ __forceinline__ Tokens tokens_of(const DecodeParams& params, const Ml
   const tile::Visibility visibility = {-mla.window_left, mla.window_right + 1, length};
   const tile::Range keys = visibility.keys(length - (end - index));
   return {mla.indices + index * mla.index_stride, sequence, max(keys.begin, 0), keys.end};
+}
+
+// How many rows a sequence has from a tile's first on: the tile's, and those of tiles behind it.
+template <int kRows>
+__device__ __forceinline__ int rows_from(const DecodeParams& params, const decoding::Split& split) {
+  return split.seq.seqlen_q * params.group - split.row_tile * kRows;
 }
 
 }  // namespace mla

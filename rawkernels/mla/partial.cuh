@@ -106,7 +106,7 @@ __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaPa
   task.sequence = split.seq.index;
   task.begin_q = split.seq.begin_q;
   task.row_tile = split.row_tile;
-  task.rows = min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
+  task.rows = min(kRows, rows_from<kRows>(params, split));
   task.head = split.head;
   // Tiles of ragged sequences, of which only the device knows the lengths: a sequence owns those
   // from here on.

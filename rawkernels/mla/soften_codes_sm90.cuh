@@ -245,7 +245,7 @@ struct Warpgroup : CodeProducts {
   // How many rows of the tile exist.
   __device__ __forceinline__ int rows() const {
     const decoding::Split& split = smem.split;
-    return min(kRows, split.seq.seqlen_q * params.group - split.row_tile * kRows);
+    return min(kRows, rows_from<kRows>(params, split));
   }
   __device__ __forceinline__ bool is_part() const { return smem.place.count > 1; }
 

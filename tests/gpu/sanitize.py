@@ -504,13 +504,6 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
                  : "=r"(done) : "r"(named_barrier(barrier)), "r"(parity) : "memory");
   named_parities[threadIdx.x] ^= 1 << barrier;
 """
-ARRIVED = r"""  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-"""
-ARRIVED_AT_MBARRIER = r"""
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(named_barrier(barrier)),
-               "r"(768 / threads) : "memory");
-  named_parities[threadIdx.x] ^= 1 << barrier;
-"""
 VOTE = re.compile(r"(bar_sync_or\([^{]*\{\n).*?return any;\n", re.DOTALL)
 # Four votes at a barrier have places; the one after the next is cleared, which all have read.
 VOTE_AT_MBARRIER = r"""\1
@@ -548,7 +541,7 @@ def for_racecheck(text: str) -> str:
         changes = "if (threadIdx.x % 32 == 0 && (replaced || block == tile.block_end - 1))"
         text = text.replace(REPLACED, f"{changes} smem.replaced")
     if OF_SOME_WARPS.search(text) and "warps_q = 1;" not in text:  # which has none
-        text = text.replace(NAMED_BARRIER, MBARRIER).replace(ARRIVED, ARRIVED_AT_MBARRIER)
+        text = text.replace(NAMED_BARRIER, MBARRIER)
         text = VOTE.sub(VOTE_AT_MBARRIER, text)
         text = OF_SOME_WARPS.sub(r"\g<0>  ptx::init_named_barriers();\n", text)
     return text
@@ -629,7 +622,6 @@ def see_order() -> None:
         OPENED_INBOX,
         REPLACED,
         NAMED_BARRIER,
-        ARRIVED,
         *BY_32,
     ):
         if pattern not in known:
