@@ -86,7 +86,11 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& params, cons
       reinterpret_cast<__half*>(bytes + QTile::at(row, slot / 8))[slot % 8] = stored;
       const float product = __half2float(stored);
       excess[i * kKGroups / kLaneDims] -= product * KCodes::key_excess(column);
-      sum[i * kKGroups / kLaneDims] += x[i];
+      // What is rotated is rounded here: its sum, with which keys' minima go, has to be of the same
+      // numbers as the products with their codes.
+      sum[i * kKGroups / kLaneDims] += params.k_rotated && !by_channel
+                                           ? __half2float(__float2half_rn(x[i] * inverse)) * factor
+                                           : x[i];
     }
 #pragma unroll
     for (int group = 0; group < kKGroups; ++group) {

@@ -174,11 +174,12 @@ struct SplitPlace {
   }
 };
 
-// The splits of this thread block, one after the other. A work tile's steps are one for its queries
-// and its epilogue, or kTileSteps where a token has kTileHeads or more, and one for each block of
-// keys; groups get equal contiguous ranges of steps. With fixed splits nothing is counted but the
-// blocks. With kSpread, groups that have one step more lie evenly among the others: work tiles of n
-// blocks that have equal numbers of groups, which divide n, are then cut into equal splits.
+// The splits of this thread block, one after the other. A work tile's steps are one for each block
+// of keys, and kTileSteps for its queries and its epilogue, or half as many where there are several
+// and a token has fewer heads than kTileHeads; groups get equal contiguous ranges of steps. With
+// fixed splits nothing is counted but the blocks. With kSpread, groups that have one step more lie
+// evenly among the others: work tiles of n blocks that have equal numbers of groups, which divide
+// n, are then cut into equal splits.
 template <int kRows, int kTileKeys, int kHeads = 1, bool kSpread = false, int kTileSteps = 1,
           int kTileHeads = kRows>
 struct Schedule {
@@ -190,7 +191,7 @@ struct Schedule {
 
   __device__ __forceinline__ static int extra_steps(const DecodeParams& params) {
     if (params.fixed_splits != 0 || params.single_tile) return 0;
-    return kTileSteps > 1 && params.group < kTileHeads ? 1 : kTileSteps;
+    return kTileSteps > 1 && params.group < kTileHeads ? kTileSteps / 2 : kTileSteps;
   }
 
   // Leaves the last row tile's blocks in `blocks`.
@@ -299,20 +300,21 @@ struct Schedule {
     return place;
   }
 
- private:
-  __device__ __forceinline__ int first_step(int group) const {
-    const int groups = gridDim.y;
-    if (kSpread && share > 0)
-      return group * share + static_cast<unsigned>(group * larger + groups - 1) / groups;
-    return group * share + min(group, larger);
-  }
-
+ protected:
   __device__ __forceinline__ void partition(int total) {
     const int group = blockIdx.y, groups = gridDim.y;
     share = static_cast<unsigned>(total) / groups;
     larger = total - share * groups;
     step = first_step(group);
     end = kSpread ? first_step(group + 1) : step + share + (group < larger ? 1 : 0);
+  }
+
+ private:
+  __device__ __forceinline__ int first_step(int group) const {
+    const int groups = gridDim.y;
+    if (kSpread && share > 0)
+      return group * share + static_cast<unsigned>(group * larger + groups - 1) / groups;
+    return group * share + min(group, larger);
   }
 
   // Finds the sequence `low` that holds the first step, and the steps `before` it: the lanes sum a

@@ -25,7 +25,6 @@ struct Loader : KeyBoxes {
   template <int kHalf>
   __device__ __forceinline__ void load(Smem& smem, int warpgroup, int first, int page) const {
     constexpr int kBegin = kHalf * kHalfPanels, kEnd = kHalf == 0 ? kHalfPanels : kPanels;
-    const unsigned long long hint = gridDim.y > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
     const int first_panel = (warpgroup ^ kHalf) * kHalfPanels;
     for_each_box(first, page, [&](int its_page, int slot, int box) {
 #pragma unroll
@@ -35,7 +34,7 @@ struct Loader : KeyBoxes {
         ptx::Mbarrier& full = smem.full[warpgroup][full_of(i)];
         if (box == 0 && begins_full(i))
           ptx::mbarrier_arrive_expect_tx(full, (full_of(i) + 1 == kFulls ? 3 : 2) * kPanelBytes);
-        copy_panel(smem.k[warpgroup][panel], panel, rotated, its_page, slot, box, full, hint);
+        copy_panel(smem.k[warpgroup][panel], panel, rotated, its_page, slot, box, full);
       }
     });
   }

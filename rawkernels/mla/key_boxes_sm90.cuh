@@ -36,14 +36,15 @@ struct KeyBoxes {
       __syncwarp();
     }
   }
-  // Copies a box of a panel to where the panel's first key is.
+  // Copies a box of a panel to where the panel's first key is. L2 need not keep it, though several
+  // tiles of heads read the same keys: they do so at about the same time.
   __device__ __forceinline__ void copy_panel(unsigned char* panel_at, int panel, bool rotated,
-                                             int page, int slot, int box, ptx::Mbarrier& full,
-                                             unsigned long long hint) const {
+                                             int page, int slot, int box,
+                                             ptx::Mbarrier& full) const {
     // Where nothing is rotated, the map is the latents', which have no such panel: zeros.
     const int rope_index = params.head_dim > params.head_dim_v ? 0 : panel;
     ptx::tma_load(panel_at + (box << box_shift) * 128, rotated ? maps.rope : maps.latent, full, 0,
-                  slot, rotated ? rope_index : panel, page, hint);
+                  slot, rotated ? rope_index : panel, page, ptx::kEvictFirst);
   }
 };
 

@@ -19,7 +19,7 @@ constexpr int kConsumers = 256;                 // threads
 constexpr int kProducers = 4;                   // warps
 
 // Queries, first scores and the result of a tile take as long as five blocks of keys.
-using Schedule = PieceSchedule<kRows, kKeys, 5, 1, 1>;
+using Schedule = PieceSchedule<kRows, kKeys, 5, 3, 1>;
 using Part = PartialTile<kRows, kLatent, true>;
 static_assert(sizeof(Part) == kRows * (kLatent * 2 + 8),
               "part_bytes of the Config must have room for it");

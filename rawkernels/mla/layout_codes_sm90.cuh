@@ -60,7 +60,7 @@ __device__ __forceinline__ int value_slot(int key) {
 }
 
 using Panel = tile::Swizzled<8>;  // rows of 128 bytes, as wgmma reads them
-using Schedule = PieceSchedule<kRows, kKeys, 1, 1>;
+using Schedule = PieceSchedule<kRows, kKeys, 1, 3>;
 
 // What exponents of a row are: a score of its products times `worth`, minus `max`.
 struct RowScale {

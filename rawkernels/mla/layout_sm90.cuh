@@ -29,8 +29,8 @@ constexpr bool kMerges = !Config::gather;
 // Partial results are float16, which needs registers where they are made, too.
 constexpr bool kHalfParts = kMerges;
 
-// Where 64 heads fill a tile, its queries and its result take as long as two steps of keys.
-using Schedule = PieceSchedule<kRows, kBlockKeys, 2, 2>;
+// Where 64 heads fill a tile, its queries and its result take as long as four blocks of keys.
+using Schedule = PieceSchedule<kRows, kBlockKeys, 4, 6>;
 
 // A split, as the producer finds it and consumers work on it. place.merges says that the work tile
 // has two splits, the last one of a thread block and the first one of the next thread block, which

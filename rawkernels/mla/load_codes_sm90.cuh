@@ -120,16 +120,13 @@ struct Loader {
         const int at = (warp * kWarpKeys + first) * Panel::kRowBytes;
 #pragma unroll
         for (int i = 0; i < kKeyPanels; ++i)
-          ptx::tma_load(stage.panels[i] + at, maps.latent, full, i * 128, slot, 0, page, hint());
+          ptx::tma_load(stage.panels[i] + at, maps.latent, full, i * 128, slot, 0, page,
+                        ptx::kEvictFirst);
         ptx::tma_load(stage.panels[kKeyPanels] + at, maps.rope, full, rope_column, slot, 0, page,
-                      hint());
+                      ptx::kEvictFirst);
       }
       __syncwarp();
     }
-  }
-  // What several blocks of the grid read at about the same time is kept for the others.
-  __device__ __forceinline__ static unsigned long long hint() {
-    return gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   }
 
   // Row by row.

@@ -16,7 +16,6 @@ struct Producer {
   const Maps& maps;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   const KeyBoxes boxes = {params, maps};
-  const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
 
   __device__ __forceinline__ void run() const {
 #pragma unroll 1
@@ -64,7 +63,7 @@ struct Producer {
                                        unsigned parity) const {
     const auto copy = [&](int its_page, int slot, int box) {
       if (box == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
-      boxes.copy_panel(to, panel, panel == kRopePanel, its_page, slot, box, full, hint);
+      boxes.copy_panel(to, panel, panel == kRopePanel, its_page, slot, box, full);
     };
     if (boxes.box_shift < KeyBoxes::kKeysLog2) {
       ptx::mbarrier_wait(empty, parity ^ 1);

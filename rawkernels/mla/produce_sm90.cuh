@@ -57,8 +57,7 @@ struct Loader : KeyBoxes {
   }
   // Half of a block to a buffer.
   template <int kBuffer, int kHalf>
-  __device__ __forceinline__ void load(Smem& smem, int first, int page,
-                                       unsigned long long hint) const {
+  __device__ __forceinline__ void load(Smem& smem, int first, int page) const {
     constexpr int kBegin = kHalf * first_panels(kBuffer);
     constexpr int kEnd = kHalf == 0 ? first_panels(kBuffer) : kPanels;
     for_each_box(first, page, [&](int its_page, int slot, int box) {
@@ -67,22 +66,21 @@ struct Loader : KeyBoxes {
         const int panel = panel_in_order(kBuffer, i);
         ptx::Mbarrier& full = smem.full_k[kBuffer][panel];
         if (box == 0) ptx::mbarrier_arrive_expect_tx(full, kPanelBytes);
-        copy_panel(smem.k[kBuffer][panel], panel, panel == kRopePanel, its_page, slot, box, full,
-                   hint);
+        copy_panel(smem.k[kBuffer][panel], panel, panel == kRopePanel, its_page, slot, box, full);
       }
     });
   }
   // The half that is a warp's: of the first buffer warps 0 and 1, of the second warps 2 and 3.
-  __device__ __forceinline__ void load_half_of_warp(Smem& smem, int warp, int first, int page,
-                                                    unsigned long long hint) const {
+  __device__ __forceinline__ void load_half_of_warp(Smem& smem, int warp, int first,
+                                                    int page) const {
     if (warp == 0)
-      load<0, 0>(smem, first, page, hint);
+      load<0, 0>(smem, first, page);
     else if (warp == 1)
-      load<0, 1>(smem, first, page, hint);
+      load<0, 1>(smem, first, page);
     else if (warp == 2)
-      load<1, 0>(smem, first, page, hint);
+      load<1, 0>(smem, first, page);
     else
-      load<1, 1>(smem, first, page, hint);
+      load<1, 1>(smem, first, page);
   }
 };
 
@@ -122,8 +120,6 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
   Loader loader = {{params, maps}};
   tile::PipelineState<kQueue> queue;
   unsigned parity = 0, parity_q = 0;  // of the present use of the buffer, and of Q
-  // What several blocks of the grid read at about the same time is kept for the others.
-  const unsigned long long hint = gridDim.x > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   bool exists = schedule.start(params);
   ptx::bar_sync(kReady, kReadyThreads);
   while (true) {
@@ -142,7 +138,7 @@ __device__ __forceinline__ void produce(Smem& smem, const DecodeParams& params,
       const int page = next_page;
       next_page = loader.page_of_lane(first + 2 * kBlockKeys);
       ptx::mbarrier_wait(empty, parity ^ 1);
-      loader.load_half_of_warp(smem, warp, first, page, hint);
+      loader.load_half_of_warp(smem, warp, first, page);
     }
   }
 }

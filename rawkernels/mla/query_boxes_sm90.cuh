@@ -25,7 +25,7 @@ __device__ __forceinline__ void ask_query_boxes(unsigned char (&q)[kPanels][kTil
   for (int i = 0; i < kPanels; ++i) {
     const bool rotated = i == kRopePanel;
     ptx::tma_load(q[i], rotated ? maps.q_rope : maps.q, full, rotated ? rope_column : i * 64, head,
-                  split.seq.begin_q + token, sequence, ptx::kEvictNormal);
+                  split.seq.begin_q + token, sequence, ptx::kEvictFirst);
   }
 }
 

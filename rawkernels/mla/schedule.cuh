@@ -2,12 +2,14 @@
 // has one piece of one sequence where that gives none of them much more than an even share.
 //
 // A split costs more here than in the kernels that share all keys evenly (decoding/schedule.cuh): Q
-// of 72 KiB is loaded for it, and a partial result of 64 rows of 512 floats is 128 KiB. Even
-// shares give most groups parts of two sequences. 64 sequences of 4096 tokens on 66 groups are 33
-// steps whole and 32 shared evenly, which took 160 us on an H200 where FlashMLA took 128; 23 of
-// 1012 on 132 groups are four pieces each, of 2 steps, and 1.4 steps shared evenly, in up to two
-// splits. A step is a pair of blocks of keys, and pieces are whole blocks; of
-// mla/decode_codes_sm90.cu a step is one block.
+// of 72 KiB is loaded for it, and a partial result of 64 rows of 512 numbers is 64 KiB or more.
+// Even shares give most groups parts of two sequences. 64 sequences of 4096 tokens on 66 groups are
+// 64 blocks of keys whole and 63 shared evenly, which took 160 us on an H200 where FlashMLA took
+// 128; 23 of 1012 on 132 groups are four pieces each, of 4 blocks, and 2.8 shared evenly, in up to
+// two splits.
+//
+// Nothing else of a thread block can begin before its work is found. So a warp reads all lengths at
+// once, and finds pieces and even shares from the same counts of blocks.
 #pragma once
 
 #include "decoding/schedule.cuh"
@@ -40,12 +42,11 @@ __device__ __forceinline__ tile::Range keys_of_row(const DecodeParams& params,
   return {max(keys.begin, split.begin), keys.end};
 }
 
-// A step of decoding::Schedule is kStepBlocks of what pieces consist of.
-template <int kRows, int kTileKeys, int kTileSteps, int kStepBlocks, int kTileHeads = kRows>
+// A step of the partition is a block of keys; a split costs as much as kSplitBlocks beside its own,
+// about, and if all groups have partial results these cost as much again.
+template <int kRows, int kTileKeys, int kTileSteps, int kSplitBlocks, int kTileHeads = kRows>
 struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps, kTileHeads> {
   using Even = decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps, kTileHeads>;
-  static constexpr int kSplitSteps = 3;  // what a split costs beside its keys, about
-  static constexpr int kPartSteps = 3;   // and partial results, if all groups have some
   static constexpr int kLaneSequences = 5, kCountBits = 12;
 
   // A group's piece, and how many its sequence has, are in place of its share: there are no
@@ -56,12 +57,15 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
 
   // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
-    const int batch = params.batch, groups = gridDim.y;
-    if (batch > 1 && batch <= min(groups, 32 * kLaneSequences) && params.fixed_splits == 0 &&
+    const int batch = params.batch;
+    if (batch > 1 && batch <= 32 * kLaneSequences && params.fixed_splits == 0 &&
         params.heads_per_block == 1) {
-      const unsigned long long counts = counts_of_lane(params);
-      const int most = most_of_piece(counts, batch, groups);
-      if (most > 0) return start_piece(params, counts, most);
+      const Counts counts = {counts_of_lane(params), batch};
+      if (!__any_sync(~0u, counts.of_lane == ~0ull)) {
+        const Totals totals = counts.totals();
+        const int most = most_of_piece(counts, totals);
+        return most > 0 ? start_piece(params, counts, most) : start_share(params, counts, totals);
+      }
     }
     return Even::start(params);
   }
@@ -77,104 +81,138 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
   }
 
  private:
-  // The keys of a sequence's only tile of rows, cut into what pieces consist of.
-  __device__ __forceinline__ static decoding::KvBlocks cut(const DecodeParams& params,
-                                                           const decoding::CachedSequence& seq) {
-    decoding::KvBlocks blocks = decoding::cut_keys<kRows, kTileKeys>(params, seq, 0);
-    if (kStepBlocks > 1) {
-      blocks.shift -= decoding::log2_of(kStepBlocks);
-      blocks.count = max((blocks.end - blocks.origin - 1 >> blocks.shift) + 1, 1);
+  // Of all sequences: how many have queries, their blocks, and those of the longest.
+  struct Totals {
+    int sequences, blocks, longest;
+  };
+  // The sequence that has some unit of those of all sequences in order: how many units come before
+  // it, and how many it has.
+  struct Holder {
+    int sequence, before, own;
+  };
+  // How many blocks sequences 32 i + lane have, kCountBits for each i: 0 where there is no query.
+  struct Counts {
+    unsigned long long of_lane;
+    int batch;
+
+    __device__ __forceinline__ int of(int i) const {
+      return static_cast<unsigned>(of_lane >> kCountBits * i) & (1 << kCountBits) - 1;
     }
-    return blocks;
-  }
-  // How many blocks sequences 32 i + lane have, kCountBits for each i; all bits where one has too
-  // many of them, or several tiles of rows. The next length is asked for before it is needed.
-  __device__ __forceinline__ unsigned long long counts_of_lane(const DecodeParams& params) {
-    unsigned long long counts = 0;
-    int index = threadIdx.x % 32;
-    if (index >= params.batch) return 0;
-    decoding::CachedSequence next = decoding::sequence_at(params, index);
+    __device__ __forceinline__ Totals totals() const {
+      Totals totals = {};
 #pragma unroll 1
-    for (int shift = 0; index < params.batch; shift += kCountBits) {
-      const decoding::CachedSequence sequence = next;
-      index += 32;
-      if (index < params.batch) next = decoding::sequence_at(params, index);
-      const int row_tiles = decoding::count_row_tiles<kRows>(params, sequence);
-      const int count = cut(params, sequence).count;
+      for (int i = 0; 32 * i < batch; ++i) {
+        const int count = of(i);
+        totals.sequences += count > 0 ? 1 : 0;
+        totals.blocks += count;
+        totals.longest = max(totals.longest, count);
+      }
+      return {__reduce_add_sync(~0u, totals.sequences), __reduce_add_sync(~0u, totals.blocks),
+              __reduce_max_sync(~0u, totals.longest)};
+    }
+    // Of unit `number`, where a sequence of n blocks has units_of(n); none where there are fewer.
+    template <class Units>
+    __device__ __forceinline__ Holder holder_of(int number, const Units& units_of) const {
+      const int lane = threadIdx.x % 32;
+      int before = 0;
+#pragma unroll 1
+      for (int i = 0; 32 * i < batch; ++i) {
+        const int own = units_of(of(i));
+        const int all = __reduce_add_sync(~0u, own);
+        if (number >= before + all) {
+          before += all;
+          continue;
+        }
+        int inclusive = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const int other = __shfl_up_sync(~0u, inclusive, distance);
+          if (lane >= distance) inclusive += other;
+        }
+        const int holder = __ffs(__ballot_sync(~0u, before + inclusive > number)) - 1;
+        return {32 * i + holder, before + __shfl_sync(~0u, inclusive - own, holder),
+                __shfl_sync(~0u, own, holder)};
+      }
+      return {-1, before, 0};
+    }
+  };
+
+  // All bits where a sequence has too many blocks, or several tiles of rows. All lengths are asked
+  // for before one is used.
+  __device__ __forceinline__ static unsigned long long counts_of_lane(const DecodeParams& params) {
+    const int lane = threadIdx.x % 32;
+    decoding::CachedSequence next[kLaneSequences];
+#pragma unroll
+    for (int i = 0; i < kLaneSequences; ++i)
+      next[i] = decoding::sequence_at(params, min(32 * i + lane, params.batch - 1));
+    unsigned long long counts = 0;
+#pragma unroll 1
+    for (int i = 0; 32 * i < params.batch; ++i) {
+      const int row_tiles = decoding::count_row_tiles<kRows>(params, next[0]);
+      const int count = decoding::cut_keys<kRows, kTileKeys>(params, next[0], 0).count;
       if (row_tiles > 1 || count >= 1 << kCountBits) return ~0ull;
-      if (row_tiles == 1) counts |= static_cast<unsigned long long>(count) << shift;
+      if (row_tiles == 1 && 32 * i + lane < params.batch)
+        counts |= static_cast<unsigned long long>(count) << kCountBits * i;
+#pragma unroll
+      for (int j = 1; j < kLaneSequences; ++j) next[j - 1] = next[j];
     }
     return counts;
   }
-  __device__ __forceinline__ static int count_of(unsigned long long counts, int i) {
-    return static_cast<unsigned>(counts >> kCountBits * i) & (1 << kCountBits) - 1;
-  }
 
   // How many blocks a piece has at most; 0 if groups are to have even shares.
-  __device__ __forceinline__ static int most_of_piece(unsigned long long counts, int batch,
-                                                      int groups) {
-    if (__any_sync(~0u, counts == ~0ull)) return 0;
-    int longest = 0, total = 0;
-#pragma unroll 1
-    for (int i = 0; 32 * i < batch; ++i) {
-      const int count = count_of(counts, i);
-      longest = max(longest, count);
-      total += count;
-    }
-    longest = __reduce_max_sync(~0u, longest);
-    total = __reduce_add_sync(~0u, total);
+  __device__ __forceinline__ static int most_of_piece(const Counts& counts, const Totals& totals) {
+    const int groups = gridDim.y;
+    if (counts.batch > groups) return 0;
     const Divisor by_groups(groups);
-    const int share = max(1, by_groups.divide_up(total));
-    // Shared evenly, a group has whole steps, a split for each of its sequences, and another one.
-    const int splits = by_groups.divide(kSplitSteps * batch);
-    const int parts = by_groups.divide(kPartSteps * batch);
-    const int limit = ((share + kStepBlocks - 1) / kStepBlocks + splits) * kStepBlocks;
-    if (longest <= limit + parts * kStepBlocks) return max(1, longest);
+    const int share = max(1, by_groups.divide_up(totals.blocks));
+    // Shared evenly, a group has a split for each of its sequences, and another one.
+    const int extra = by_groups.divide(kSplitBlocks * counts.batch), limit = share + extra;
+    if (totals.longest <= limit + extra) return max(1, totals.longest);
 #pragma unroll 1
     for (int most = share; most <= limit; ++most) {
       const Divisor divisor(most);
       int count = 0;
 #pragma unroll 1
-      for (int i = 0; 32 * i < batch; ++i) count += divisor.divide_up(count_of(counts, i));
+      for (int i = 0; 32 * i < counts.batch; ++i) count += divisor.divide_up(counts.of(i));
       if (__reduce_add_sync(~0u, count) <= groups) return most;
     }
     return 0;
   }
 
   // This group's piece of at most `most` blocks.
-  __device__ __forceinline__ bool start_piece(const DecodeParams& params, unsigned long long counts,
+  __device__ __forceinline__ bool start_piece(const DecodeParams& params, const Counts& counts,
                                               int most) {
-    const int lane = threadIdx.x % 32, group = blockIdx.y;
-    this->head = this->row_tile = this->step = this->end = 0;
     const Divisor divisor(most);
-    int before = 0;
-#pragma unroll 1
-    for (int i = 0; 32 * i < params.batch; ++i) {
-      const int own = divisor.divide_up(count_of(counts, i));
-      const int all = __reduce_add_sync(~0u, own);
-      if (group >= before + all) {
-        before += all;
-        continue;
-      }
-      int inclusive = own;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, inclusive, distance);
-        if (lane >= distance) inclusive += other;
-      }
-      const int holder = __ffs(__ballot_sync(~0u, before + inclusive > group)) - 1;
-      this->larger = -__shfl_sync(~0u, own, holder);
-      this->share = group - before - __shfl_sync(~0u, inclusive - own, holder);
-      this->seq = decoding::sequence_at(params, 32 * i + holder);
-      this->blocks = cut(params, this->seq);
-      // The first pieces have one more, where these are not equal.
-      const int each = Divisor(pieces()).divide(this->blocks.count);
-      const int more = this->blocks.count - each * pieces();
-      this->index = Even::extra_steps(params) + piece() * each + min(piece(), more);
-      this->end = each + (piece() < more ? 1 : 0);
-      return true;
-    }
-    return false;
+    const Holder holder =
+        counts.holder_of(blockIdx.y, [&](int count) { return divisor.divide_up(count); });
+    this->step = this->end = 0;
+    if (holder.sequence < 0) return false;
+    begin(params, holder);
+    this->larger = -holder.own;
+    this->share = blockIdx.y - holder.before;
+    // The first pieces have one more, where these are not equal.
+    const int each = Divisor(pieces()).divide(this->blocks.count);
+    const int more = this->blocks.count - each * pieces();
+    this->index = Even::extra_steps(params) + piece() * each + min(piece(), more);
+    this->end = each + (piece() < more ? 1 : 0);
+    return true;
+  }
+  // This group's even share of all steps.
+  __device__ __forceinline__ bool start_share(const DecodeParams& params, const Counts& counts,
+                                              const Totals& totals) {
+    const int extra = Even::extra_steps(params);
+    this->partition(totals.blocks + totals.sequences * extra);
+    if (this->step == this->end) return false;
+    const Holder holder =
+        counts.holder_of(this->step, [&](int count) { return count > 0 ? count + extra : 0; });
+    begin(params, holder);
+    this->index = this->step - holder.before;
+    return true;
+  }
+  __device__ __forceinline__ void begin(const DecodeParams& params, const Holder& holder) {
+    this->head = this->row_tile = 0;
+    this->seq = decoding::sequence_at(params, holder.sequence);
+    this->blocks = decoding::cut_keys<kRows, kTileKeys>(params, this->seq, 0);
   }
 };
 

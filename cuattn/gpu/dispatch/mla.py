@@ -60,9 +60,9 @@ FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
 ROWS_80, ROWS_80_BLOCKS = Sm90Rows80MlaConfig.rows, 3
 #: Kernels for more rows over plain latents.
 PLAIN_SM90 = (Sm90MlaConfig, Sm90Rows80MlaConfig)
-#: How many keys are one split in these where that leaves no thread block more than a tile: the
-#: second half takes less time than a launch that merges both.
-UNSPLIT_KEYS = 256
+#: How many keys are one split in these: the second half takes less time than a launch that merges
+#: both. And where that leaves no thread block more than a tile.
+UNSPLIT_KEYS, UNSPLIT_KEYS_OF_ONE = 128, 256
 #: Blocks of keys of each multiprocessor up to which mla/decode_codes_sm90.cu has tiles of 32 rows
 #: at most: it takes less time to begin and to end one than a tile of 64.
 FEW_CODE_BLOCKS = 8
@@ -517,7 +517,7 @@ def _merged(call: MlaCall, variant: Variant, **more: int) -> MlaLaunches:
     tasks = tiles * head_tiles
     if _is_unsplit(call, variant.config, tasks):
         call = dataclasses.replace(call, num_splits=1)
-    if call.num_splits == 1 or spec.seqlen_k <= _least_keys(call, variant.config):
+    if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
         launch = _partitioned(call, variant, head_tiles, **more)
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
     by_block = (
@@ -535,13 +535,12 @@ def _merged(call: MlaCall, variant: Variant, **more: int) -> MlaLaunches:
 
 
 def _is_unsplit(call: MlaCall, config: Any, tiles: int) -> bool:
-    """Whether every tile has a thread block of its own, and so few keys that it takes longer to
-    split them."""
+    """Whether there are so few keys that it takes longer to split them."""
+    alone = tiles <= call.multiprocessors * config.blocks_per_sm
     return (
         isinstance(config, PLAIN_SM90)
         and call.num_splits is None
-        and call.as_call().spec.seqlen_k <= UNSPLIT_KEYS
-        and tiles <= call.multiprocessors * config.blocks_per_sm
+        and call.as_call().spec.seqlen_k <= (UNSPLIT_KEYS_OF_ONE if alone else UNSPLIT_KEYS)
     )
 
 
@@ -575,13 +574,6 @@ def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows:
         (tasks, tile_rows if shared else -(-eights // rows_each), LATENT // columns),
         (),
     )
-
-
-def _least_keys(call: MlaCall, config: Any) -> int:
-    """The most keys of a sequence that are one split, whatever `num_splits`: a number of splits
-    cuts mla/decode_sm90.cu's pairs of blocks in two."""
-    cuts_pairs = isinstance(config, Sm90MlaConfig) and isinstance(call.num_splits, int)
-    return config.tile_keys // (2 if cuts_pairs else 1)
 
 
 def _q_rope_strides(call: MlaCall) -> tuple[int, ...]:

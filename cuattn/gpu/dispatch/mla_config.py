@@ -117,8 +117,8 @@ class Sm90MlaConfig(Config):
 
     @property
     def tile_keys(self) -> int:
-        """Keys of a pair of blocks, which is what the work is cut into."""
-        return 128
+        """Keys of a block, which is what the work is cut into."""
+        return 64
 
     @property
     def threads(self) -> int:
