@@ -113,7 +113,7 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
     assert (config.columns, config.shared_rows) == (128, heads < 128)
     rows = min(heads, 64)
     assert launches.combine.grid == (3 * tiles, rows if config.shared_rows else rows // 8, 4)
-    assert launches.task_bytes == 64 * 3 * tiles
+    assert launches.task_bytes == 48 * 3 * tiles
     assert packed(launches.main, DECODE_PARAMS)["heads_kv"] == tiles
     assert launches.main.tensor_maps["latent"].strides == (1152, 128, 64 * 1152)
     assert launches.main.tensor_maps["latent"].l2_bytes == 128
@@ -129,12 +129,10 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
         ({"batch": 12, "max_pages": 99}, (12, 2, 4), 128, False),
         ({"batch": 16, "max_pages": 99}, (16, 2, 4), 128, False),
         ({"batch": 17}, (17, 2, 1), 512, False),  # eight partial results each, or less
-        ({"batch": 33, "heads": 8}, (33, 1, 4), 128, False),
-        ({"batch": 34, "heads": 8}, (34, 1, 1), 512, False),
+        ({"batch": 32, "heads": 8}, (32, 1, 4), 128, False),
         ({"batch": 4, "heads": 128}, (8, 8, 4), 128, False),
         ({"batch": 5, "heads": 128}, (10, 8, 1), 512, False),
         ({"batch": 12, "num_splits": "fixed"}, (12, 16, 4), 128, True),
-        ({"batch": 100, "heads": 1}, (132, 1, 1), 512, False),
     ],
 )
 def test_what_merges_is_resident_at_a_time(changes, grid, columns, shared):
@@ -157,20 +155,19 @@ def test_what_merges_is_resident_at_a_time(changes, grid, columns, shared):
 def test_two_pairs_are_not_split_where_each_tile_has_a_block(changes, merges):
     launches = choose_mla(described(**({"heads": 128, "max_pages": 4} | changes)))
     assert launches.main.variant.source == "mla/decode_sm90.cu"
-    assert (launches.combine is not None) is merges
+    in_launch = launches.main.workspace_bytes > 0
+    assert (launches.combine is not None or in_launch) is merges
 
 
-def test_blocks_leave_tasks_where_there_are_more_tiles():
-    for batch, by_block in ((33, 0), (34, 1), (67, 1)):
-        launches = choose_mla(described(heads=128, batch=batch))
-        tasks = 132 if by_block else 66
-        assert launches.combine.grid == (tasks, 3 if by_block else 4, 1)
-        assert launches.task_bytes == 64 * tasks
-        for launch in (launches.main, launches.combine):
-            assert packed(launch, MLA_PARAMS)["tasks_by_block"] == by_block
-    fixed = choose_mla(described(heads=128, batch=67, num_splits="fixed"))
-    assert fixed.combine.grid[0] == 134
-    assert packed(fixed.main, MLA_PARAMS)["tasks_by_block"] == 0
+def test_thread_blocks_merge_where_tiles_are_many():
+    """With four partial results a tile or less, on average; a word for each."""
+    for batch, splits, in_launch in ((16, None, 0), (17, None, 1), (67, None, 1), (67, "fixed", 0)):
+        launches = choose_mla(described(heads=128, batch=batch, num_splits=splits))
+        assert packed(launches.main, MLA_PARAMS)["merges_parts"] == in_launch
+        assert (launches.combine is None) == bool(in_launch)
+        part_bytes = launches.main.variant.config.part_bytes
+        assert launches.main.workspace_bytes == in_launch * 2 * 132 * (part_bytes + 8)
+        assert bool(launches.part_bytes) == bool(launches.task_bytes) == (not in_launch)
 
 
 @pytest.mark.parametrize("format", ["", "int8"])
@@ -284,10 +281,10 @@ def test_heads_are_dealt_out_where_that_takes_no_more_tiles(heads, seqlen_q, til
 )
 def test_nothing_is_merged_where_nothing_can_be_split(changes, merges):
     launches = choose_mla(described(**({"heads": 128, "batch": 34} | changes)))
-    assert launches.main.workspace_bytes == 0
-    assert [bool(n) for n in (launches.combine, launches.part_bytes, launches.task_bytes)] == [
-        merges
-    ] * 3
+    by_launch = [launches.combine, launches.part_bytes, launches.task_bytes]
+    in_launch = launches.main.workspace_bytes > 0
+    assert [bool(n) for n in by_launch] == [merges and not in_launch] * 3
+    assert merges or not in_launch
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ def mla_arguments(
     row_tiles: int,
     query_rows: int = 0,
     key_rows: int = 0,
-    tasks_by_block: bool = False,
+    merges_parts: bool = False,
 ) -> Arguments:
     """Pack MLA_PARAMS but for what each launch fills in.
 
@@ -417,7 +417,7 @@ def mla_arguments(
         Strides of the queries' and the pages' rotated parts, in bytes.
     index_stride : int
         Elements from row to row of the indices; 0 without.
-    row_tiles, query_rows, key_rows, tasks_by_block : int
+    row_tiles, query_rows, key_rows, merges_parts : int
         As in MlaParams.
     """
     itemsize = spec.dtype.itemsize
@@ -433,7 +433,7 @@ def mla_arguments(
         capacity=spec.seqlen_k,
         query_rows=query_rows,
         key_rows=key_rows,
-        tasks_by_block=tasks_by_block,
+        merges_parts=merges_parts,
     )
 
 

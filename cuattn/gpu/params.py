@@ -100,7 +100,7 @@ MLA_PARAMS = Struct(
     ("PageStrides", "rope_stride"),
     ("long long", "index_stride"),
     ("int", "tokens sequences row_tiles window_left window_right capacity"),
-    ("int", "query_rows key_rows tasks_by_block"),
+    ("int", "query_rows key_rows merges_parts"),
     call_id="call_id",
 )
 

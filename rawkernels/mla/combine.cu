@@ -3,10 +3,9 @@
 //
 //   DecodeParams and MlaParams are those of the launch before; grid: (tasks, pieces of their tiles'
 //   rows, pieces of kColumns columns). In large calls, whose tiles have few partial results, a warp
-//   has a row or a piece of one, or some in turn, as there may be no task for most blocks; in small
-//   ones (Config::shared_rows) a block has a piece of a row, and each warp a share of its many
-//   partial results. With splits that do not depend on the batch both do the same additions in the
-//   same order, all relative to the largest maximum.
+//   has a row or a piece of one; in small ones (Config::shared_rows) a block has a piece of a row,
+//   and each warp a share of its many partial results. With splits that do not depend on the batch
+//   both do the same additions in the same order, all relative to the largest maximum.
 #include "mla/partial.cuh"
 
 namespace mla {
@@ -150,11 +149,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < ml
                 const __grid_constant__ MlaParams mla_params) {
   using namespace mla;
   const CombineTask task = mla_params.tasks[blockIdx.x];
-  // For a replay of both launches in a CUDA graph, which has this call's id.
-  if (mla_params.tasks_by_block && blockIdx.y + blockIdx.z + threadIdx.x == 0)
-    mla_params.tasks[blockIdx.x].left = 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int row = Config::shared_rows ? blockIdx.y : blockIdx.y * kWarps + warp;
+  const int row = Config::shared_rows ? blockIdx.y : blockIdx.y * kWarps + warp;
   if (task.call_id != mla_params.call_id || row >= task.rows) return;
   // A replay of a CUDA graph may have other tiles than the one before, whose task this then is.
   if (params.cu_seqlens_q != nullptr) {
@@ -170,25 +166,22 @@ extern "C" __global__ void __launch_bounds__(Config::threads, mla::kColumns < ml
   // Up to kWarps partial results a share is a single one, which is summed as it is.
   const bool fixed = params.fixed_splits != 0, in_shares = fixed && task.count > kWarps;
   if constexpr (!Config::shared_rows) {
+    const float max = fixed ? largest_max(parts, task, row) : tile::negative_infinity();
+    Sum whole;
+    if (in_shares) {
 #pragma unroll 1
-    for (; row < task.rows; row += gridDim.y * kWarps) {
-      const float max = fixed ? largest_max(parts, task, row) : tile::negative_infinity();
-      Sum whole;
-      if (in_shares) {
-#pragma unroll 1
-        for (int i = 0; i < kWarps; ++i)  // less at a time: another sum is in registers
-          whole.add(sum_share<(kOnTheirWay + 3) / 4>(parts, task, row, i, kWarps, max));
-        whole.max = max;
-      } else {
-        whole = sum_share<kOnTheirWay>(parts, task, row, 0, 1, max);
-      }
-      const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
-#pragma unroll
-      for (int j = 0; j < kVecs; ++j)
-        put_vec(params, result,
-                (kColumns < kLatent ? blockIdx.z * (kColumns / 4) : 0) + vec_of_lane(lane, j),
-                whole.o[j]);
+      for (int i = 0; i < kWarps; ++i)  // less at a time: another sum is in registers
+        whole.add(sum_share<(kOnTheirWay + 3) / 4>(parts, task, row, i, kWarps, max));
+      whole.max = max;
+    } else {
+      whole = sum_share<kOnTheirWay>(parts, task, row, 0, 1, max);
     }
+    const OutputRow result = output_row<T, kRows>(params, split, row, whole.max, whole.sum);
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j)
+      put_vec(params, result,
+              (kColumns < kLatent ? blockIdx.z * (kColumns / 4) : 0) + vec_of_lane(lane, j),
+              whole.o[j]);
   } else {
     __shared__ Smem smem;
     float max = tile::negative_infinity();

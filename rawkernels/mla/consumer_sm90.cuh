@@ -59,13 +59,13 @@ struct Consumer {
   __device__ __forceinline__ void multiply_keys(float (&s)[kBlockKeys / 2]) {
     const unsigned q = uniform_base(smem.q), k = uniform_base(smem.k[kOdd]);
     ptx::wgmma_keep(s);
-    ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
       const int panel = panel_in_order(kOdd, i);
       if (says_full(kOdd, i)) {
         ptx::mbarrier_wait(smem.full_k[kOdd][panel], parity);
         if (Config::gather) ptx::fence_proxy_async();  // what is not written by TMA needs it
+        ptx::wgmma_fence();
       }
 #pragma unroll
       for (int step = 0; step < 4; ++step) {

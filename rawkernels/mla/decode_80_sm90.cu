@@ -76,7 +76,6 @@ __device__ __forceinline__ void prepare_rows(Smem& smem, const DecodeParams& par
 // By two warpgroups.
 __device__ __forceinline__ void consume(Smem& smem, const DecodeParams& params,
                                         const MlaParams& mla, int warpgroup) {
-  if (threadIdx.x == 0) clear_task(mla);
   if (threadIdx.x < 32) find_work(smem, params, 0);
   SplitWarpgroup own = {{{}, smem, params, mla, warpgroup}};
 #pragma unroll 1

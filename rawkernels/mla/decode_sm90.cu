@@ -14,7 +14,7 @@
 // some keys of each block where they lie apart (gather_sm90.cuh).
 #include "mla/consumer_sm90.cuh"
 #include "mla/gather_sm90.cuh"
-#include "ptx/acquire_release.cuh"
+#include "mla/merge_parts.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 
@@ -29,7 +29,6 @@ struct SplitConsumer : Consumer {
   tile::PipelineCounter<kQueue> queue;
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) clear_task(mla);
     const bool by_tma = mla.query_rows > 0;
     if (by_tma) clear_missing_queries<kRows, kConsumers>(smem.q, mla);
     while (true) {
@@ -55,61 +54,107 @@ struct SplitConsumer : Consumer {
     }
   }
 
-  // The end of a split: sums of both consumers, then the result or a partial one.
+  // The end of a split: sums of both consumers, then the result or a partial one. Where that is the
+  // last one of its tile, all of them are added up here, and are the result, or a partial one
+  // again.
   __device__ __forceinline__ void finish() {
-    float sum[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] = tile::quad_sum(softmax.row_sum[r]);
-      if (lane % 4 == 0) smem.row_sum[odd][row + 8 * r] = sum[r];
-      if (!kHalfParts || work->place.count == 1) continue;
-      const float largest = tile::quad_max(largest_of_lane(r));
-      if (lane % 4 == 0) smem.largest[odd][row + 8 * r] = largest;
-    }
-    if (kMerges && threadIdx.x == 0) smem.merges = next_has_left();
-    ptx::bar_sync(kBoth, kConsumers);
-    bool merges = false;
-    if constexpr (kMerges) merges = smem.merges;
     const decoding::Split& split = work->split;
     const int rows = rows_from<kRows>(params, split);
+    PartMerger<Part> merger = {params, work->place};
+    unsigned slot = merger.place.slot(merger.place.index);
+    bool is_part = merger.place.count > 1, is_sum = false;
+    float max[2], sum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int its_row = row + 8 * r;
-      sum[r] += smem.row_sum[!odd][its_row];
-      float max = softmax.row_max[r] * scale_log2;
-      if (kHalfParts && work->place.count > 1) fit_part(its_row, max, sum[r], r);
-      if (merges) add_part(min(its_row, rows - 1), max, sum[r], r);
-      if (work->place.count > 1 && !merges)
-        put_part(its_row, its_row < rows, max, sum[r], r);
-      else
-        put_result(output_row<T, kRows>(params, split, its_row, max, sum[r]), its_row < rows, r);
+      max[r] = softmax.row_max[r] * scale_log2;
+      sum[r] = tile::quad_sum(softmax.row_sum[r]);
+      if (lane % 4 == 0) smem.row_sum[odd][row + 8 * r] = sum[r];
     }
-    if (threadIdx.x == 0 && leaves_task(merges)) put_task<kRows>(params, mla, split, work->place);
-    if (kMerges && work->place.merges && work->place.index == 1) {
+#pragma unroll 1
+    while (true) {
+      if (kHalfParts && is_part) put_largest();
       ptx::bar_sync(kBoth, kConsumers);
-      if (threadIdx.x == 0) ptx::store_release(&mla.tasks[block_number()].left, mla.call_id);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int its_row = row + 8 * r;
+        if (!is_sum) sum[r] += smem.row_sum[!odd][its_row];
+        if (kHalfParts && is_part) fit_part(its_row, max[r], sum[r], r);
+        if (is_part)
+          put_part(slot, its_row, its_row < rows, max[r], sum[r], r);
+        else
+          put_result(output_row<T, kRows>(params, split, its_row, max[r], sum[r]), its_row < rows,
+                     r);
+      }
+      if (!kHalfParts || !is_part || !mla.merges_parts) break;
+      ptx::bar_sync(kBoth, kConsumers);
+      if (threadIdx.x < 32) {
+        const bool merges = merger.claim(slot);
+        if (threadIdx.x == 0) smem.merges = merges;
+      }
+      ptx::bar_sync(kBoth, kConsumers);
+      if (!smem.merges) return;
+      add_parts(static_cast<const HalfPart*>(params.workspace), merger.list(), max, sum);
+      is_part = !merger.ends();
+      is_sum = true;
+      slot = merger.advance();
+    }
+    if (threadIdx.x == 0 && work->place.index + 1 == work->place.count)
+      put_task<kRows>(params, mla, split, work->place);
+  }
+
+  // O, maxima and sums become those of a list of partial results.
+  __device__ __forceinline__ void add_parts(const HalfPart* parts, const decoding::MergeList& list,
+                                            float (&max)[2], float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max[r] = tile::negative_infinity();
+      sum[r] = 0.0f;
+    }
+#pragma unroll 2
+    for (int i = 0; i < list.count; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        max[r] = fmaxf(max[r], __ldcg(&parts[list.slot_of(i)].max_sum[row + 8 * r]).x);
+#pragma unroll
+    for (float& x : o) x = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < list.count; ++i) {
+      const HalfPart& part = parts[list.slot_of(i)];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 max_sum = __ldcg(&part.max_sum[row + 8 * r]);
+        const float factor = ptx::ex2(max_sum.x - tile::OnlineSoftmax::offset(max[r], 1.0f));
+        sum[r] = fmaf(factor, max_sum.y, sum[r]);
+        const auto* const from = part.o + HalfPart::at(row + 8 * r, first_panel * 16 + lane % 4);
+#pragma unroll
+        for (int j = 0; j < kLatent / 4; j += 16) {
+          const uint4 its = __ldcg(reinterpret_cast<const uint4*>(from + HalfPart::at(0, j / 2)));
+          const auto add = [&](int k, unsigned pair) {
+            const float2 two = HalfPart::pair(pair);
+            float* const to = o + j + 4 * k + 2 * r;
+            to[0] = fmaf(factor, two.x, to[0]);
+            to[1] = fmaf(factor, two.y, to[1]);
+          };
+          add(0, its.x);
+          add(1, its.y);
+          add(2, its.z);
+          add(3, its.w);
+        }
+      }
     }
   }
 
-  // Whether the block that goes on where this one's keys end has left the other of two partial
-  // results. Nobody waits for it.
-  __device__ __forceinline__ bool next_has_left() const {
-    return work->place.merges && work->place.index == 0 &&
-           ptx::load_acquire(&mla.tasks[block_number() + gridDim.x].left) == mla.call_id;
-  }
-
-  __device__ __forceinline__ bool leaves_task(bool merges) const {
-    if constexpr (kMerges) return work->place.index == 0 && !merges;
-    return work->place.index + 1 == work->place.count;
-  }
-
-  // Of its |O| of a row.
-  __device__ __forceinline__ float largest_of_lane(int r) const {
-    float largest = 0.0f;
+  // The largest |O| of each row, of its columns.
+  __device__ __forceinline__ void put_largest() const {
 #pragma unroll
-    for (int i = 2 * r; i < kLatent / 4; i += 4)
-      largest = fmaxf(largest, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
-    return largest;
+    for (int r = 0; r < 2; ++r) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 2 * r; i < kLatent / 4; i += 4)
+        largest = fmaxf(largest, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
+      largest = tile::quad_max(largest);
+      if (lane % 4 == 0) smem.largest[odd][row + 8 * r] = largest;
+    }
   }
 
   // Makes a row's numbers such as float16 has, by a larger maximum.
@@ -134,38 +179,11 @@ struct SplitConsumer : Consumer {
     return {own[0], own[1], own[4], own[5], own[8], own[9], own[12], own[13]};
   }
 
-  // Adds the next block's part of a row to this one's, as combine.cu would, so that results do not
-  // depend on who merges them.
-  __device__ __forceinline__ void add_part(int its_row, float& max, float& sum, int r) {
-    const HalfPart& part = static_cast<const HalfPart*>(mla.parts)[work->place.slot(1)];
-    const float2 max_sum = __ldcg(&part.max_sum[its_row]);
-    const float new_max = fmaxf(max, max_sum.x);
-    const float offset = tile::OnlineSoftmax::offset(new_max, 1.0f);
-    const float own = ptx::ex2(max - offset), others = ptx::ex2(max_sum.x - offset);
-    max = new_max;
-    sum = fmaf(others, max_sum.y, own * sum);
-    const auto* const from = part.o + HalfPart::at(its_row, first_panel * 16 + lane % 4);
-#pragma unroll
-    for (int i = 0; i < kLatent / 4; i += 16) {
-      const uint4 its = __ldcg(reinterpret_cast<const uint4*>(from + HalfPart::at(0, i / 2)));
-      const uint4 mine = HalfPart::packed(eight(i, r).x);
-      const auto add = [&](int j, unsigned its_pair, unsigned my_pair) {
-        const float2 x = HalfPart::pair(its_pair), y = HalfPart::pair(my_pair);
-        o[i + 4 * j + 2 * r] = fmaf(others, x.x, own * y.x);
-        o[i + 4 * j + 2 * r + 1] = fmaf(others, x.y, own * y.y);
-      };
-      add(0, its.x, mine.x);
-      add(1, its.y, mine.y);
-      add(2, its.z, mine.z);
-      add(3, its.w, mine.w);
-    }
-  }
-
   // A row of a partial result, where it exists: numbers go where they are in the fragment.
-  __device__ __forceinline__ void put_part(int its_row, bool exists, float max, float sum,
-                                           int r) const {
+  __device__ __forceinline__ void put_part(unsigned slot, int its_row, bool exists, float max,
+                                           float sum, int r) const {
     if (!exists) return;
-    Part& part = static_cast<Part*>(mla.parts)[work->place.slot(work->place.index)];
+    Part& part = parts_of<Part>(params, mla)[slot];
     if (!odd && lane % 4 == 0) part.max_sum[its_row] = {max, sum};
     auto* const to = part.o + Part::at(its_row, first_panel * 16 + lane % 4);
     constexpr int kStep = kHalfParts ? 16 : 8;  // 16 bytes of a lane

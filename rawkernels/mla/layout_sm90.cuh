@@ -24,17 +24,14 @@ constexpr int kQueue = 2;
 // Who says that keys are there: of each panel the lane that asked TMA for it, beside its bytes; or
 // the producing warps, each lane's copies by cp.async and one arrival each, of half of a buffer.
 constexpr int kFullArrivals = Config::gather ? kProducers * 33 : 1;
-// A block may merge both partial results of a work tile; where keys are gathered it would spill.
-constexpr bool kMerges = !Config::gather;
-// Partial results are float16, which needs registers where they are made, too.
-constexpr bool kHalfParts = kMerges;
+// Partial results are float16, and thread blocks may merge them; where keys are gathered there are
+// no registers for that.
+constexpr bool kHalfParts = !Config::gather;
 
 // Where 64 heads fill a tile, its queries and its result take as long as four blocks of keys.
 using Schedule = PieceSchedule<kRows, kBlockKeys, 4, 6>;
 
-// A split, as the producer finds it and consumers work on it. place.merges says that the work tile
-// has two splits, the last one of a thread block and the first one of the next thread block, which
-// is over long before: so the former may merge both.
+// A split, as the producer finds it and consumers work on it.
 struct Work {
   decoding::Split split;
   decoding::SplitPlace place;
@@ -52,7 +49,7 @@ struct Smem {
   // Which keys of a buffer exist, where they are gathered: a bit each.
   alignas(8) unsigned char exist[2][kBlockKeys / 8];
   Work queue[kQueue];
-  bool merges;  // this block merges both partial results of a work tile
+  bool merges;  // this thread block merges partial results
   ptx::Mbarrier full_k[2][kPanels];
   // The halves of a buffer are free: the left values, which the even consumer reads last, and the
   // right ones, which the odd one does.

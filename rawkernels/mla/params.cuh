@@ -20,9 +20,6 @@ struct alignas(16) CombineTask {
   int count;                                 // of partial results
   int first_slot, second_slot, slot_stride;  // where they are
   int sequence, begin_q, row_tile, rows, head;
-  // Where each block has a task: the call's id when the block has left the last of two partial
-  // results, for the block before it, which merges them if they are there when it ends.
-  unsigned long long left;
 
   __device__ __forceinline__ int slot(int i) const {
     return i == 0 ? first_slot : second_slot + (i - 1) * slot_stride;
@@ -45,11 +42,9 @@ struct MlaParams {
   int row_tiles;                  // of a sequence, where all have as many queries
   int window_left, window_right;  // with `indices`, where DecodeParams has none
   int capacity;                   // tokens that a sequence's pages have room for
-  int query_rows;  // of a tile, that TMA loads as one box; 0: rows are copied one by one
-  int key_rows;    // of a box of codes: keys of a page that TMA copies at a time; 0: it cannot
-  // There is a task for each thread block, not for each tile of rows: where keys are shared evenly
-  // a block has the first split of one tile at most whose keys are split.
-  int tasks_by_block;
+  int query_rows;    // of a tile, that TMA loads as one box; 0: rows are copied one by one
+  int key_rows;      // of a box of codes: keys of a page that TMA copies at a time; 0: it cannot
+  int merges_parts;  // thread blocks merge partial results, which lie in DecodeParams::workspace
 };
 
 namespace mla {

@@ -1,5 +1,6 @@
-// Partial results of mla/decode_sm90.cu and of the kernels for codes, which mla/combine.cu merges
-// in a launch of its own: with rows of 512 numbers that takes all multiprocessors.
+// Partial results of mla/decode_sm90.cu, decode_80_sm90.cu and the kernels for codes. Thread blocks
+// merge them where there are many tiles of rows (merge_parts.cuh), else mla/combine.cu does, in a
+// launch of its own: with rows of 512 numbers that takes all multiprocessors.
 #pragma once
 
 #include "decoding/combine.cuh"
@@ -80,22 +81,17 @@ struct PartialTile<64, kLatent, true> : HalfNumbers {
   }
 };
 
-__device__ __forceinline__ int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
-
-// Where each thread block has a task: there is none yet. In a replay of a CUDA graph it may be
-// there from the replay before. By the thread that will put it.
-__device__ __forceinline__ void clear_task(const MlaParams& mla) {
-  if (mla.tasks != nullptr && mla.tasks_by_block) mla.tasks[block_number()].call_id = 0;
+template <class Part>
+__device__ __forceinline__ Part* parts_of(const DecodeParams& params, const MlaParams& mla) {
+  return static_cast<Part*>(mla.merges_parts ? params.workspace : mla.parts);
 }
 
-// Leaves what merges a tile's partial results, by one of its splits: where each thread block has a
-// task, its first.
+// Leaves what merges a tile's partial results, by one of its splits.
 template <int kRows>
 __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaParams& mla,
                                          const decoding::Split& split,
                                          const decoding::SplitPlace& place) {
   if (mla.tasks == nullptr) return;  // no call like this one has more than one split of a tile
-  if (mla.tasks_by_block && place.count == 1) return;
   CombineTask task;
   // In a replay of a CUDA graph the tile's task may be there from the replay before.
   task.call_id = place.count > 1 ? mla.call_id : 0;
@@ -113,7 +109,7 @@ __device__ __forceinline__ void put_task(const DecodeParams& params, const MlaPa
   const int tile = split.seq.begin_q * params.group / kRows +
                    split.seq.index * (params.cu_seqlens_q == nullptr ? mla.row_tiles : 1) +
                    split.row_tile;
-  mla.tasks[mla.tasks_by_block ? block_number() : tile * params.heads_kv + split.head] = task;
+  mla.tasks[tile * params.heads_kv + split.head] = task;
 }
 
 // A row of the result: where it begins in `out`, where its lse is, what O is multiplied by, and

@@ -102,8 +102,6 @@ __device__ __forceinline__ int put_work(Smem& smem, const DecodeParams& params,
   if (exists) {
     work.split = split;
     work.place = schedule.place_of(params, split);
-    if (kMerges)
-      work.place.merges = mla.tasks_by_block && work.place.count == 2 && !schedule.has_pieces();
   }
   ptx::mbarrier_arrive(smem.full_work[queue.index]);
   queue.advance();

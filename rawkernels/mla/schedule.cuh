@@ -168,15 +168,25 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
     // Shared evenly, a group has a split for each of its sequences, and another one.
     const int extra = by_groups.divide(kSplitBlocks * counts.batch), limit = share + extra;
     if (totals.longest <= limit + extra) return max(1, totals.longest);
-#pragma unroll 1
-    for (int most = share; most <= limit; ++most) {
+    // The least number of blocks with which pieces are no more than groups.
+    const auto fits = [&](int most) {
       const Divisor divisor(most);
       int count = 0;
 #pragma unroll 1
       for (int i = 0; 32 * i < counts.batch; ++i) count += divisor.divide_up(counts.of(i));
-      if (__reduce_add_sync(~0u, count) <= groups) return most;
+      return __reduce_add_sync(~0u, count) <= groups;
+    };
+    if (!fits(limit)) return 0;
+    int least = share, most = limit;
+#pragma unroll 1
+    while (least < most) {
+      const int middle = (least + most) / 2;
+      if (fits(middle))
+        most = middle;
+      else
+        least = middle + 1;
     }
-    return 0;
+    return most;
   }
 
   // This group's piece of at most `most` blocks.

@@ -361,6 +361,28 @@ def test_a_graph_replays_whole_sequences_and_pieces(rng, tier, count, heads, seq
         assert np.array_equal(out.get().view(np.uint16), call().get().view(np.uint16))
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "page_size"), [(128, 1, 64), (16, 1, 64), (64, 1, 4), (16, 5, 64)]
+)
+def test_a_long_sequence_among_short_ones(rng, tier, heads, seqlen_q, page_size):
+    """Its many partial results are merged in two steps on Hopper, by the thread blocks that leave
+    the last ones, and in a replay anew."""
+    lens = np.full(40, 60)
+    lens[13] = 9000
+    cache = Cache(rng, list(lens), BFLOAT16, page_size)
+    q = cache.queries(rng, 40, seqlen_q, heads)
+    cache.check(q)
+    on_gpu, table = cupy.asarray(q), cupy.asarray(cache.table)
+    arrays = on_gpu[..., :512], on_gpu[..., 512:], *cache.pages
+    lengths = cupy.asarray(cache.lens)
+    replay, out = captured(lambda: mla_decode(*arrays, table, lengths, scale=SCALE))
+    expected = mla_decode(*arrays, table, lengths, scale=SCALE).get().view(np.uint16)
+    for _ in range(3):
+        out[...] = np.nan
+        replay()
+        assert np.array_equal(out.get().view(np.uint16), expected)
+
+
 def test_ragged_rows(rng, tier):
     counts = [1, 4, 0, 9]
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -1,9 +1,8 @@
 """The pipeline of mla/decode_sm90.cu: a producing warp that finds splits and loads blocks of keys,
 and two consumers that share probabilities and maxima.
 
-An input is a split: how many blocks of keys it has; where blocks may merge each other's partial
-results, one of an odd number is left to the block before. Two warps stand for a consumer's four:
-all of them do the same.
+An input is a split: how many blocks of keys it has; one of an odd number leaves a partial result.
+Two warps stand for a consumer's four: all of them do the same.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Protocol:
     producers: int  # that share each block's keys; 0: four, each asks TMA for half of a buffer
     tells: int  # which of them tells the consumers of splits
     full: tuple[str, ...]  # parts with a barrier, which is that of those that follow too
-    merges: bool  # a consumer's thread says whether partial results are merged at once
     asks: bool  # a producing warp asks TMA for queries; else the consumers copy them
 
 
@@ -68,7 +66,6 @@ def protocols() -> set[Protocol]:
             constants["kProducers"] if constants.config.gather else 0,
             constants["kTellingWarp"],
             PARTS[: 3 - constants.config.gather],
-            bool(constants["kMerges"]),
             asks=False,
         )
         asking = tuple(sorted(arrivals.items()))
@@ -150,13 +147,11 @@ class Warp:
         warp: int,
         *,
         full: tuple[str, ...] = PARTS,
-        merges: bool = False,
         by_tma: bool = False,
     ) -> None:
         self.odd, self.warp = odd, warp
         self.by_tma = by_tma
         self.full = full
-        self.merges = merges
 
     def __call__(self, own, blocks) -> Iterator[NamedTuple]:
         odd, warp = self.odd, self.warp
@@ -175,21 +170,23 @@ class Warp:
         yield from after_queries(rounds((blocks + 1) // 2, blocks % 2 == 1), leave)
         yield Advance("q")
         yield Write(f"sum.{odd}.{warp}")
-        first = odd == warp == 0
-        if self.merges and first:
-            yield Write("merges")
         yield Sync("both", EACH * 32)
         yield Read(f"sum.{1 - odd}.{warp}")
-        if self.merges:
-            yield Read("merges")
-            yield Write(f"part.{odd}.{warp}")
-            if blocks % 2 == 1:
-                yield Sync("both", EACH * 32)
-                if first:
-                    yield from (Read(f"part.{o}.{w}") for o in range(2) for w in range(WARPS))
+        if blocks % 2 == 1:
+            yield from self.merge_parts()
         yield Advance("sums")
         yield Arrive("empty_work", EACH)
         yield Advance("work")
+
+    def merge_parts(self) -> Iterator[NamedTuple]:
+        """A partial result may be a tile's last one, which the first warp finds out."""
+        yield Write(f"part.{self.odd}.{self.warp}")
+        yield Sync("both", EACH * 32)
+        if self.odd == self.warp == 0:
+            yield from (Read(f"part.{odd}.{warp}") for odd in range(2) for warp in range(WARPS))
+            yield Write("merges")
+        yield Sync("both", EACH * 32)
+        yield from (Read("merges"), Read("work"))
 
     def even_rounds(self, pairs: int, ends_even: bool = False) -> Iterator[NamedTuple]:
         """The scores of its next block are issued before the odd block's values are."""
@@ -325,7 +322,7 @@ def pipeline(p: Protocol) -> Pipeline:
                 f"part.{buffer}.{warp}": "sums",
             }
             processes[f"consumer {buffer} warp {warp}"] = Warp(
-                buffer, warp, full=p.full, merges=p.merges, by_tma=p.asks
+                buffer, warp, full=p.full, by_tma=p.asks
             )
     splits = tuple(range(MOST_KEYS + 1))
     return Pipeline(rings, barriers, memory, processes, splits, keeps={"begun": False})

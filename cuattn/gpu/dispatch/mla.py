@@ -45,9 +45,10 @@ from cuattn.gpu.dispatch.mla_config import (
 )
 from cuattn.gpu.dispatch.tiers import TierList, first_serving
 from cuattn.gpu.params import MLA_MAPS
+from cuattn.gpu.structs import WORD
 from cuattn.gpu.tensormap import TensorMap, addressable
 
-TASK_BYTES = 64  # CombineTask of rawkernels/mla/params.cuh
+TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
 #: How many blocks of keys a warpgroup of mla/decode_few_sm90.cu has at most, where there are
 #: several sequences: their lengths may differ, but each has as many thread blocks. And where a
 #: token's heads are several tiles, each of which reads all keys.
@@ -66,9 +67,12 @@ UNSPLIT_KEYS, UNSPLIT_KEYS_OF_ONE = 128, 256
 #: Blocks of keys of each multiprocessor up to which mla/decode_codes_sm90.cu has tiles of 32 rows
 #: at most: it takes less time to begin and to end one than a tile of 64.
 FEW_CODE_BLOCKS = 8
-#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time: where warps have whole rows
-#: (beyond, several each), and where they or their blocks have pieces of rows.
-COMBINE_BLOCKS, COMBINE_PIECES = 3, 2
+#: How many partial results a tile of rows has at most, on average, if thread blocks merge them:
+#: with more, a launch in which all multiprocessors do takes less time.
+MOST_PARTS = 4
+#: Thread blocks of mla/combine.cu that a multiprocessor runs at a time, where warps or blocks have
+#: pieces of rows.
+COMBINE_PIECES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,35 +507,37 @@ def _partitioned(
 
 
 def _merged(call: MlaCall, variant: Variant, **more: int) -> MlaLaunches:
-    """The launch of a kernel that leaves partial results to a second one, where it may split keys.
-    The grid is (tiles of heads, groups of blocks), and of the second (tasks, pieces of a tile's
-    rows, pieces of O's columns). A task is a tile of rows; or, where there are more of these than
-    half of the thread blocks, what a block leaves."""
-    spec = call.as_call().spec
-    head_tiles = _head_tiles(spec, variant.config.rows)
+    """The launch of a kernel whose partial results, where it may split keys, are merged by its own
+    thread blocks if tiles of rows are many, else by a second launch. The grid is (tiles of heads,
+    groups of blocks), and of the second (tiles, pieces of a tile's rows, pieces of O's columns)."""
+    spec, config = call.as_call().spec, variant.config
+    head_tiles = _head_tiles(spec, config.rows)
     rows = spec.heads_q // head_tiles * spec.seqlen_q
     if spec.rows == "ragged":
-        tiles = rows // variant.config.rows + spec.batch
+        tiles = rows // config.rows + spec.batch
     else:
-        tiles = spec.batch * -(-rows // variant.config.rows)
-    tasks = tiles * head_tiles
-    if _is_unsplit(call, variant.config, tasks):
+        tiles = spec.batch * -(-rows // config.rows)
+    tiles *= head_tiles
+    if _is_unsplit(call, config, tiles):
         call = dataclasses.replace(call, num_splits=1)
-    if call.num_splits == 1 or spec.seqlen_k <= variant.config.tile_keys:
+    if call.num_splits == 1 or spec.seqlen_k <= config.tile_keys:
         launch = _partitioned(call, variant, head_tiles, **more)
         return MlaLaunches(dataclasses.replace(launch, workspace_bytes=0))
-    by_block = (
-        isinstance(variant.config, PLAIN_SM90)
+    merges_parts = (
+        isinstance(config, Sm90MlaConfig)
+        and config.half_parts
         and call.num_splits is None
-        and 2 * tasks > call.multiprocessors * variant.config.blocks_per_sm
+        and MOST_PARTS * tiles >= call.multiprocessors * config.blocks_per_sm
     )
-    launch = _partitioned(call, variant, head_tiles, tasks_by_block=by_block, **more)
-    if by_block:
-        tasks = math.prod(launch.grid)
-    combine = _combine(call, variant, tasks, tiles * head_tiles, min(rows, variant.config.rows))
+    launch = _partitioned(call, variant, head_tiles, merges_parts=merges_parts, **more)
+    part_bytes = launch.workspace_bytes
+    if merges_parts:  # with a word for each
+        words = part_bytes // config.part_bytes * WORD
+        return MlaLaunches(dataclasses.replace(launch, workspace_bytes=part_bytes + words))
     main = dataclasses.replace(launch, workspace_bytes=0)
+    combine = _combine(call, variant, tiles, min(rows, config.rows))
     combine = dataclasses.replace(combine, arguments=launch.arguments)
-    return MlaLaunches(main, combine, launch.workspace_bytes, tasks * TASK_BYTES)
+    return MlaLaunches(main, combine, part_bytes, tiles * TASK_BYTES)
 
 
 def _is_unsplit(call: MlaCall, config: Any, tiles: int) -> bool:
@@ -544,26 +550,24 @@ def _is_unsplit(call: MlaCall, config: Any, tiles: int) -> bool:
     )
 
 
-def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows: int) -> Launch:
-    """The launch of mla/combine.cu, without arguments, for tasks of so many rows and as many tiles
-    that have them. All its thread blocks are resident at a time where that is possible: in waves
-    they took 9 µs for 12 tiles of 16 rows."""
+def _combine(call: MlaCall, variant: Variant, tiles: int, tile_rows: int) -> Launch:
+    """The launch of mla/combine.cu, without arguments, for so many tiles and rows of each. All its
+    thread blocks are resident at a time where that is possible: in waves they took 9 µs for 12
+    tiles of 16 rows."""
     eights = -(-tile_rows // 8)
     resident = COMBINE_PIECES * call.multiprocessors
     all_rows = tiles * tile_rows
     small = all_rows <= 2 * call.multiprocessors
-    many_parts = 8 * tasks <= call.multiprocessors  # of a tile; a warp with whole rows reads four
+    many_parts = 8 * tiles <= call.multiprocessors  # of a tile; a warp with whole rows reads four
     # Given numbers of splits may leave many partial results of many tiles.
     if small and (call.num_splits is not None or 4 * all_rows <= resident):
         columns, shared = LATENT // 4, True
-    elif tasks == tiles and 2 * all_rows <= resident:
+    elif 2 * all_rows <= resident:
         columns, shared = LATENT // 2, True
-    elif (small or many_parts) and 4 * eights * tasks <= resident:
+    elif (small or many_parts) and 4 * eights * tiles <= resident:
         columns, shared = LATENT // 4, False
     else:
         columns, shared = LATENT, False
-    # A row or more for each warp, in equal numbers.
-    rows_each = -(-eights * tasks // (COMBINE_BLOCKS * call.multiprocessors))
     half_parts = isinstance(variant.config, PLAIN_SM90) and variant.config.half_parts
     return Launch(
         combine_variant(
@@ -571,7 +575,7 @@ def _combine(call: MlaCall, variant: Variant, tasks: int, tiles: int, tile_rows:
             shared_rows=shared,
             half_parts=half_parts,
         ),
-        (tasks, tile_rows if shared else -(-eights // rows_each), LATENT // columns),
+        (tiles, tile_rows if shared else eights, LATENT // columns),
         (),
     )
 
