@@ -58,8 +58,8 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
   // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
     const int batch = params.batch;
-    if (batch > 1 && batch <= 32 * kLaneSequences && params.fixed_splits == 0 &&
-        params.heads_per_block == 1) {
+    const bool splits_alike = params.fixed_splits != 0 && params.num_splits != 1;
+    if (batch > 1 && batch <= 32 * kLaneSequences && !splits_alike && params.heads_per_block == 1) {
       const Counts counts = {counts_of_lane(params), batch};
       if (!__any_sync(~0u, counts.of_lane == ~0ull)) {
         const Totals totals = counts.totals();
