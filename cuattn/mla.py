@@ -533,7 +533,8 @@ def flashmla_pages(rows: Any) -> tuple[QuantizedArray, Any]:
     Parameters
     ----------
     rows : uint8 array (num_pages, page_size, 656) or (num_pages, page_size, 1, 656)
-        The pages; NumPy or CuPy. The last axis is contiguous.
+        The pages; NumPy or CuPy. The last axis is contiguous; on a GPU the address and the other
+        strides are multiples of 4 bytes, as float32 scales lie in it.
 
     Returns
     -------
@@ -554,7 +555,7 @@ def flashmla_pages(rows: Any) -> tuple[QuantizedArray, Any]:
     """
     name = "flashmla_pages"
     check_given(name, rows=rows)
-    _, (rows,) = as_arrays(name, rows=rows)
+    xp, (rows,) = as_arrays(name, rows=rows)
     if rows.dtype != np.uint8:
         raise TypeError(f"{name}: rows has dtype {rows.dtype}, must be uint8")
     shape = rows.shape
@@ -566,6 +567,12 @@ def flashmla_pages(rows: Any) -> tuple[QuantizedArray, Any]:
         raise ValueError(
             f"{name}: rows has a stride of {rows.strides[-1]} between bytes, must be contiguous "
             "there"
+        )
+    steps = [step for n, step in zip(rows.shape[:2], rows.strides[:2], strict=True) if n > 1]
+    if xp is not np and any(n % 4 for n in (rows.data.ptr, *steps)):
+        raise ValueError(
+            f"{name}: rows is at address {rows.data.ptr:#x} with strides {rows.strides[:2]}, must "
+            "be multiples of 4 on a GPU, as float32 scales lie in it"
         )
     rope_at = FLASHMLA_LATENT + 4 * FLASHMLA_SCALES
     latents = QuantizedArray(

@@ -58,13 +58,17 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
   // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
     const int batch = params.batch;
-    const bool splits_alike = params.fixed_splits != 0 && params.num_splits != 1;
-    if (batch > 1 && batch <= 32 * kLaneSequences && !splits_alike && params.heads_per_block == 1) {
-      const Counts counts = {counts_of_lane(params), batch};
-      if (!__any_sync(~0u, counts.of_lane == ~0ull)) {
-        const Totals totals = counts.totals();
-        const int most = most_of_piece(counts, totals);
-        return most > 0 ? start_piece(params, counts, most) : start_share(params, counts, totals);
+    const bool unsplit = params.fixed_splits != 0 && params.num_splits == 1;
+    if (params.heads_per_block == 1 && batch > 1) {
+      if (unsplit && params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= kRows)
+        return start_sequence(params);
+      if (batch <= 32 * kLaneSequences && (params.fixed_splits == 0 || unsplit)) {
+        const Counts counts = {counts_of_lane(params), batch};
+        if (!__any_sync(~0u, counts.of_lane == ~0ull)) {
+          const Totals totals = counts.totals();
+          const int most = most_of_piece(counts, totals);
+          return most > 0 ? start_piece(params, counts, most) : start_share(params, counts, totals);
+        }
       }
     }
     return Even::start(params);
@@ -189,6 +193,14 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
     return most;
   }
 
+  // This group's first sequence, where each has one step: no other's length is needed.
+  __device__ __forceinline__ bool start_sequence(const DecodeParams& params) {
+    this->partition(params.batch);
+    if (this->step == this->end) return false;
+    begin(params, {this->step, this->step, 1});
+    this->index = 0;
+    return true;
+  }
   // This group's piece of at most `most` blocks.
   __device__ __forceinline__ bool start_piece(const DecodeParams& params, const Counts& counts,
                                               int most) {

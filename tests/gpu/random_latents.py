@@ -193,8 +193,8 @@ def flashmla_rows(rng: Generator, rotary: np.ndarray, used: np.ndarray) -> tuple
     rows = np.concatenate([part.view(np.uint8) for part in parts], axis=-1)
     rows[~used] = 0xFF  # NaN in each part
     bytes_ = given(rng, rows)
-    if bytes_.strides[-1] != 1 or any(stride % 16 for stride in bytes_.strides[:2]):
-        bytes_ = cupy.ascontiguousarray(bytes_)
+    if bytes_.strides[-1] != 1 or any(n % 4 for n in (bytes_.data.ptr, *bytes_.strides[:2])):
+        bytes_ = bytes_.copy("C")
     if rng.random() < 0.5:
         bytes_ = bytes_[:, :, 0]
     return latents, *cuattn.flashmla_pages(bytes_)

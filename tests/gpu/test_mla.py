@@ -318,6 +318,7 @@ def test_pages_beyond_the_length_are_not_looked_at(rng, length, page_size):
         (3, 100),  # one to a thread block, though others have none
         (60, 260),
         (120, 150),  # more than there are groups of thread blocks
+        (150, 128),  # … and not to be split
         (23, 700),  # in pieces, one for each group
         (47, 400),
     ],

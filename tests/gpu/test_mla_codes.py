@@ -288,6 +288,17 @@ def test_flashmla_pages(rng, tier, page_size, heads):
     cache.check(rng, heads, 2, pages=flashmla_pages(cupy.asarray(rows)))
 
 
+def test_flashmla_pages_at_an_odd_address():
+    """Where float32 scales could not be read."""
+    bytes_ = cupy.zeros(2 * 4 * 660 + 4, np.uint8)
+    even = bytes_[4:].reshape(2, 4, 660)[..., :656]
+    flashmla_pages(even)
+    flashmla_pages(cupy.zeros(4 * 656 + 1, np.uint8)[:-1].reshape(4, 1, 656))
+    for rows in (bytes_[1:-3].reshape(2, 4, 660)[..., :656], bytes_[: 8 * 658].reshape(2, 4, 658)):
+        with pytest.raises(ValueError, match=r"flashmla_pages: rows is at address .* multiples of"):
+            flashmla_pages(rows[..., :656])
+
+
 def test_a_joined_cache(rng, tier):
     """Tokens that a cache quantises as they are written, over its pages."""
     lens = [70, 3]
