@@ -53,7 +53,6 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
   // registers for both.
   __device__ __forceinline__ int piece() const { return this->share; }
   __device__ __forceinline__ int pieces() const { return -this->larger; }
-  __device__ __forceinline__ bool has_pieces() const { return this->larger < 0; }
 
   // Finds this thread block's first step; false where there is none. By all lanes of a warp.
   __device__ __forceinline__ bool start(const DecodeParams& params) {
