@@ -129,10 +129,12 @@ def test_hopper_has_a_kernel_of_its_own(heads, dtype):
         ({"batch": 12, "max_pages": 99}, (12, 2, 4), 128, False),
         ({"batch": 16, "max_pages": 99}, (16, 2, 4), 128, False),
         ({"batch": 17}, (17, 2, 1), 512, False),  # eight partial results each, or less
-        ({"batch": 32, "heads": 8}, (32, 1, 4), 128, False),
+        ({"batch": 33, "heads": 8}, (33, 1, 4), 128, False),
+        ({"batch": 34, "heads": 8}, (34, 1, 1), 512, False),
         ({"batch": 4, "heads": 128}, (8, 8, 4), 128, False),
         ({"batch": 5, "heads": 128}, (10, 8, 1), 512, False),
         ({"batch": 12, "num_splits": "fixed"}, (12, 16, 4), 128, True),
+        ({"batch": 100, "heads": 1}, (100, 1, 2), 256, True),
     ],
 )
 def test_what_merges_is_resident_at_a_time(changes, grid, columns, shared):

@@ -93,7 +93,7 @@ struct SplitConsumer : Consumer {
       }
       ptx::bar_sync(kBoth, kConsumers);
       if (!smem.merges) return;
-      add_parts(static_cast<const HalfPart*>(params.workspace), merger.list(), max, sum);
+      add_parts(parts_of<HalfPart>(params, mla), merger.list(), max, sum);
       is_part = !merger.ends();
       is_sum = true;
       slot = merger.advance();

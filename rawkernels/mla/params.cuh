@@ -25,6 +25,7 @@ struct alignas(16) CombineTask {
     return i == 0 ? first_slot : second_slot + (i - 1) * slot_stride;
   }
 };
+static_assert(sizeof(CombineTask) == 48, "TASK_BYTES of cuattn/gpu/dispatch/mla.py");
 
 struct MlaParams {
   const void* q_rope;

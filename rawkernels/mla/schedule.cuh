@@ -14,6 +14,7 @@
 
 #include "decoding/schedule.cuh"
 #include "ptx/math.cuh"
+#include "tile/prefix_sum.cuh"
 
 namespace mla {
 
@@ -116,7 +117,6 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
     // Of unit `number`, where a sequence of n blocks has units_of(n); none where there are fewer.
     template <class Units>
     __device__ __forceinline__ Holder holder_of(int number, const Units& units_of) const {
-      const int lane = threadIdx.x % 32;
       int before = 0;
 #pragma unroll 1
       for (int i = 0; 32 * i < batch; ++i) {
@@ -126,12 +126,7 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
           before += all;
           continue;
         }
-        int inclusive = own;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const int other = __shfl_up_sync(~0u, inclusive, distance);
-          if (lane >= distance) inclusive += other;
-        }
+        const int inclusive = tile::prefix_sum_of_warp(own);
         const int holder = __ffs(__ballot_sync(~0u, before + inclusive > number)) - 1;
         return {32 * i + holder, before + __shfl_sync(~0u, inclusive - own, holder),
                 __shfl_sync(~0u, own, holder)};

@@ -58,7 +58,7 @@ __device__ __forceinline__ float place_bins(NucleusState& state, int vocab, floa
   unsigned bins[kBinsPerLane], own = 0;
 #pragma unroll
   for (int b = 0; b < kBinsPerLane; ++b) own += bins[b] = smem.pilot_bins[lane * kBinsPerLane + b];
-  float sum = prefix_sum_of_warp(float(own));
+  float sum = tile::prefix_sum_of_warp(float(own));
   const float total = __shfl_sync(0xffffffffu, sum, 31), probability = total / kPilotUnit;
   sum -= float(own);
   // The nucleus ends where the pilot's does, give or take four standard deviations.
@@ -234,7 +234,7 @@ __device__ __forceinline__ void sum_bins(NucleusSmem& smem) {
 #pragma unroll
       for (int rank = 0; rank < Config::cluster; ++rank) in += smem.bins[rank][bin];
     }
-    const float sum = prefix_sum_of_warp(in);
+    const float sum = tile::prefix_sum_of_warp(in);
     const float above = __shfl_up_sync(0xffffffffu, sum, 1);
     if (bin < kHistogramBins) {
       smem.in[bin] = in;

@@ -203,7 +203,7 @@ class Penalties {
     for (int first = begin; first < end; first += 32) {
       const int n = first + lane;
       const unsigned own = n < end ? __popc(words_[n].listed) : 0;
-      const unsigned sum = prefix_sum_of_warp(own);
+      const unsigned sum = tile::prefix_sum_of_warp(own);
       if (n < end) words_[n].before = before + sum - own;
       before += __shfl_sync(0xffffffffu, sum, 31);
     }

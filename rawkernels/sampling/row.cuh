@@ -4,6 +4,7 @@
 
 #include "ptx/cluster.cuh"
 #include "ptx/math.cuh"
+#include "tile/prefix_sum.cuh"
 
 constexpr int kGroup = 256;  // tokens that a warp takes together: eight a lane, 32 apart, as
                              // tile/philox.cuh numbers them
@@ -159,18 +160,6 @@ __device__ __forceinline__ float largest_of_block(float value, float* slots) {
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = value;
   __syncthreads();
   return largest_of_warp(slots[threadIdx.x % kWarps]);
-}
-
-// The sum of the lanes up to a thread's own, that one included.
-template <class T>
-__device__ __forceinline__ T prefix_sum_of_warp(T value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const T left = __shfl_up_sync(0xffffffffu, value, step);
-    if (lane >= step) value += left;
-  }
-  return value;
 }
 
 // Reduces one value a thread over the cluster, in an order that only the kernel's shape decides.

@@ -59,7 +59,7 @@ __device__ __forceinline__ void for_each_token(Logits logit, Segment segment, F 
 __device__ __forceinline__ unsigned exclusive_sum_of_block(unsigned value, unsigned* warp_sums,
                                                            unsigned& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned sum = prefix_sum_of_warp(value);
+  const unsigned sum = tile::prefix_sum_of_warp(value);
   if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
   unsigned before = 0;
