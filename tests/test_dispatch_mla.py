@@ -190,7 +190,8 @@ def test_rows_that_lie_too_far_apart_are_left_to_others(format):
         ({"batch": 1}, 8, 1),  # one for each block of keys
         ({"batch": 1, "max_pages": 2}, 1, 1),  # one for each warpgroup
         ({"batch": 1, "heads": 32, "max_pages": 5}, 5, 1),
-        ({"batch": 1, "heads": 32, "max_pages": 4}, 1, 1),
+        ({"batch": 1, "heads": 32, "max_pages": 4}, 4, 1),
+        ({"batch": 1, "heads": 32, "max_pages": 3}, 1, 1),
         ({"batch": 1, "max_pages": 9999}, 132, 1),
         ({"batch": 1, "heads": 3, "window": (9, 0), "page_size": 256}, 32, 1),
         ({"batch": 2, "heads": 8, "seqlen_q": 2, "max_pages": 99}, 66, 1),

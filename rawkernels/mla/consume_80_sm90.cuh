@@ -2,6 +2,7 @@
 // and O of half of the columns.
 #pragma once
 
+#include "mla/clear_row.cuh"
 #include "mla/descriptors_sm90.cuh"
 #include "mla/layout_80_sm90.cuh"
 #include "mla/query_columns_sm90.cuh"
@@ -254,12 +255,11 @@ struct Warpgroup : QueryColumns<kRows> {
 
   // Zeros for values of keys outside of the split in shared memory: 0 · NaN is NaN.
   __device__ __forceinline__ void clear_values(int block) const {
+    const int thread = ptx::thread_index() % 128, key = thread % kKeys;
+    if (!work->has(block, key)) {
 #pragma unroll 1
-    for (int i = threadIdx.x % 128; i < (kHalfPanels - 1) * kKeys * 8; i += 128) {
-      const int key = i / 8 % kKeys;
-      if (!work->has(block, key))
-        *reinterpret_cast<uint4*>(smem.k[number][Place::of(block, i / 8 / kKeys + 1).index()] +
-                                  Panel::at(key, i % 8)) = {};
+      for (int panel = 1; panel < kHalfPanels; ++panel)
+        clear_half_row<1, 0>(smem.k[number][Place::of(block, panel).index()], key, thread / kKeys);
     }
     ptx::fence_proxy_async();
     sync();

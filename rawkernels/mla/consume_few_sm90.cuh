@@ -2,6 +2,7 @@
 // the end adds half of O's columns to the other warpgroup's.
 #pragma once
 
+#include "mla/clear_row.cuh"
 #include "mla/descriptors_sm90.cuh"
 #include "mla/key_boxes_sm90.cuh"
 #include "mla/merge_few_sm90.cuh"
@@ -152,9 +153,7 @@ struct Warpgroup : QueryColumns<kRows> {
     hide(s, smem.visible, first);
     const int own = warp * 16 + lane % 16;
     if (first + own >= split.begin && first + own < split.end) return;
-#pragma unroll 1
-    for (int i = lane / 16; i < kLatentPanels * 8; i += 2)
-      *reinterpret_cast<uint4*>(smem.k[number][i / 8] + Panel::at(own, i % 8)) = {};
+    clear_half_row<kLatentPanels, kPanelBytes>(smem.k[number][0], own, lane / 16);
     ptx::fence_proxy_async();
   }
 
@@ -208,25 +207,31 @@ struct Warpgroup : QueryColumns<kRows> {
   __device__ __forceinline__ void put(const FewMerge& merge) {
     const unsigned long long begun = merge.load_begun();
     put_sums();
-    __syncthreads();
-    if (threadIdx.x < kRows) merge.add_sums(threadIdx.x);
-    constexpr int kVecs = kScores / 4;
+    sync();  // no warp's products read keys any more
+    constexpr int kVecs = kScores / 4, kAll = kHalfPanels * kVecs;
     float4* const sent = reinterpret_cast<float4*>(smem.k[number]) + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < kHalfPanels * kVecs; ++i)
+    for (int i = 0; i < kAll; ++i)
       sent[i * 128] = reinterpret_cast<const float4&>(o[1][i / kVecs][i % kVecs * 4]);
     if (threadIdx.x == 0) smem.waits = begun == params.launch_id;
     __syncthreads();
+    const float4* const got = reinterpret_cast<float4*>(smem.k[number ^ 1]) + threadIdx.x % 128;
+    float4 others[kAll];
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) others[i] = got[i * 128];
+    // Of this lane's row, by warpgroup; then of the lane's queries, this warpgroup's own first.
+    const float2 of_row = merge.add_sums(lane % kRows);
+    const float own_factor = number == 0 ? of_row.x : of_row.y;
+    const float other_factor = number == 0 ? of_row.y : of_row.x;
     float factors[2][kOwnRows];
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      factors[0][i] = smem.factors[number][own_row(i)];
-      factors[1][i] = smem.factors[number ^ 1][own_row(i)];
+      factors[0][i] = __shfl_sync(~0u, own_factor, own_row(i));
+      factors[1][i] = __shfl_sync(~0u, other_factor, own_row(i));
     }
-    const float4* const got = reinterpret_cast<float4*>(smem.k[number ^ 1]) + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < kHalfPanels * kVecs; ++i) {
-      const float4 x = got[i * 128];
+    for (int i = 0; i < kAll; ++i) {
+      const float4& x = others[i];
       float (&own)[4] = reinterpret_cast<float (&)[4]>(o[0][i / kVecs][i % kVecs * 4]);
       const int r = i % kVecs * 2;  // of two neighbouring rows, for two keys each
       own[0] = fmaf(factors[0][r], own[0], factors[1][r] * x.x);
@@ -243,23 +248,24 @@ struct Warpgroup : QueryColumns<kRows> {
   }
 
   // Sums and maxima of the warp's keys and of |O|, of each row.
-  __device__ __forceinline__ void put_sums() const {
+  __device__ __forceinline__ void put_sums() {
+    float largest[kOwnRows];
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      float sum = row_sum[i], largest = 0.0f;
+      largest[i] = 0.0f;
 #pragma unroll
       for (const auto& half : o)
 #pragma unroll
         for (const auto& panel : half)
-          largest = fmaxf(largest, fmaxf(fabsf(panel[at(i, 0)]), fabsf(panel[at(i, 1)])));
+          largest[i] = fmaxf(largest[i], fmaxf(fabsf(panel[at(i, 0)]), fabsf(panel[at(i, 1)])));
+    }
+    sum_of_lanes(row_sum);
+    max_of_lanes(largest);
+    if (lane >= 4) return;
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, distance);
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-      }
-      if (lane >= 4) continue;
-      smem.warp_sum[number][warp][own_row(i)] = sum;
-      smem.warp_max[number][warp][own_row(i)] = largest;
+    for (int i = 0; i < kOwnRows; ++i) {
+      smem.warp_sum[number][warp][own_row(i)] = row_sum[i];
+      smem.warp_max[number][warp][own_row(i)] = largest[i];
       if (warp == 0) smem.row_max[number][own_row(i)] = row_max[i] * scale_log2;
     }
   }

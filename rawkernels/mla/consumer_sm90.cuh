@@ -9,6 +9,7 @@
 // blocks of keys and Q fill shared memory.
 #pragma once
 
+#include "mla/clear_row.cuh"
 #include "mla/operands_sm90.cuh"
 #include "ptx/bar.cuh"
 #include "tile/softmax.cuh"
@@ -232,13 +233,10 @@ struct Consumer {
     if (Config::gather) return;  // there are zeros
     const int begin = work->split.begin - key, end = work->split.end - key;
     if ((begin <= 0 && end >= kBlockKeys) || end <= 0) return;
-#pragma unroll 1
-    for (int i = ptx::thread_index() % 128; i < kBlockKeys * kLatentPanels / 2 * 8; i += 128) {
-      const int key_row = i / 8 % kBlockKeys;
-      if (key_row < begin || key_row >= end)
-        *reinterpret_cast<uint4*>(smem.k[buffer][first_panel + i / 8 / kBlockKeys] +
-                                  Panel::at(key_row, i % 8)) = {};
-    }
+    const int key_row = ptx::thread_index() % kBlockKeys;
+    if (key_row < begin || key_row >= end)
+      clear_half_row<kLatentPanels / 2, kPanelBytes>(smem.k[buffer][first_panel], key_row,
+                                                     ptx::thread_index() / kBlockKeys % 2);
     ptx::fence_proxy_async();
     ptx::bar_sync(kOwn + odd, 128);
   }

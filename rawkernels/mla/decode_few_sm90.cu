@@ -10,6 +10,7 @@
 // blocks, has all of O for them in registers, and adds it to the other warpgroup's at the end. Then
 // thread blocks merge (merge_few_sm90.cuh).
 #include "mla/consume_few_sm90.cuh"
+#include "ptx/registers.cuh"
 
 namespace mla {
 
@@ -24,8 +25,10 @@ __device__ __forceinline__ void request_queries(Smem& smem, const DecodeParams& 
   const int rope_columns = params.head_dim - params.head_dim_v;
   const int rows = split.seq.seqlen_q * params.group;
   constexpr int kHalf = kHalfPanels * kRows * 128;
-#pragma unroll 3
-  for (int row = warp; row < kRows; row += kWarps) {
+#pragma unroll
+  for (int i = 0; i < (kRows + kWarps - 1) / kWarps; ++i) {
+    const int row = warp + i * kWarps;
+    if (row >= kRows) break;
     unsigned char* const target = smem.q[lane / 8] + Panel::at(row, lane % 8);
     if (row >= rows) {
       *reinterpret_cast<uint4*>(target) = *reinterpret_cast<uint4*>(target + kHalf) = {};
@@ -65,26 +68,21 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   // there is no such page, and what it reads otherwise is hidden and cleared with the keys beyond
   // the end.
   decoding::Split split;
-  split.seq = {static_cast<int>(blockIdx.z), 0, params.seqlen_q,
-               decoding::count_keys(params, blockIdx.z)};
+  const int length = params.seq_lens == nullptr ? params.capacity : params.seq_lens[blockIdx.z];
+  split.seq = {static_cast<int>(blockIdx.z), 0, params.seqlen_q, 0};
   split.row_tile = 0;
   split.head = blockIdx.y;
-  const bool begins_with_length = params.window_left != kUnbounded;
-  const auto cut = [&] {
-    split.begin = decoding::visible_keys(params, split.seq, 0).begin;
-    const int end = decoding::visible_keys(params, split.seq, params.seqlen_q - 1).end;
-    split.end = max(split.begin, end);
-  };
-  split.begin = params.first_key;
-  if (begins_with_length) cut();
-  split.origin = split.begin & -kKeys;
+  split.origin = params.first_key & -kKeys;
   const Loader loader = {{params, maps}};
   const bool loads = threadIdx.x / 32 % 4 == 0;
-  const int first = split.origin + Deal::first(warpgroup) * kKeys;
-  int page = 0, next_page = 0;
-  if (loads) {
+  int first = 0, page = 0, next_page = 0;
+  const auto ask_pages = [&] {
+    first = split.origin + Deal::first(warpgroup) * kKeys;
     page = loader.page_of_lane(first, params.capacity);
     next_page = loader.page_of_lane(first + Deal::step() * kKeys, params.capacity);
+  };
+  if (loads) {
+    ask_pages();
     if (threadIdx.x % 32 == 0) {
       ptx::prefetch_tensormap(maps.latent);
       ptx::prefetch_tensormap(maps.rope);
@@ -95,7 +93,14 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   } else {
     request_queries(smem, params, mla_params, split);
   }
-  cut();
+  // Opaque: the compiler would wait for the length before anything else is asked for.
+  split.seq.seqlen_k = tile::clamped(static_cast<int>(ptx::opaque(length)), 0, params.capacity);
+  split.begin = decoding::visible_keys(params, split.seq, 0).begin;
+  split.end = max(split.begin, decoding::visible_keys(params, split.seq, params.seqlen_q - 1).end);
+  if (params.window_left != kUnbounded) {  // keys begin elsewhere
+    split.origin = split.begin & -kKeys;
+    if (loads) ask_pages();
+  }
   const Deal deal(split);
   const int blocks = deal.blocks();
   if (blockIdx.x >= blocks) {

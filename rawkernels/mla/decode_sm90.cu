@@ -79,21 +79,22 @@ struct SplitConsumer : Consumer {
         const int its_row = row + 8 * r;
         if (!is_sum) sum[r] += smem.row_sum[!odd][its_row];
         if (kHalfParts && is_part) fit_part(its_row, max[r], sum[r], r);
-        if (is_part)
-          put_part(slot, its_row, its_row < rows, max[r], sum[r], r);
-        else
-          put_result(output_row<T, kRows>(params, split, its_row, max[r], sum[r]), its_row < rows,
-                     r);
+        if (is_part) put_part(slot, its_row, its_row < rows, max[r], sum[r], r);
+      }
+      if (!is_part) {
+        OutputRow results[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          results[r] = output_row<T, kRows>(params, split, row + 8 * r, max[r], sum[r]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) put_result(results[r], row + 8 * r < rows, r);
       }
       if (!kHalfParts || !is_part || !mla.merges_parts) break;
       ptx::bar_sync(kBoth, kConsumers);
-      if (threadIdx.x < 32) {
-        const bool merges = merger.claim(slot);
-        if (threadIdx.x == 0) smem.merges = merges;
-      }
+      if (threadIdx.x == 0) smem.merges = merger.claim(slot);
       ptx::bar_sync(kBoth, kConsumers);
       if (!smem.merges) return;
-      add_parts(parts_of<HalfPart>(params, mla), merger.list(), max, sum);
+      add_parts(parts_of<HalfPart>(params, mla), merger.list(), rows, max, sum);
       is_part = !merger.ends();
       is_sum = true;
       slot = merger.advance();
@@ -102,15 +103,16 @@ struct SplitConsumer : Consumer {
       put_task<kRows>(params, mla, split, work->place);
   }
 
-  // O, maxima and sums become those of a list of partial results.
+  // O, maxima and sums become those of a list of partial results. Lanes whose row does not exist
+  // read all the same numbers, which costs little and needs no predicate.
   __device__ __forceinline__ void add_parts(const HalfPart* parts, const decoding::MergeList& list,
-                                            float (&max)[2], float (&sum)[2]) {
+                                            int rows, float (&max)[2], float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max[r] = tile::negative_infinity();
       sum[r] = 0.0f;
     }
-#pragma unroll 2
+#pragma unroll 4
     for (int i = 0; i < list.count; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
@@ -125,7 +127,8 @@ struct SplitConsumer : Consumer {
         const float2 max_sum = __ldcg(&part.max_sum[row + 8 * r]);
         const float factor = ptx::ex2(max_sum.x - tile::OnlineSoftmax::offset(max[r], 1.0f));
         sum[r] = fmaf(factor, max_sum.y, sum[r]);
-        const auto* const from = part.o + HalfPart::at(row + 8 * r, first_panel * 16 + lane % 4);
+        const int own = HalfPart::at(row + 8 * r, first_panel * 16 + lane % 4);
+        const auto* const from = part.o + (row + 8 * r < rows ? own : 0);
 #pragma unroll
         for (int j = 0; j < kLatent / 4; j += 16) {
           const uint4 its = __ldcg(reinterpret_cast<const uint4*>(from + HalfPart::at(0, j / 2)));

@@ -37,7 +37,6 @@ struct Smem {
   float warp_max[kWarpgroups][4][kRows];      // of each warp's keys of a block; in the end of |O|
   float warp_sum[kWarpgroups][4][kRows];      // of each warp's keys
   float row_max[kWarpgroups][kRows];
-  float factors[kWarpgroups][kRows];  // of a warpgroup's O
   tile::Range visible[kRows];         // the keys that each row sees
   long long out_at[kRows];            // where its rows of the result are
   float2 max_sum[kRows];              // of this thread block's partial result

@@ -69,48 +69,60 @@ struct FewMerge {
     return blocks > 1 && threadIdx.x == 0 ? ptx::load_relaxed(workspace.begun) : 0;
   }
 
-  // Of this thread block: what warpgroups' O of a row is multiplied by, and its maximum and sum.
-  __device__ __forceinline__ void add_sums(int row) const {
+  // What warpgroups' O of a row is multiplied by. By a warp, of which each lane has a row; the
+  // first one leaves the row's maximum and sum of this thread block, too, or where its result goes.
+  __device__ __forceinline__ float2 add_sums(int row) const {
+    const bool leaves = threadIdx.x < kRows;
     float max = tile::negative_infinity(), sum = 0.0f, largest = 0.0f, factors[kWarpgroups];
 #pragma unroll
     for (const auto& row_max : smem.row_max) max = fmaxf(max, row_max[row]);
 #pragma unroll
     for (int i = 0; i < kWarpgroups; ++i) {
       factors[i] = weight(smem.row_max[i][row], max);
-      float its_largest = 0.0f;
+      float its_sum = 0.0f, its_largest = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) {
-        sum = fmaf(factors[i], smem.warp_sum[i][warp][row], sum);
+        its_sum += smem.warp_sum[i][warp][row];
         its_largest = fmaxf(its_largest, smem.warp_max[i][warp][row]);
       }
+      sum = fmaf(factors[i], its_sum, sum);
       largest = fmaf(factors[i], its_largest, largest);
     }
     float factor = 0.0f;
     if (blocks > 1) {
       const int rise = HalfNumbers::rise_for(largest);
       factor = HalfNumbers::factor_for(rise);
-      smem.max_sum[row] = {max + rise, sum * factor};
+      if (leaves) smem.max_sum[row] = {max + rise, sum * factor};
     } else if (row < rows) {
       const OutputRow result = output_row<T, kRows>(params, split, row, max, sum);
-      put_lse(params, result);
-      smem.out_at[row] = result.at;
+      if (leaves) {
+        put_lse(params, result);
+        smem.out_at[row] = result.at;
+      }
       factor = result.factor;
     }
-#pragma unroll
-    for (int i = 0; i < kWarpgroups; ++i) smem.factors[i][row] = factor * factors[i];
+    return {factor * factors[0], factor * factors[1]};
   }
 
   // O from shared memory to where it goes.
   __device__ __forceinline__ void put_rows() const {
-    constexpr int kVecs = kLatent / 8;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < rows * kVecs; i += kThreads) {
-      const int row = i / kVecs, vec = i % kVecs;
-      const uint4 own = reinterpret_cast<const uint4*>(row_of_o(smem, row))[vec];
-      if (blocks > 1)
-        workspace.parts[blockIdx.x].o[row][vec] = own;
-      else if (vec * 8 < params.head_dim_v)
-        *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + smem.out_at[row] + vec * 8) = own;
+    constexpr int kVecs = kLatent / 8, kStep = kThreads / kVecs, kEach = kRows / kStep;
+    const int first = threadIdx.x / kVecs, vec = threadIdx.x % kVecs;
+    uint4 own[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      own[i] = reinterpret_cast<const uint4*>(row_of_o(smem, first + i * kStep))[vec];
+    if (blocks > 1) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (first + i * kStep < rows)
+          workspace.parts[blockIdx.x].o[first + i * kStep][vec] = own[i];
+    } else if (vec * 8 < params.head_dim_v) {
+      T* const out = static_cast<T*>(params.out) + vec * 8;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (first + i * kStep < rows)
+          *reinterpret_cast<uint4*>(out + smem.out_at[first + i * kStep]) = own[i];
     }
   }
 
@@ -198,16 +210,19 @@ struct FewMerge {
         from += shares * kBatch;
         if (from < blocks) request(words, parts, from, shares);
       }
-      if (shares > 1) add_shares(sum, shift);
-      if (share > 0) break;
-      if (column == 0) put_lse(params, result);
+      if (share == 0 && column == 0) put_lse(params, result);
+      T* const out = static_cast<T*>(params.out) + result.at;
+      if (shares > 1) {
+        put_shares(out + column - vec * 8, params.head_dim_v - (column - vec * 8), sum,
+                   result.factor, shift);
+        break;
+      }
       unsigned packed[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         packed[i] = tile::pack<T>(sum[2 * i] * result.factor, sum[2 * i + 1] * result.factor);
       if (column < params.head_dim_v)
-        *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + result.at + column) = {
-            packed[0], packed[1], packed[2], packed[3]};
+        *reinterpret_cast<uint4*>(out + column) = {packed[0], packed[1], packed[2], packed[3]};
     }
     // For a replay of the launch in a CUDA graph, which has the same id.
     if (its_packet != nullptr) ptx::store_relaxed(its_packet, {0, 0});
@@ -257,32 +272,44 @@ struct FewMerge {
     }
   }
 
-  // Adds up the sums of threads whose numbers differ by multiples of 1 << shift, for the first of
-  // them. By all threads.
-  __device__ __forceinline__ void add_shares(float (&sum)[8], int shift) const {
-#pragma unroll
-    for (int log2 = 3; log2 < 5; ++log2)
-#pragma unroll
-      for (float& x : sum) {
-        const float other = __shfl_xor_sync(~0u, x, 1 << log2);
-        if (shift <= log2) x += other;
-      }
-    float4* const sums = reinterpret_cast<float4*>(smem.q) + 2 * threadIdx.x;
-    static_assert(kThreads * 32 <= sizeof(Smem::q), "a thread's sums take Q's place");
-    sums[0] = {sum[0], sum[1], sum[2], sum[3]};
-    sums[1] = {sum[4], sum[5], sum[6], sum[7]};
+  // Adds up the sums of threads whose numbers differ by multiples of 1 << shift, and puts them as
+  // the first `count` columns of a result, two for each thread. By all threads.
+  __device__ __forceinline__ void put_shares(T* out, int count, float (&sum)[8], float factor,
+                                             int shift) const {
+    if (shift <= 3) add_lanes<8>(sum);
+    if (shift <= 4) add_lanes<16>(sum);
+    // Then those of warps, or of 64 threads.
+    const int columns = 8 << shift, vec = threadIdx.x & (1 << shift) - 1;
+    const int own = threadIdx.x >> max(shift, 5), all = kThreads >> max(shift, 5);
+    float* const sums = reinterpret_cast<float*>(smem.q);
+    static_assert(kThreads * 32 <= sizeof(Smem::q), "sums take Q's place");
+    if (threadIdx.x % 32 < 1 << shift) {
+      float4* const place = reinterpret_cast<float4*>(sums + own * columns + vec * 8);
+      place[0] = {sum[0], sum[1], sum[2], sum[3]};
+      place[1] = {sum[4], sum[5], sum[6], sum[7]};
+    }
     __syncthreads();
-    const int step = max(1 << shift, 32);
-    if (threadIdx.x >= step) return;
+    const int column = 2 * threadIdx.x;
+    if (column >= columns) return;
+    float2 of_others[kThreads / 32];
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i)
+      of_others[i] = i < all ? *reinterpret_cast<const float2*>(sums + i * columns + column)
+                             : float2{0.0f, 0.0f};
+    float2 total = of_others[0];
 #pragma unroll
     for (int i = 1; i < kThreads / 32; ++i) {
-      const bool has = i * step < kThreads;
-      const float4* const others = sums + (has ? 2 * i * step : 0);
-      const float4 low = others[0], high = others[1];
-      if (!has) continue;
-      sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
-      sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+      total.x += of_others[i].x;
+      total.y += of_others[i].y;
     }
+    if (column < count)
+      *reinterpret_cast<unsigned*>(out + column) =
+          tile::pack<T>(total.x * factor, total.y * factor);
+  }
+  template <int kDistance>
+  __device__ __forceinline__ static void add_lanes(float (&sum)[8]) {
+#pragma unroll
+    for (float& x : sum) x += __shfl_xor_sync(~0u, x, kDistance);
   }
 
   // Maximum and sum of a row, from those of its partial results. By a warp.

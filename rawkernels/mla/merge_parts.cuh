@@ -1,16 +1,16 @@
 // Who merges the partial results of a tile of rows in the launch that makes them: the thread block
 // that leaves the last one.
 //
-// Nobody waits. In params.workspace each slot has a partial result, and behind all of them a word,
-// which is the launch's id while there is a complete one. A thread block that has left one looks
-// for the others. Of two that leave theirs at the same time one or both see all, by a fence each
-// between the two, and one claims them: the first one's word, which it takes away. Many partial
-// results are merged in two steps: of every 2^shift, whoever leaves the last one merges them into
-// one (decoding::SplitPlace). What is added up in which order depends on no time.
+// Nobody waits. In params.workspace each slot has a partial result, and behind all of them a word.
+// Those who leave the partial results of a list meet in pairs, as in a knockout: at a word that
+// both exchange for the launch's id. The first one to come ends there; the second one, which gets
+// the id, takes it away and goes on, for both. Who has met all others merges. Many partial results
+// are merged in two steps: of every 2^shift, whoever leaves the last one merges them into one
+// (decoding::SplitPlace). What is added up in which order depends on no time.
 #pragma once
 
 #include "mla/partial.cuh"
-#include "ptx/acquire_release.cuh"
+#include "ptx/exchange.cuh"
 
 namespace mla {
 
@@ -33,25 +33,20 @@ struct PartMerger {
   }
 
   // Says that the partial result in slot `own` is complete; whether this thread block is to merge
-  // those of list(). By a warp, when all have written theirs.
+  // those of list(). By one thread, when all have written theirs.
   __device__ __forceinline__ bool claim(unsigned own) const {
     const unsigned long long id = params.launch_id | 1;
-    const decoding::MergeList others = list();
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) ptx::store_release(word(own), id);
-    __syncwarp();
-    __threadfence();
-    bool has_all = true;
+    const decoding::MergeList all = list();
+    int number = 0;
+    while (all.slot_of(number) != own) ++number;
 #pragma unroll 1
-    for (int i = lane; i < others.count; i += 32)
-      has_all &= ptx::load_acquire(word(others.slot_of(i))) == id;
-    has_all = __all_sync(~0u, has_all);
-    if (has_all && lane == 0) has_all = atomicCAS(word(others.slot_of(0)), id, 0ull) == id;
-    has_all = __shfl_sync(~0u, has_all, 0);
-    if (!has_all) return false;
-    // A replay in a CUDA graph has the same id.
-#pragma unroll 1
-    for (int i = 1 + lane; i < others.count; i += 32) *word(others.slot_of(i)) = 0;
+    for (int span = 1; span < all.count; span *= 2) {
+      const int middle = (number & -2 * span) + span;  // of the two runs that meet
+      if (middle >= all.count) continue;
+      unsigned long long* const place = word(all.slot_of(middle));
+      if (ptx::exchange(place, id) != id) return false;
+      *place = 0;  // a replay in a CUDA graph has the same id
+    }
     return true;
   }
 

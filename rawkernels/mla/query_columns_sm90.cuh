@@ -27,13 +27,31 @@ struct QueryColumns {
   __device__ __forceinline__ void put_largest(const float (&s)[kScores],
                                               float (&of_warp)[kRows]) const {
 #pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      float max = fmaxf(s[at(i, 0)], s[at(i, 1)]);
+    for (int i = 0; i < kOwnRows; i += 4) {
+      float max[4];
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
-      if (lane < 4) of_warp[own_row(i)] = max;
+      for (int j = 0; j < 4; ++j) max[j] = fmaxf(s[at(i + j, 0)], s[at(i + j, 1)]);
+      max_of_lanes(max);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (lane < 4) of_warp[own_row(i + j)] = max[j];
     }
+  }
+  // Of several queries, over the lanes that have them: of one behind the other, each exchange of
+  // lanes would wait for the one before.
+  template <int n>
+  __device__ __forceinline__ static void max_of_lanes(float (&x)[n]) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+#pragma unroll
+      for (float& own : x) own = fmaxf(own, __shfl_xor_sync(~0u, own, distance));
+  }
+  template <int n>
+  __device__ __forceinline__ static void sum_of_lanes(float (&x)[n]) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+#pragma unroll
+      for (float& own : x) own += __shfl_xor_sync(~0u, own, distance);
   }
   // Scores of keys from `first` on that a query does not see become -inf.
   __device__ __forceinline__ void hide(float (&s)[kScores], const tile::Range (&visible)[kRows],

@@ -2,6 +2,7 @@
 // of a block, and the end of a split.
 #pragma once
 
+#include "mla/clear_row.cuh"
 #include "mla/multiply_codes_sm90.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -225,9 +226,7 @@ struct Warpgroup : CodeProducts {
     if (mla.key_rows == 0) return;
     const int own = warp * kWarpKeys + lane % kWarpKeys;
     if (first + own >= smem.split.begin && first + own < smem.split.end) return;
-#pragma unroll 1
-    for (int i = lane / kWarpKeys; i < kKeyPanels * 8; i += 2)
-      *reinterpret_cast<uint4*>(stage.panels[i / 8] + Panel::at(own, i % 8)) = {};
+    clear_half_row<kKeyPanels, kKeyPanelBytes>(stage.panels[0], own, lane / kWarpKeys);
     ptx::fence_proxy_async();
   }
 

@@ -55,7 +55,7 @@ TASK_BYTES = 48  # CombineTask of rawkernels/mla/params.cuh
 FEW_TURNS, FEW_TURNS_OF_TILES = 8, 1
 #: Blocks of keys that one thread block takes less time for than several that merge, by the rows of
 #: its tile; and where a tile cannot have more than two thread blocks.
-FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 4}, 6
+FEW_UNSPLIT, FEW_UNSPLIT_OF_TWO = {16: 2, 32: 3}, 6
 #: Rows of a tile of mla/decode_80_sm90.cu, and how many blocks of keys each multiprocessor has to
 #: have: with fewer, two tiles of 64 rows, on two of them, take less time.
 ROWS_80, ROWS_80_BLOCKS = Sm90Rows80MlaConfig.rows, 3
