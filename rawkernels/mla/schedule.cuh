@@ -59,7 +59,8 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
   __device__ __forceinline__ bool start(const DecodeParams& params) {
     const int batch = params.batch;
     const bool unsplit = params.fixed_splits != 0 && params.num_splits == 1;
-    if (params.heads_per_block == 1 && batch > 1) {
+    const bool windows = params.window_left != kUnbounded || params.window_right < 0;
+    if (params.heads_per_block == 1 && batch > 1 && !windows) {
       if (unsplit && params.cu_seqlens_q == nullptr && params.seqlen_q * params.group <= kRows)
         return start_sequence(params);
       if (batch <= 32 * kLaneSequences && (params.fixed_splits == 0 || unsplit)) {
@@ -135,6 +136,20 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
     }
   };
 
+  // What cut_keys() finds for the only tile of rows of a sequence without a window, by an eighth of
+  // the instructions: a thread block reads them for the first time.
+  __device__ __forceinline__ static decoding::KvBlocks cut(const DecodeParams& params,
+                                                           const decoding::CachedSequence& seq) {
+    decoding::KvBlocks blocks;
+    blocks.begin = min(params.first_key, seq.seqlen_k);
+    blocks.end = seq.seqlen_k;
+    blocks.shift = params.fixed_splits != 0
+                       ? 30  // one block
+                       : max(decoding::log2_of(kTileKeys), params.kv_block_shift);
+    blocks.origin = blocks.begin & -kTileKeys;
+    blocks.count = max((blocks.end - blocks.origin - 1 >> blocks.shift) + 1, 1);
+    return blocks;
+  }
   // All bits where a sequence has too many blocks, or several tiles of rows. All lengths are asked
   // for before one is used.
   __device__ __forceinline__ static unsigned long long counts_of_lane(const DecodeParams& params) {
@@ -147,7 +162,7 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
 #pragma unroll 1
     for (int i = 0; 32 * i < params.batch; ++i) {
       const int row_tiles = decoding::count_row_tiles<kRows>(params, next[0]);
-      const int count = decoding::cut_keys<kRows, kTileKeys>(params, next[0], 0).count;
+      const int count = cut(params, next[0]).count;
       if (row_tiles > 1 || count >= 1 << kCountBits) return ~0ull;
       if (row_tiles == 1 && 32 * i + lane < params.batch)
         counts |= static_cast<unsigned long long>(count) << kCountBits * i;
@@ -228,7 +243,7 @@ struct PieceSchedule : decoding::Schedule<kRows, kTileKeys, 1, false, kTileSteps
   __device__ __forceinline__ void begin(const DecodeParams& params, const Holder& holder) {
     this->head = this->row_tile = 0;
     this->seq = decoding::sequence_at(params, holder.sequence);
-    this->blocks = decoding::cut_keys<kRows, kTileKeys>(params, this->seq, 0);
+    this->blocks = cut(params, this->seq);
   }
 };
 
