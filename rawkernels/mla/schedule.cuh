@@ -9,7 +9,8 @@
 // two splits.
 //
 // Nothing else of a thread block can begin before its work is found. So a warp reads all lengths at
-// once, and finds pieces and even shares from the same counts of blocks.
+// once, and finds pieces and even shares from the same counts of blocks, where no window begins
+// behind a sequence's first key.
 #pragma once
 
 #include "decoding/schedule.cuh"
