@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   split.seq.seqlen_k = tile::clamped(static_cast<int>(ptx::opaque(length)), 0, params.capacity);
   split.begin = decoding::visible_keys(params, split.seq, 0).begin;
   split.end = max(split.begin, decoding::visible_keys(params, split.seq, params.seqlen_q - 1).end);
-  if (params.window_left != kUnbounded) {  // keys begin elsewhere
+  if (params.window_left != kUnbounded) {  // other pages than those that were asked for
     split.origin = split.begin & -kKeys;
     if (loads) ask_pages();
   }

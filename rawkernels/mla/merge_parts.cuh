@@ -10,7 +10,7 @@
 #pragma once
 
 #include "mla/partial.cuh"
-#include "ptx/exchange.cuh"
+#include "ptx/atom.cuh"
 
 namespace mla {
 
@@ -44,7 +44,7 @@ struct PartMerger {
       const int middle = (number & -2 * span) + span;  // of the two runs that meet
       if (middle >= all.count) continue;
       unsigned long long* const place = word(all.slot_of(middle));
-      if (ptx::exchange(place, id) != id) return false;
+      if (ptx::atom_exch(place, id) != id) return false;
       *place = 0;  // a replay in a CUDA graph has the same id
     }
     return true;

@@ -4,8 +4,8 @@
 
 namespace ptx {
 
-__device__ __forceinline__ unsigned long long exchange(unsigned long long* address,
-                                                       unsigned long long value) {
+__device__ __forceinline__ unsigned long long atom_exch(unsigned long long* address,
+                                                        unsigned long long value) {
   unsigned long long old;
   asm volatile("atom.acq_rel.gpu.global.exch.b64 %0, [%1], %2;"
                : "=l"(old)
