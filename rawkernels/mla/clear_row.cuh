@@ -5,13 +5,14 @@
 
 namespace mla {
 
-// Half of a row of 128 bytes, in each of kCount panels kPanelBytes apart. Lanes side by side, with
-// rows side by side, meet in no bank.
+// Every second 16 bytes of a row of 128, in each of kCount panels kPanelBytes apart: the even ones
+// or the odd ones. Lanes side by side, with rows side by side, meet in no bank; and where lanes
+// 0-15 have the even ones of 16 rows, 16-31 the odd ones, each clears what it has read by ldmatrix.
 template <int kCount, int kPanelBytes>
-__device__ __forceinline__ void clear_half_row(unsigned char* panels, int row, int half) {
+__device__ __forceinline__ void clear_half_row(unsigned char* panels, int row, int odd) {
 #pragma unroll 1
-  for (int chunk = 0; chunk < 4; ++chunk) {
-    unsigned char* const at = panels + tile::Swizzled<8>::at(row, half * 4 + chunk);
+  for (int chunk = odd; chunk < 8; chunk += 2) {
+    unsigned char* const at = panels + tile::Swizzled<8>::at(row, chunk);
 #pragma unroll
     for (int panel = 0; panel < kCount; ++panel)
       *reinterpret_cast<uint4*>(at + panel * kPanelBytes) = {};
