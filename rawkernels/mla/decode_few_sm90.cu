@@ -93,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(Config::threads, 1)
   } else {
     request_queries(smem, params, mla_params, split);
   }
-  // Opaque: the compiler would wait for the length before anything else is asked for.
+  // As decoding::count_keys(), in two steps, and opaque: the compiler would wait for the length
+  // before anything else is asked for.
   split.seq.seqlen_k = tile::clamped(static_cast<int>(ptx::opaque(length)), 0, params.capacity);
   split.begin = decoding::visible_keys(params, split.seq, 0).begin;
   split.end = max(split.begin, decoding::visible_keys(params, split.seq, params.seqlen_q - 1).end);

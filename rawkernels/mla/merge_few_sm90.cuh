@@ -213,8 +213,7 @@ struct FewMerge {
       if (share == 0 && column == 0) put_lse(params, result);
       T* const out = static_cast<T*>(params.out) + result.at;
       if (shares > 1) {
-        put_shares(out + column - vec * 8, params.head_dim_v - (column - vec * 8), sum,
-                   result.factor, shift);
+        put_shares(out, column - vec * 8, sum, result.factor, shift);
         break;
       }
       unsigned packed[4];
@@ -273,8 +272,8 @@ struct FewMerge {
   }
 
   // Adds up the sums of threads whose numbers differ by multiples of 1 << shift, and puts them as
-  // the first `count` columns of a result, two for each thread. By all threads.
-  __device__ __forceinline__ void put_shares(T* out, int count, float (&sum)[8], float factor,
+  // the columns from `first` on of a row of the result, two for each thread. By all threads.
+  __device__ __forceinline__ void put_shares(T* out, int first, float (&sum)[8], float factor,
                                              int shift) const {
     if (shift <= 3) add_lanes<8>(sum);
     if (shift <= 4) add_lanes<16>(sum);
@@ -302,8 +301,8 @@ struct FewMerge {
       total.x += of_others[i].x;
       total.y += of_others[i].y;
     }
-    if (column < count)
-      *reinterpret_cast<unsigned*>(out + column) =
+    if (first + column < params.head_dim_v)
+      *reinterpret_cast<unsigned*>(out + first + column) =
           tile::pack<T>(total.x * factor, total.y * factor);
   }
   template <int kDistance>

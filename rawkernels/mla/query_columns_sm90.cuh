@@ -37,8 +37,8 @@ struct QueryColumns {
         if (lane < 4) of_warp[own_row(i + j)] = max[j];
     }
   }
-  // Of several queries, over the lanes that have them: of one behind the other, each exchange of
-  // lanes would wait for the one before.
+  // The largest, and the sum, of what the lanes have of each of several queries. Queries take turns
+  // at shuffles: with one query after the other, each shuffle would wait for the one before.
   template <int n>
   __device__ __forceinline__ static void max_of_lanes(float (&x)[n]) {
 #pragma unroll
